@@ -102,8 +102,7 @@ def compress(
 
 @dataclass(frozen=True)
 class Fitted:
-    """Factors and record by module; the `calibration` and `curves` that were measured; refitted norms
-    by tensor."""
+    """Factors and record by module; `calibration` and `curves` as measured; refitted norms by tensor."""
 
     results: dict[str, Any]
     measured: dict[str, Any] = field(default_factory=dict)
@@ -237,8 +236,7 @@ class CompressRun(FolderRun):
         return disk_bytes(sized) + (disk_beside(sized, self.settings) if self.settings.heal else 0)
 
     def fingerprint(self) -> dict[str, object]:
-        """Weights are not in it: each layer's key covers its own, or all where statistics depend on
-        them."""
+        """Without weights: a layer's key covers its own, or all where statistics depend on them."""
         from blr.compressor.base.device import pick_device
         from blr.compressor.text.reading import calibration_digest
 

@@ -34,8 +34,8 @@ Pair: TypeAlias = tuple[str, str, float]  # two sentences and their score
 
 @dataclass(frozen=True)
 class Perplexity:
-    """`perplexity` over `tokens` predicted tokens; windows begin with the ids `beginning`, which are
-    not counted."""
+    """`perplexity` over `tokens` predicted ones; windows begin with `beginning`, which is not
+    counted."""
 
     perplexity: float
     tokens: int
@@ -52,8 +52,7 @@ class Spearman:
 
 
 def evaluate_folder(folder: Path, asked: EvalSettings, progress: Progress) -> dict[str, object]:
-    """What `asked` says of the model in `folder`, JSON-ready; what is read is checked before the
-    model."""
+    """What `asked` says of the model, JSON-ready; what is read is checked before the model."""
     pairs = read_pairs(asked.sts) if asked.sts else []
     if asked.sts:
         check_embeds(folder)
@@ -98,8 +97,7 @@ def _counted(window: int, stride: int | None, begins: list[str]) -> str:
 
 
 def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None, skip: int = 0) -> Tensor:
-    """Token ids [n] of a text, .jsonl or .json file, without the first `skip`, cut to `max_tokens`.
-    Raises InputError."""
+    """Token ids [n] of a text, without the first `skip`, cut to `max_tokens`. Raises InputError."""
     text = read_whole_text(path, MAX_BYTES)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][skip:][:max_tokens]
     if len(ids) < 2:
@@ -156,8 +154,7 @@ def _exponential(loss: float) -> float:
 def _stack(
     ids: Tensor, starts: list[int], room: int, stride: int, begins: bool
 ) -> list[tuple[Tensor, int]]:
-    """Rows of up to `room` tokens of equal length and count of newly scored tokens together, as ([m,
-    w], fresh)."""
+    """Rows of equal length and count of newly scored tokens together, as ([m, w], fresh)."""
     groups: dict[tuple[int, int], list[Tensor]] = {}
     for start in starts:
         row = ids[start : start + room]
@@ -195,8 +192,7 @@ def sts_spearman(
     progress: Progress,
     head: Sentences | None = None,
 ) -> Spearman:
-    """Spearman correlation on the `pairs` of an STS file, whose sentences `head` embeds (None: by
-    their mean states)."""
+    """Spearman correlation on `pairs`, whose sentences `head` embeds (None: by their mean states)."""
     sentences = [s for first, second, _ in pairs for s in (first, second)]
     head = head or Sentences()
     embeddings = embed(model, tokenizer, sentences, batch, progress, head).double()

@@ -82,8 +82,7 @@ def generate(
 
 
 def _text(prompt: str) -> str:
-    """`prompt` as text: bytes that the locale has no characters for are taken as UTF-8. Raises
-    UsageError for others."""
+    """`prompt` as text: bytes that the locale lacks are taken as UTF-8. Raises UsageError for others."""
     if is_text(prompt):
         return prompt
     try:
@@ -163,8 +162,7 @@ def check_profile(device: str) -> None:
 
 
 def profile(model: Any, tokenizer: Any, prompt: str, steps: int = 20) -> Profile:
-    """Time the stages of the tokens that follow `prompt`. Raises CapabilityError where the fused
-    runtime cannot."""
+    """Time the stages of the tokens behind `prompt`. Raises CapabilityError."""
     decoder = _decoder(model)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     try:

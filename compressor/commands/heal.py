@@ -268,8 +268,7 @@ class HealRun(FolderRun):
         return FolderContents(shards, workspace.journal.reader(source), files)
 
     def _told(self, pair: TrainedPair, data: Data, hidden: float) -> dict[str, object]:
-        """What the card, the report and the summary tell of the training, in which the blocks' outputs
-        weighed `hidden`."""
+        """What is told of the training, in which the blocks' outputs weighed `hidden`."""
         state, options = self.state, self.options
         assert state is not None
         return {

@@ -40,8 +40,7 @@ WEIGHTS = re.compile(r"(?:model|pytorch_model)[\w.-]*\.(?:safetensors|bin)(?:\.i
 
 @dataclass(frozen=True)
 class Push:
-    """What is put where. `files` are names in the repository to contents, or to the file that has
-    them."""
+    """What is put where: names in the repository to contents, or to the file that has them."""
 
     folder: Path
     repository: str
@@ -178,8 +177,7 @@ class Account(Told):
 
 
 def _made(manifest: dict[str, object], path: Path) -> str:
-    """The command that makes the folder again, and with what. Raises InputError for an account that
-    no `blr` has written."""
+    """The command that makes the folder again. Raises InputError for an account that is not of `blr`."""
     told = {name: value for name, value in manifest.items() if value is not None}
     account = fitted(told, Account, path, "compress it again")
     run, source = account.run, account.source

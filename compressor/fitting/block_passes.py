@@ -114,8 +114,7 @@ def window_rows(batch: Batch, windows: Tensor) -> Batch:
 
 
 def _rows(value: Tensor, alone: Tensor, windows: Tensor, count: int) -> Tensor:
-    """Those of some of `count` windows, of each of which `alone` has as many; all where it is not larger
-    for more windows."""
+    """Those of some of `count` windows, of which `alone` has one's; all where no window has its own."""
     if not value.dim() or not alone.dim() or len(value) != count * len(alone):
         return value
     each = value.unflatten(0, (count, len(alone)))

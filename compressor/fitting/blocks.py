@@ -102,8 +102,7 @@ class BlockModel:
             move_buffers(module, self.device)
 
     def groups(self, block: nn.Module) -> list[Group]:
-        """The family's groups that are in `block`, or those found in it; with residual streams once
-        `sample` is there."""
+        """The groups of `block`, by table or as found; with residual streams once `sample` is there."""
         names, number = {name for name, _ in block.named_modules()}, getattr(block, NUMBER)
         groups = [part for group in self.family.groups if (part := group.within(names))]
         if self.sample is None:
@@ -151,8 +150,7 @@ class BlockModel:
         self.sample = self.batch({"input_ids": few.to(self.device)}, every)
 
     def batch(self, arguments: dict[str, Tensor], mask: Tensor) -> Batch:
-        """What enters the first block for `arguments` of the model, of which `mask` [m, w] are real
-        tokens."""
+        """What enters the first block for `arguments` of the model; `mask` [m, w] are real tokens."""
         hidden, given = self._entering(arguments)
         found, kinds = distinct(given)
         least = int(mask.sum(1).argmin())  # whose mask is no shortcut if any is none

@@ -58,8 +58,7 @@ Replan = Callable[[dict[str, list[float]] | None], Plan]
 
 @dataclass
 class Outcome:
-    """Factors by module, the plan they follow, facts of the calibration, sensitivity curves, refitted
-    norms by tensor."""
+    """Factors by module, their plan, facts of the calibration, curves, refitted norms by tensor."""
 
     results: dict[str, Result]
     plan: Plan
@@ -189,8 +188,7 @@ def _measure(work: Work, model: BlockModel, batches: list[Any], key: str, replan
 
 
 def _rows(recipe: Recipe, replan: Replan) -> set[str]:
-    """Modules whose fits weigh the rows of outputs alone, whatever their ranks; none where sensitivities
-    choose bits, too."""
+    """Modules whose fits weigh rows of outputs alone; none where sensitivities choose bits, too."""
     if recipe.bpw is not None:
         return set()
     return {planned.layer.module for planned in replan(None).layers if not is_whole(planned.spec)}

@@ -81,8 +81,7 @@ Result = tuple[dict[str, TensorEntry], dict[str, Any]]  # stored factors by suff
 
 @dataclass(frozen=True)
 class LayerJob:
-    """One layer to factorize and everything that determines its factors; `processes` fit it together, if
-    not one alone."""
+    """One layer to factorize; `processes` fit it together, if not one alone."""
 
     planned: PlannedLayer
     recipe: Recipe

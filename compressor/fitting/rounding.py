@@ -218,8 +218,7 @@ def _corrected(
 
 
 def _start(fit: FitFactors, weight: Tensor, spec: Spec) -> Mapping[str, Tensor]:
-    """Factors of a correction: of BLAST those of low rank in blocks, whose terms do not cancel each
-    other."""
+    """Factors of a correction: of BLAST those of low rank, whose terms do not cancel each other."""
     if not isinstance(spec, BlastSpec):
         return fit(weight, spec)
     found = fit(weight, start_of(spec))

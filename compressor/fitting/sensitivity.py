@@ -215,8 +215,7 @@ def draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def curve(weight: Tensor, gram: Tensor, output: Tensor) -> Tensor:
-    """Falling eigenvalues [min(o, i)] of G^½ W H Wᵀ G^½ of W [o, i], H [i, i], G [o, o] in float64; on
-    the CPU in float32."""
+    """Falling eigenvalues of G^½ W H Wᵀ G^½ of W [o, i], H [i, i] and G [o, o], float64; on the CPU."""
     left, right = cholesky(output), cholesky(gram)
     mixed = left.mT @ weight @ right  # same singular values as G^½ W H^½
     small = mixed @ mixed.mT if mixed.shape[0] <= mixed.shape[1] else mixed.mT @ mixed

@@ -152,8 +152,7 @@ class TrainedSet:
     def values(
         self, into: dict[str, Tensor] | None = None, device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
-        """Copies of the masters on `device`, contiguous, by name; in the memory of an earlier result
-        `into`, if given."""
+        """Copies of the masters on `device`, contiguous, by name; in the memory of `into`, if given."""
         if into is None:
             into = {
                 n: torch.empty(m.shape, dtype=m.dtype, device=device) for n, m in self.masters.items()

@@ -78,8 +78,7 @@ class Moments:
 def products(
     student: Tensor, dense: Tensor | None = None, drift: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """What one batch adds to the moments: of its inputs `student` x̂ [n, i], `dense` x [n, i] and
-    `drift` h − ĥ [n, d]."""
+    """What a batch adds to the moments: of inputs x̂ and x [n, i], and of the drift h − ĥ [n, d]."""
     left = {"gram": student, "cross": None if dense is None else dense - student, "drift": drift}
     return {name: rows.mT @ student for name, rows in left.items() if rows is not None}
 
@@ -91,8 +90,7 @@ class Outputs:
     information: Tensor
 
     def root(self, groups: int = 1) -> Tensor:
-        """Upper Cholesky factor [o, o] of the whole, or of the blocks of so many groups, with a small
-        ridge."""
+        """Upper Cholesky factor [o, o] of the whole, or of the groups' blocks, with a small ridge."""
         parts = self.information.unflatten(0, (groups, -1)).unflatten(2, (groups, -1))
         own = torch.block_diag(*(parts[g, :, g] for g in range(groups)))
         identity = torch.eye(len(own)).to(own)

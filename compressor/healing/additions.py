@@ -94,8 +94,7 @@ def is_addition(name: str) -> bool:
 
 
 def product_of(masters: Tensors, name: str) -> tuple[Tensor, Tensor] | None:
-    """B [o, r'] and A [r', i] of a layer, float64 on the CPU, of like sizes; None without any, or
-    while B is zero."""
+    """B [o, r'] and A [r', i] of a layer, float64 on the CPU; None without any, or while B is zero."""
     left, right = (masters.get(f"{name}.{part}") for part in (LEFT, RIGHT))
     if left is None or right is None or not bool(left.any()):
         return None

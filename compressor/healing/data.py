@@ -89,8 +89,7 @@ class Data:
         return max(1, round(epochs * len(first.stream) / first.windows))
 
     def take(self, step: int) -> Tensor:
-        """The windows [batch, window] of a step, the parts interleaved so that any share of the rows
-        has some of each."""
+        """The windows [batch, window] of a step; any share of the rows has some of each part."""
         rows = [p.stream.take(step * p.windows, p.windows) for p in self.parts]
         return interleaved(rows)
 
@@ -122,8 +121,7 @@ class Reading:
         return found
 
     def held(self, options: HealOptions, source: Source) -> Text | None:
-        """The last windows of the user's texts, which no training reads, to judge a decoder by; None
-        without a text."""
+        """The last windows of the user's texts, which no training reads; None without a text."""
         from blr.compressor.output.loss import held_text, most_tokens
 
         texts = self.texts(options)
@@ -179,12 +177,12 @@ def _check_encoder(options: HealOptions) -> None:
         raise UsageError(
             "--loss and --top-k are for decoders; an encoder's embeddings are compared: leave them out"
         )
-    if options.own_tokens is not None:
-        raise UsageError(
-            "--own-tokens is for decoders; an encoder writes no text of its own: leave it out"
-        )
-    if options.vary is not None:
-        raise UsageError("--vary is for decoders; an encoder's sentences stay as they are: leave it out")
+    for option, given, why in (
+        ("--own-tokens", options.own_tokens, "an encoder writes no text of its own"),
+        ("--vary", options.vary, "an encoder's sentences stay as they are"),
+    ):
+        if given is not None:
+            raise UsageError(f"{option} is for decoders; {why}: leave it out")
 
 
 @dataclass(frozen=True)
@@ -198,8 +196,7 @@ class Author:
 
 
 def make_data(reading: Reading, options: HealOptions, author: Author) -> Data:
-    """Read the user's texts, have the own text written, and mix them. Raises InputError, HubError or
-    UsageError."""
+    """Read the user's texts, have the own text written, and mix them. Raises BlrError."""
     streams = reading.texts(options)
     share = _own_share(options, reading)
     batch = batch_windows(options, reading, author.gpu)
@@ -314,8 +311,7 @@ def _windows(options: HealOptions, reading: Reading, gpu: bool) -> int:
 
 
 def _shares(streams: dict[str, Stream], own: float, batch: int) -> list[int]:
-    """Windows of every stream in a batch, which has room for all: `own` of them own text, texts by
-    their size."""
+    """Windows of every stream in a batch: `own` of them own text, texts by their size."""
     texts = {name: len(stream) for name, stream in streams.items() if name != SELF}
     mine = 0 if SELF not in streams else _own_windows(own, batch) if texts else batch
     left, total = batch - mine, sum(texts.values())

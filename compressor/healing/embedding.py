@@ -24,8 +24,7 @@ PADDING = -1  # in rows of tokens, behind the end of a sentence
 
 @dataclass(frozen=True)
 class Nearness:
-    """Of held-back sentences: mean 1 − cosine between student's and teacher's embeddings, and the
-    hidden states' error."""
+    """Of held-back sentences: mean 1 − cosine of the embeddings, and the hidden states' error."""
 
     distance: float
     states: float
@@ -94,8 +93,7 @@ def _missed(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], mask: Tensor) 
 def sentence_stream(
     documents: Any, tokenizer: Any, head: Sentences, window: int, seed: int, name: str
 ) -> Stream:
-    """The sentences of a text, one a line, as rows of at most `window` tokens. Raises InputError for
-    too few of them."""
+    """The sentences of a text as rows of at most `window` tokens. Raises InputError for too few."""
     texts = [document.strip() for document in documents if document.strip()]
     texts = [text.lower() for text in texts] if head.lower else texts
     texts = list(dict.fromkeys(texts))  # one that is held back is nowhere else

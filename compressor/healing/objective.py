@@ -105,7 +105,7 @@ class Replies:
         return Readout(weight, getattr(module, "bias", None))
 
     def run(self, ids: Tensor, states: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What enters the head [m, w, d]; with `states` what leaves every block, too, of the last one
+        """What enters the head [m, w, d], and with `states` what leaves every block, the last one
         normed."""
         model, outputs = self.body if self.plain else self.model, list[Tensor]()
         self._outputs = outputs if states else None
@@ -134,7 +134,8 @@ class _Chunked(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         given = (hidden, weight, bias)
         wanted = [x for x in given if x is not None and x.requires_grad]
-        gradients = {id(x): torch.zeros_like(x, dtype=_wide(x, hidden)) for x in wanted}
+        wide = {id(x): x.dtype if x is hidden else torch.float32 for x in wanted}  # sums over chunks
+        gradients = {id(x): torch.zeros_like(x, dtype=wide[id(x)]) for x in wanted}
         total = hidden.new_zeros((), dtype=torch.float32)
         for at in _chunks(hidden, weight):
             with torch.enable_grad():
@@ -165,11 +166,6 @@ def _leaf(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach().requires_grad_(x.requires_grad)
 
 
-def _wide(x: Tensor, hidden: Tensor) -> torch.dtype:
-    """Sums over chunks are kept in float32; each row of `hidden` is of one chunk."""
-    return x.dtype if x is hidden else torch.float32
-
-
 def _chunks(hidden: Tensor, weight: Tensor | None) -> list[slice]:
     width = hidden.shape[1] if weight is None else weight.shape[0]
     size = max(CHUNK // width, 1)
@@ -183,8 +179,7 @@ def summed(
     targets: Tensor,
     measure: Measure,
 ) -> Tensor:
-    """Σ measure(student's logits, teacher's, targets) over rows [n, d], differentiable; `teacher`:
-    its states and head."""
+    """Σ measure(student's logits, teacher's, targets) over rows, differentiable."""
 
     def theirs(at: slice) -> Tensor | None:
         if teacher is None:
@@ -209,8 +204,7 @@ def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tenso
 
 @dataclass(frozen=True)
 class Merit:
-    """Nats a token on held-back windows: KL from the teacher to the student, and the loss of either on
-    the text itself."""
+    """Nats a token on held-back windows: KL from the teacher, and either's loss on the text itself."""
 
     kl: float
     student: float
@@ -222,8 +216,7 @@ class Merit:
 
 
 class Objective:
-    """Σ over the tokens of windows [m, w] of what `options` minimize; `idle` positions at a window's
-    start do not count."""
+    """Σ over tokens of windows [m, w] of what is minimized; `idle` ones at the start do not count."""
 
     def __init__(self, pair: TrainedPair, options: HealOptions, probe: Tensor, idle: int = 0) -> None:
         self.student = Replies(pair.student, probe)
@@ -240,8 +233,8 @@ class Objective:
 
     @torch.no_grad()
     def _weight(self, probe: Tensor) -> float:
-        """Of the distance between the blocks' outputs. Raises CapabilityError where it is asked for
-        and they are not alike."""
+        """Of the distance between the blocks' outputs. Raises CapabilityError where they are not
+        alike."""
         if not self.options.matches_states:
             return 0.0
         asked = HIDDEN if self.options.hidden is None else self.options.hidden

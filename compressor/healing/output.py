@@ -90,8 +90,7 @@ def metric_of(inputs: Tensor, device: torch.device) -> Metric:
 
 
 def _real(x: Tensor, mask: Tensor) -> Tensor:
-    """Rows [n, d] of the tokens in `mask` [m, w], on the CPU; all where there is not one a token, as
-    of what is routed."""
+    """Rows [n, d] of the tokens in `mask` [m, w], on the CPU; all where there is not one a token."""
     rows = x.flatten(0, -2)
     return (rows[mask.flatten()] if len(rows) == mask.numel() else rows).cpu()
 
@@ -191,8 +190,7 @@ def slots(source: Source, trained: dict[str, TensorEntry]) -> list[Slot]:
 
 @torch.no_grad()
 def new_errors(pair: TrainedPair, records: dict[str, Any], packed: Packed) -> dict[str, Any]:
-    """`records` of the layers, by name on disk, with the errors of the healed weights where the
-    teacher has such a weight."""
+    """`records` by name on disk, with the errors of the healed weights where the teacher has such."""
     theirs = dict(pair.teacher.named_modules())
     found = {}
     for stored, name in module_names(pair.student, records).items():
@@ -220,8 +218,7 @@ def _weight(pair: TrainedPair, name: str, packed: dict[str, Tensor] | None) -> T
 
 
 def check_told(checkpoint: Checkpoint) -> None:
-    """Make records and report as after the training. Raises InputError where they are not as `blr`
-    writes them."""
+    """Make records and report as after the training. Raises InputError for others than `blr` writes."""
     folder, specs = checkpoint.source.folder, checkpoint.specs
     if (folder / CARD).is_file():
         read_text(folder / CARD, MAX_BYTES)
@@ -267,8 +264,7 @@ def small_files(
 
 
 def _config(folder: Path, specs: dict[str, Spec]) -> dict[str, Any]:
-    """config.json of a compressed checkpoint, with our code alone and its layers by `specs` where
-    these have changed."""
+    """config.json of a compressed checkpoint, with our code alone and its layers by `specs`."""
     config = read_config(folder)
     layers = {**config["blr"]["layers"], **{module: spec.to_dict() for module, spec in specs.items()}}
     config = {**config, "blr": {**config["blr"], "layers": layers}}

@@ -104,14 +104,16 @@ def save_state(
 def load_state(
     journal: Journal, key: str, pair: TrainedPair
 ) -> tuple[State, dict[str, Tensor], dict[str, Moments]] | None:
-    """What `save_state` kept, this process's part of it: the state, masters and moments by name; None
-    if there is nothing."""
+    """The state, masters and moments that `save_state` kept, this process's part; None for nothing."""
     found = journal.load(key)
     if found is None or not {f"{MASTER}{name}" for name in pair.masters} <= found[0].keys():
         return None  # or of an earlier version, which trained less
     tensors = journal.tensors(key)
-    state = _read_state(found[1])
-    if state is None or not _fit(pair, tensors):
+    try:
+        state = RECORD.validate_json(json.dumps(found[1]))
+    except ValidationError:  # of another version, or a hostile one
+        return None
+    if not _fit(pair, tensors):
         return None
     state.values = pair.parted(_named(tensors, BEST)) or None
     moments: dict[str, Moments] = {}
@@ -120,14 +122,6 @@ def load_state(
         own = pair.parted({name: tensor})[name] if tensor.dim() else tensor
         moments.setdefault(name, {})[part] = own
     return state, pair.parted(_named(tensors, MASTER)), moments
-
-
-def _read_state(record: object) -> State | None:
-    """A record as a state, None for one that this version has not written."""
-    try:
-        return RECORD.validate_json(json.dumps(record))
-    except ValidationError:
-        return None
 
 
 def _fit(pair: TrainedPair, tensors: dict[str, Tensor]) -> bool:

@@ -121,8 +121,7 @@ def _norm(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 
 def task_of(checkpoint: Checkpoint) -> str:
-    """The Auto class of a causal language model or of an encoder of text. Raises CapabilityError for
-    others."""
+    """The Auto class of a causal language model or an encoder. Raises CapabilityError for others."""
     config = checkpoint.source.config
     name = (config.get("architectures") or [""])[0]
     if name.endswith(("ForCausalLM", "LMHeadModel")) or continues_text(checkpoint.source):
@@ -180,8 +179,8 @@ def load_pair(
 def _trained(
     student: Any, teacher: Any, chosen: list[str], twins: dict[str, Twin]
 ) -> dict[str, Trained]:
-    """What is trained, by parameter name. The student computes in the teacher's dtype; masters stay
-    in float32."""
+    """What is trained, by parameter name, masters in float32, beside a student in the teacher's
+    dtype."""
     parameters, parts = dict(student.named_parameters()), parts_of(twins)
     narrow = teacher.dtype != torch.float32
     found: dict[str, Trained] = {}
@@ -215,8 +214,7 @@ def narrowed(student: Any, teacher: Any) -> None:
 
 
 def take_twins(student: Any, folder: Path) -> dict[str, Twin]:
-    """Put twins (`fitting/trainable_layers.py`) in the place of the layers of `student` in few bits;
-    by name in the model."""
+    """Put twins in the place of the layers of `student` in few bits; by name in the model."""
     entries, found = open_source(folder).entries, dict[str, Twin]()
     for stored, name in module_names(student, student.config.blr["layers"]).items():
         layer = student.get_submodule(name)

@@ -49,8 +49,7 @@ def named_teacher(student: Path, offline: bool = False) -> Found:
 
 
 def recorded_digest(student: Path) -> str | None:
-    """SHA-256 over the dense model (`scan_source`), as the manifest has it; None for one that does
-    not say."""
+    """SHA-256 over the dense model (`scan_source`), as the manifest has it; None if it does not say."""
     manifest = _manifest(student)
     teacher = manifest.get("teacher")
     told = teacher.get("sha256") if isinstance(teacher, dict) else None
@@ -137,8 +136,7 @@ def strangeness(student: Checkpoint, teacher: Checkpoint) -> str | None:
 
 
 def first_loss(held: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any]) -> list[str]:
-    """A hint on a divergence before training, in the merits `held` by text, that an unrelated teacher
-    gives as well."""
+    """A hint on a divergence before training that an unrelated teacher gives as well."""
     guess = log(of_text(config).get("vocab_size") or 1)
     far = max((merits.get("kl", 0.0) for merits in held.values()), default=0.0)
     if not far > LOST * guess:
@@ -157,8 +155,7 @@ def _matrices(source: Source) -> dict[str, TensorEntry]:
 
 
 def _like(ours: TensorEntry, theirs: Mapping[str, TensorEntry]) -> list[TensorEntry]:
-    """The one of the same name and shape, else all of the shape: heads may be tied, names have a
-    prefix."""
+    """The one of the same name and shape, else all of the shape: a head may be tied, a name prefixed."""
     named = theirs.get(ours.name)
     if named is not None and named.shape == ours.shape:
         return [named]

@@ -66,8 +66,7 @@ def check_installed(name: str) -> None:
 
 
 def check_tracker(name: str) -> None:
-    """Raise UsageError for a tracker that accelerate does not know, CapabilityError for one not
-    installed."""
+    """Raise UsageError for an unknown tracker, CapabilityError for one that is not installed."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     if name not in LOGGER_TYPE_TO_CLASS:

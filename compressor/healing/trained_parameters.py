@@ -118,8 +118,7 @@ class StoredNames:
 
 
 def _named(model: Any, stored: Collection[str], known: Collection[str]) -> dict[str, str]:
-    """What `model` calls the tensors `stored`: by its name for the module, or, where only that is
-    `known`, for the tensor."""
+    """What `model` calls the tensors `stored`: by module, or by tensor where only that is `known`."""
     modules = module_names(model, {name.rpartition(".")[0] for name in stored})
     whole = {old: new for new, old in renamed(model, stored).items()}
     prefix, found = f"{model.base_model_prefix}.", {}

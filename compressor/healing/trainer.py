@@ -198,8 +198,7 @@ class Trainer(TrainingLoop):
         self.meter.last.zero_()
 
     def _log(self, found: dict[str, Any], **speed: float) -> None:
-        """Keep what was `found` at this step, without times: what is written is the same whenever the
-        steps are."""
+        """Keep what was `found`, without times: what is written is the same whenever the steps are."""
         line: Any = {"step": self.state.step, "tokens": self.state.step * self.data.tokens, **found}
         self.state.log.append(line)
         self.saved_at.tell({**line, "seconds": round(self.state.seconds, 2), **speed})
@@ -287,8 +286,7 @@ class Passes:
         self.captures = pair.device.type == "cuda" and not pair.slices
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """This process's share of the loss of a batch, of its windows. Raises CapabilityError when
-        not one fits in memory."""
+        """This process's share of the loss of a batch. Raises CapabilityError when no window fits."""
         while True:
             try:
                 return self._run(rows)

@@ -16,8 +16,8 @@ from blr.compressor.base.quoting import named_line, quote
 
 @dataclass(frozen=True)
 class Asked:
-    """`names` of tasks or groups, those in the folder `path` too; `shots` in a prompt; `limit`
-    documents of each."""
+    """`names` of tasks or groups, also of files in `path`; `shots` in a prompt; `limit` documents
+    each."""
 
     names: list[str]
     path: Path | None = None
@@ -27,8 +27,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Scores:
-    """Metrics by task, how many documents each was asked, the examples in its prompts, and lm_eval's
-    version."""
+    """Metrics by task, documents asked, examples in prompts, and lm_eval's version."""
 
     tasks: dict[str, dict[str, float]]
     samples: dict[str, int]

@@ -74,8 +74,7 @@ class ServedConfig(QuantizationConfig):
         return cls(config["layers"], {})
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Ours for a layer of which a member is structured. Raises CapabilityError for others that
-        are structured."""
+        """Ours for a layer with a structured member. Raises CapabilityError for no linear layer."""
         if isinstance(layer, LinearBase):
             members = self._members(prefix)
             if any(name in self.specs for name in members):

@@ -92,8 +92,7 @@ class Forecast:
 def sizes_of(
     config: Mapping[str, object], specs: Mapping[str, Spec], stored: int, train: tuple[str, ...]
 ) -> Sizes:
-    """Of the dense model with `config`, whose layers `specs` replace; `stored` parameters are in its
-    files."""
+    """Of the dense model with `config`, whose layers `specs` replace, with `stored` parameters."""
 
     found = dimensions_of(config)
     table = found.vocabulary * found.width
@@ -114,8 +113,7 @@ def disk_bytes(source: Source, specs: Mapping[str, Spec], options: HealOptions, 
 def kept_bytes(
     specs: Mapping[str, Spec], entries: Mapping[str, TensorEntry], options: HealOptions
 ) -> int:
-    """Most bytes on disk of a training's state and of the tensors that it gives; `entries` are all of
-    the checkpoint's."""
+    """Most bytes on disk of a training's state and of the tensors that it gives."""
     floats = [entry for entry in entries.values() if entry.is_float]
     trained = sum(masters(spec) for spec in specs.values()) if "factors" in options.train else 0
     if options.lora:
@@ -130,8 +128,7 @@ def kept_bytes(
 
 
 def masters(spec: Spec) -> int:
-    """Numbers that are trained of a layer: of those in few bits all, and the groups' scales, which
-    float8 has not."""
+    """Numbers that are trained of a layer: of those in few bits all, and the scales but of float8."""
     scales = 0
     for _, leaf in leaves(spec):
         if isinstance(leaf, QuantizedSpec) and not leaf.fp8:
@@ -156,8 +153,7 @@ ALONE = GpuGroup()
 def forecast(
     sizes: Sizes, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, group: GpuGroup = ALONE
 ) -> Forecast:
-    """What fits best: as many windows a pass as do, checkpointing where that is asked for, or fewer
-    than `FEW` would fit."""
+    """What fits best: as many windows a pass as do, with checkpointing where fewer than `FEW` would."""
     window = options.window
     windows = max(1, options.batch // window) if options.batch else WINDOWS
     windows = -(-windows // group.count)
@@ -249,8 +245,7 @@ def _composed(spec: Spec) -> int:
 
 
 def _flops(sizes: Sizes, specs: Mapping[str, Spec], kept: bool) -> float:
-    """Operations a token: the teacher forward, the student forward, back, and once more where only
-    inputs are kept."""
+    """Operations a token: of the teacher once, of the student forward and twice that back."""
     plain = (spec.plain for spec in specs.values())
     low = (spec for spec in plain if isinstance(spec, LowRankSpec | PivotedSpec))
     saved = sum(spec.dense_parameters - spec.parameters for spec in low)
@@ -265,8 +260,7 @@ def is_told(source: Source) -> bool:
 
 
 def planned(source: Source, plan: Plan, options: HealOptions, gpu: Gpu, gpus: int = 1) -> dict[str, Any]:
-    """What healing the output of `plan` would take, JSON-ready; `least` are bytes of a GPU that it
-    cannot do without."""
+    """What healing would take, JSON-ready; `least` are bytes of a GPU that it cannot do without."""
     specs = {layer.layer.module: layer.spec for layer in plan.layers}
     found = predicted(source, specs, options, gpu, GpuGroup(gpus))
     window = replace(options, batch=gpus * options.window, checkpointing=True)

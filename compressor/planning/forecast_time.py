@@ -253,8 +253,7 @@ def _step(work: Compression, parts: int) -> float:
 
 
 def predicted_cost(spec: Spec, calibrated: bool = False) -> float:
-    """Operations of one layer's fit, up to a factor that all share; `calibrated`: in the norm of
-    activations."""
+    """Operations of a layer's fit, up to a common factor; `calibrated`: by the norm of activations."""
     spec = spec.plain
     o, i = spec.out_features, spec.in_features
     if not isinstance(spec, BlastSpec):

@@ -53,8 +53,7 @@ def candidates(heads: int) -> list[int]:
 
 
 def groups_for_rank(width: int, other: int, heads: int, rank: int) -> Grouping:
-    """The most groups for which a given rank of each still saves parameters and memory: more mean
-    less error."""
+    """The most groups for which a given rank of each still saves parameters and memory."""
     for groups in candidates(heads):
         if saves(width, other, groups, rank):
             limit = min(parameter_threshold(width, other, groups), memory_threshold(width, groups))

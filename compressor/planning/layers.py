@@ -24,8 +24,8 @@ Shape = tuple[int, int]  # (out_features, in_features)
 
 @dataclass(frozen=True)
 class Layer:
-    """A compressible linear layer by its name on disk; its outputs or inputs (`head_side`) are
-    `heads` heads side by side."""
+    """A compressible linear layer; its outputs or inputs (`head_side`) are `heads` heads side by
+    side."""
 
     module: str
     type: str
@@ -166,8 +166,7 @@ def _reason(source: Source, recipe: Recipe, glob: str, names: list[str]) -> str:
 
 
 def stored_spec(spec: Spec, stored: StoredAs, width: int) -> Spec:
-    """`spec` as it is stored, numbers that are not packed in `width` bits; itself where packed it
-    would be no smaller."""
+    """`spec` as it is stored beside numbers of `width` bits; itself where packed it is no smaller."""
     if stored.base is not None:
         base = QuantizedSpec(DenseSpec(spec.in_features, spec.out_features), stored.base, stored.group)
         return CorrectedSpec(base, _correction(spec, stored, width))

@@ -22,8 +22,7 @@ __all__ = ["KeptLayer", "Layer", "Plan", "PlannedLayer", "make_plan"]
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """What happens to one layer: `rule` says in words why; `width` is that of an unpacked number, in
-    bits."""
+    """What happens to one layer, by which `rule`; `width` is that of an unpacked number, in bits."""
 
     layer: Layer
     spec: Spec
@@ -170,8 +169,7 @@ def _kv_cache(recipe: Recipe, layers: list[PlannedLayer]) -> str | None:
 
 
 def _dense(tasks: list[Task], notes: list[str]) -> tuple[list[PlannedLayer], list[KeptLayer]]:
-    """The layers that stay dense: those stored in few bits, and those kept. Raises UsageError when
-    none becomes smaller."""
+    """Layers stored in few bits, and those kept. Raises UsageError when none becomes smaller."""
     fixed, kept = [], []
     for task in tasks:
         if task.settings.method != DENSE:
@@ -199,8 +197,7 @@ def _say_large(task: Task, notes: list[str]) -> None:
 def _assign(
     tasks: list[Task], fixed: list[PlannedLayer], kept: list[KeptLayer], assigner: Assigner
 ) -> Assigned:
-    """Structures of all that is replaced by one. What stays dense counts in the budget; corrections
-    do not."""
+    """Structures of all that gets one. What stays dense counts in the budget; corrections do not."""
     correcting = [task for task in tasks if task.settings.stored.base is not None]
     others = [task for task in tasks if task.settings.stored.base is None]
     dense = sum(p.spec.parameters for p in fixed) + sum(layer.parameters for layer in kept)

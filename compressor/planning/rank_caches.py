@@ -31,8 +31,7 @@ Curves = Mapping[str, Sequence[float]]
 
 
 class Cached:
-    """Settings of layers whose ranks the cache holds, by measured `curves`; without them the same
-    share of every width."""
+    """Settings of layers whose ranks the cache holds, by measured `curves`, or the same share of all."""
 
     def __init__(self, layers: Sequence[Layer], recipe: Recipe, curves: Curves) -> None:
         self.recipe = recipe

@@ -39,8 +39,7 @@ DECODE, PREFILL = 1, 4096  # tokens of the two predicted times
 
 @dataclass(frozen=True)
 class Gpu:
-    """Ceilings of a GPU, "measured" or of a "datasheet" (`source`); `sm_ghz` are its multiprocessors
-    times their clock."""
+    """Ceilings, "measured" or of a "datasheet"; `sm_ghz` are multiprocessors times their clock."""
 
     name: str
     source: str
@@ -70,8 +69,7 @@ class Kernel:
 
 
 def chosen_gpu(name: str | None) -> tuple[Gpu, str]:
-    """The GPU `name` of configs/gpus.yaml, or the one of this machine, or `USUAL`; and, in words,
-    why. Raises UsageError."""
+    """The GPU `name`, or this machine's, or `USUAL`; and, in words, why. Raises UsageError."""
     if name is not None:
         return find_gpu(name), ASKED
     if (here := gpu_of(installed_card())) is not None:

@@ -30,8 +30,7 @@ def last_pass_bytes(weights: int, widths: int, tokens: int, logit_bytes: int) ->
 
 
 def logit_parts(logit_bytes: float, most: int) -> int:
-    """Into how many parts, a power of two of at most `most`, the last pass splits a batch with such
-    logits."""
+    """Into how many parts, a power of two, the last pass splits a batch with such logits."""
     parts = 1
     while logit_bytes > parts * LOGITS and parts * 2 <= most:
         parts *= 2
@@ -39,7 +38,6 @@ def logit_parts(logit_bytes: float, most: int) -> int:
 
 
 def refit_parts(tokens: int, trained: float, most: int) -> int:
-    """Into how many parts, a power of two, a refit of so many `trained` numbers splits a batch: by
-    the work alone."""
+    """Into how many parts, a power of two, a refit splits a batch: by the work alone."""
     parts = min(most, max(int(6 * tokens * trained) // PART_WORK, 1))
     return 1 << (parts.bit_length() - 1)

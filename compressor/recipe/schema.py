@@ -279,8 +279,7 @@ class StoredAs:
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """The settings of one layer, which the `rule` says; `cf` is a rule's own, None for the recipe's
-    budget."""
+    """The settings of one layer, by `rule`; `cf` is a rule's own, None for the recipe's budget."""
 
     method: LayerMethod
     cf: float | None = None
@@ -386,8 +385,7 @@ def _refuse_unfit(layer: LayerSettings) -> None:
 
 
 def make_recipe(**settings: Any) -> Recipe:
-    """Validate settings given one by one. Raises UsageError naming the setting, what it is and must
-    be."""
+    """Validate settings given one by one. Raises UsageError naming the setting and what it must be."""
     try:
         return Recipe(**settings)
     except ValidationError as error:

@@ -86,8 +86,7 @@ def shipped_gpus() -> list[str]:
 
 
 def read_table(path: Path) -> list[dict[str, object]]:
-    """The rules in `path` as plain data; [] when there is no such file. Raises RecipeError for no
-    table."""
+    """The rules in `path`; [] when there is no such file. Raises RecipeError for no table."""
     if not os.path.exists(path):
         return []
     table = validate(path, TunedTable)
@@ -95,8 +94,7 @@ def read_table(path: Path) -> list[dict[str, object]]:
 
 
 def measured_rules(gpu: str) -> list[dict[str, object]]:
-    """Rules for a GPU, the user's before the shipped ones; a table of the user that cannot be read is
-    a warning."""
+    """Rules for a GPU, the user's before the shipped ones; the user's if unreadable are a warning."""
     rules = []
     try:
         rules += read_table(user_table(gpu))
@@ -106,8 +104,7 @@ def measured_rules(gpu: str) -> list[dict[str, object]]:
 
 
 def table_text(gpu: str, source: str, rules: list[dict[str, Any]]) -> str:
-    """A table as YAML, a rule a line. Raises UsageError for more rules than a reader takes;
-    ValueError for no rule."""
+    """A table as YAML, a rule a line. Raises UsageError for too many rules; ValueError for no rule."""
     TunedTable(gpu=gpu, source=source, rules=[TunedRule(**rule) for rule in rules])
     text = HEADER + _yaml({"gpu": gpu, "source": source, "rules": rules})
     if len(text.encode()) > MAX_BYTES:
@@ -119,8 +116,7 @@ def table_text(gpu: str, source: str, rules: list[dict[str, Any]]) -> str:
 
 
 def check_table(path: Path) -> None:
-    """See that `path` can be written: absent, or a table of `blr tune`. Raises OutputError or
-    RecipeError."""
+    """See that `path` can be written: absent, or a table of ours. Raises OutputError or RecipeError."""
     if path == Path() or path.is_dir():
         raise OutputError(f"{path}: a folder; expected the name of a YAML file, give another --output")
     try:

@@ -198,8 +198,7 @@ class StaticReader:
 
 
 class StaticReading:
-    """Keeps one model's reader, with its buffers and graphs, from batch to batch; a context that
-    frees them."""
+    """Keeps one model's reader from batch to batch; a context that frees its buffers and graphs."""
 
     def __init__(self, model: Any, length: int) -> None:
         self.model, self.length = model, length

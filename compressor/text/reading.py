@@ -190,8 +190,7 @@ def read_documents(name: str, offline: bool = False) -> Iterator[str]:
 
 
 def read_whole_text(path: Path, limit: int) -> str:
-    """A file as one text, or all documents of its JSON. Raises InputError: missing, over `limit`
-    bytes, malformed."""
+    """A file as one text, or all documents of its JSON. Raises InputError, also over `limit` bytes."""
     return "".join(_json_documents(path, limit)) if _holds_json(path) else read_text(path, limit)
 
 
@@ -275,8 +274,7 @@ def _dataset(name: str, offline: bool) -> Iterator[str]:
 def _windows(
     documents: Iterator[str], tokenizer: Any, samples: int, room: int, name: str
 ) -> tuple[Tensor, Tensor]:
-    """Consecutive pieces [n, room] of the documents, `samples` at most, and tokens [m] right behind
-    them."""
+    """Consecutive pieces [n, room] of the documents, `samples` at most, and tokens right behind."""
     import torch
 
     ids: list[int] = []

@@ -38,8 +38,7 @@ FAILURES = (BlrError, OSError, SafetensorError)
 
 
 def shelf_folder() -> Path | None:
-    """BLR_TEXT_DIR, else the user's cache folder; None for BLR_TEXT_DIR=off and for one that is not
-    absolute."""
+    """BLR_TEXT_DIR, else the user's cache folder; None if that is "off" or not absolute."""
     named = os.environ.get("BLR_TEXT_DIR")
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = os.path.expanduser(named or f"{cache}/blr/own-text")
@@ -140,8 +139,7 @@ def _listed(folder: Path) -> set[str]:
 
 
 def _is_listed(folder: Path, name: str) -> bool:
-    """Whether `name` is listed as ours, by now: not where the user has such a file, or one in the
-    place of the list."""
+    """Whether `name` is listed as ours, by now: not where the user has a file of that name."""
     listed = _listed(folder)
     if name in listed:
         return True
@@ -165,8 +163,8 @@ def _is_marked(path: Path) -> bool:
 
 
 def _trim(folder: Path) -> None:
-    """Remove what was read longest ago beyond MOST bytes, and what killed processes have left; of our
-    own files alone."""
+    """Of our own files, remove what was read longest ago beyond MOST bytes, and what was not
+    finished."""
     left, listed = MOST, _listed(folder)
     found = _own_files(folder, listed)
     whole = [name for name in found if not is_scratch(name)]

@@ -104,8 +104,7 @@ class Stream:
 
 
 def tokenize(documents: Iterable[str], tokenizer: Any, most: int | None = None) -> Tensor:
-    """The tokens [n] (int32) of `documents` one after the other; the first `most`, of which no more
-    is read than they take."""
+    """The tokens [n] (int32) of `documents`; the first `most`, of which no more is read than needed."""
     found, count = list[Tensor](), 0
     for ids in tokenized(documents, tokenizer):
         found.append(torch.tensor(ids, dtype=torch.int32))

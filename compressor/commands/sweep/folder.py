@@ -79,11 +79,6 @@ class OutputReport(Told):
     totals: Totals
 
 
-def read_sweep(path: Path) -> SweepNote | None:
-    """``sweep.json`` at `path`, None if there is none. Raises OutputError as `read_kept`."""
-    return read_kept(path, SweepNote, REMEDY)
-
-
 def read_judgement(path: Path) -> Judged:
     """What a command has printed to `path`, empty for what cannot be read."""
     try:
@@ -100,8 +95,7 @@ def point_digest(recipe: dict[str, object], heal: float | None) -> str:
 
 
 def is_made(output: Path, digest: str, common: dict[str, object]) -> bool:
-    """Whether `output` is, by its manifest, what a sweep with these settings makes of the point with
-    this `digest`."""
+    """Whether `output` is, by its manifest, what such a sweep makes of the point with this `digest`."""
     try:
         manifest = read_manifest(output)
     except OutputError:
@@ -197,8 +191,7 @@ class Folder:
         return is_made(self.output(name), digest, self.common if common is None else common)
 
     def _clear(self, earlier: SweepNote) -> None:
-        """Remove what an earlier sweep has made. Raises OutputError, before anything is gone, for
-        what is not of it."""
+        """Remove what an earlier sweep has made. Raises OutputError, before that, for anything else."""
         listed = {file for name in earlier.made for file in files_of(name)}
         notes = [path for part in NOTES for path in (self.path / part).glob("*")]
         for path in notes:
@@ -241,7 +234,7 @@ class Folder:
         """The sweep that lies here; None if there is nothing."""
         if not self.path.exists() or all(path.name == LOCK for path in self.path.iterdir()):
             return None
-        if (found := read_sweep(self.path / RESULT)) is None:
+        if (found := read_kept(self.path / RESULT, SweepNote, REMEDY)) is None:
             raise OutputError(f"{self.path}: not empty and no sweep of blr; choose another --output")
         return found
 
@@ -252,8 +245,7 @@ class Folder:
         )
 
     def record(self, name: str) -> Record | None:
-        """What is known of a point that is done. Raises OutputError for a record of another point or
-        sweep."""
+        """What is known of a point that is done. Raises OutputError for another's record."""
         path = self.path / "points" / f"{name}.json"
         if (found := read_kept(path, Record, ANEW)) is None:
             return None

@@ -35,8 +35,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Point:
-    """One compression by its own `settings`, with `heal` minutes of training; `kind` is the curve
-    that it belongs to."""
+    """One compression by its own `settings`, with `heal` minutes of training, on the curve `kind`."""
 
     name: str
     kind: str
@@ -160,8 +159,7 @@ def _varied(point: Point, minutes: float, seed: int | None) -> Point:
 
 
 def listed(option: str, text: str, kind: type = str, *, least: int = 0) -> tuple[Any, ...]:
-    """``"1.5,2"`` -> (1.5, 2.0). Raises UsageError, naming the option, for no such list, or one of
-    fewer than `least`."""
+    """``"1.5,2"`` -> (1.5, 2.0). Raises UsageError for no such list, or one of fewer than `least`."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if len(parts) < least:
         raise UsageError(f"{option} is empty: expected a list; check the variable it came from")

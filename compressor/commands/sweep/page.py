@@ -65,8 +65,7 @@ def _beats(one: MadePoint, other: MadePoint) -> bool:
 
 
 def line_at(plain: Sequence[MadePoint], bits: float, text: int) -> float | None:
-    """The loss of plain quantization at so many bits, on straight lines between its points; None
-    beyond them."""
+    """The loss of plain quantization at so many bits, between its points; None beyond them."""
     points = sorted((point.bits, point.losses[text]) for point in plain)
     for (low, high_loss), (high, low_loss) in pairwise(points):
         if low <= bits <= high:
