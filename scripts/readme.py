@@ -1,12 +1,13 @@
 """Runs the blocks of README.md and the guides, and compares what they print with what the pages say.
 
-Usage: python scripts/readme.py [PAGE …] [--write]
+Usage: python scripts/readme.py [PAGE …] [--write] [--demo FILE]
 
 A page is one shell in a folder of its own that shows the repository's files. Blocks fenced as ``bash``
 are typed into it, those fenced as ``python`` are given to python, and a ``yaml`` block becomes the file
 named before it. A ``text`` block behind one of these is its standard output: ``…`` stands for anything
 in a line, or for any lines, and numbers may be 10% off. Other fences are not run. ``--write`` puts what
-was printed into the pages and keeps the lines that agree.
+was printed into the pages and keeps the lines that agree. ``--demo`` compares what `scripts/demo.sh`
+printed, FILE, with the README's table of it.
 """
 
 from __future__ import annotations
@@ -134,6 +135,13 @@ def rewritten(text: str, wrong: list[tuple[Block, str, list[str]]]) -> str:
     return text
 
 
+def missing_rows(page: str, printed: list[str]) -> list[str]:
+    """The rows of the README's table of the demo that it has not printed."""
+    table = page.partition("| the demo's end")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [line.replace("|", " ").strip() for line in table] or ["a table of the demo"]
+    return [row for row in rows if not any(same(row, line) for line in printed)]
+
+
 def checked(page: Path, write: bool) -> bool:
     """Run a page and report on it; whether all was as it says."""
     text, began = page.read_text("utf-8"), time.monotonic()
@@ -157,11 +165,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pages", nargs="*", type=Path)
     parser.add_argument("--write", action="store_true", help="put what was printed into the pages")
+    parser.add_argument("--demo", type=Path, help="what scripts/demo.sh has printed")
     asked = parser.parse_args()
+    lines = asked.demo.read_text("utf-8").splitlines() if asked.demo else []
+    missing = missing_rows(PAGES[0].read_text("utf-8"), lines) if asked.demo else []
+    for row in missing:
+        print(f"README.md: the demo has not printed {row!r}, or other numbers")
     pages = [page.resolve() for page in asked.pages] or PAGES
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         right = list(pool.map(lambda page: checked(page, asked.write), pages))
-    return 0 if all(right) else 1
+    return 0 if all(right) and not missing else 1
 
 
 if __name__ == "__main__":
