@@ -19,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +33,7 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 TOLERANCE = 0.1
 LIMIT = 900  # seconds a page
 ANY = "…"
+SETTINGS = {"HF_HUB_OFFLINE": "1", "COLUMNS": "110", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -96,17 +99,28 @@ def program(found: list[Block], logs: Path) -> str:
     return "\n".join(["set -eu", *steps, f"touch {logs}/end"])
 
 
-def run(found: list[Block], folder: Path) -> None:
+@contextmanager
+def commands() -> Iterator[str]:
+    """The PATH of shells whose `blr` is the one beside this Python, which forks for each command."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "scripts/forking.py"), folder]
+        with subprocess.Popen(command, env=os.environ | SETTINGS, stdout=subprocess.PIPE) as server:
+            server.stdout.readline()
+            try:
+                yield f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+            finally:
+                server.kill()
+
+
+def run(found: list[Block], folder: Path, path: str) -> None:
     """Type a page's blocks into a shell in `folder`."""
     (folder / "logs").mkdir()
     work = folder / "work"
     work.mkdir()
     for name in ("README.md", "tests", "scripts", "recipes", "configs"):
         (work / name).symlink_to(ROOT / name)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    settings = {"PATH": path, "HF_HUB_OFFLINE": "1", "COLUMNS": "110", "OMP_NUM_THREADS": "1"}
     command = ["timeout", str(LIMIT), "bash", "-c", program(found, folder / "logs")]
-    subprocess.run(command, cwd=work, env=os.environ | settings, check=False)
+    subprocess.run(command, cwd=work, env=os.environ | SETTINGS | {"PATH": path}, check=False)
 
 
 def judged(found: list[Block], logs: Path) -> list[tuple[Block, str, list[str]]]:
@@ -142,12 +156,12 @@ def missing_rows(page: str, printed: list[str]) -> list[str]:
     return [row for row in rows if not any(same(row, line) for line in printed)]
 
 
-def checked(page: Path, write: bool) -> bool:
+def checked(page: Path, write: bool, path: str) -> bool:
     """Run a page and report on it; whether all was as it says."""
     text, began = page.read_text("utf-8"), time.monotonic()
     found = blocks(text)
     with tempfile.TemporaryDirectory() as folder:
-        run(found, Path(folder))
+        run(found, Path(folder), path)
         logs = Path(folder) / "logs"
         wrong, ended = judged(found, logs), (logs / "end").exists()
     name = page.relative_to(ROOT)
@@ -172,8 +186,8 @@ def main() -> int:
     for row in missing:
         print(f"README.md: the demo has not printed {row!r}, or other numbers")
     pages = [page.resolve() for page in asked.pages] or PAGES
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        right = list(pool.map(lambda page: checked(page, asked.write), pages))
+    with commands() as path, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        right = list(pool.map(lambda page: checked(page, asked.write, path), pages))
     return 0 if all(right) and not missing else 1
 
 
