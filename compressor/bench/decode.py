@@ -171,7 +171,9 @@ class DecodeCases:
     def _compare(self, rows: Sequence[DecodeRow]) -> None:
         """Fill in floors, and `speedup` over the dense baseline or transformers on a checkpoint."""
         base = next((r.ms for r in rows if r.arm in (BASELINE, FOLDER_ARMS[0])), None)
-        for row in (row for row in rows if row.ms is not None):
+        for row in rows:
+            if row.ms is None:
+                continue
             row.tokens_per_second = row.batch * 1e3 / row.ms
             if base is not None:
                 row.speedup = base / row.ms

@@ -95,7 +95,8 @@ def add(name: str, settings: type) -> None:
             layer_work(asked, cpu=False)  # what is wrong is told before torch is imported
         progress = begun(output, quiet)
         run = getattr(import_module(f"blr.compressor.bench.{name}"), f"run_{name}")
-        finish(*run(asked, progress), output, format)
+        report, code = run(asked, progress)
+        finish(report, code, output, format)
 
 
 for name, settings in (
