@@ -81,17 +81,18 @@ def variants(given: argparse.Namespace) -> int:
     report = BenchReport("tune_table variants", {})
     harness = Harness(report, Progress(), timer.device, given.rounds, given.seconds, ARM_SECONDS)
     layers = [LayerShape("", f"{i}x{o}", i, o, 2.0, {}) for i, o in LAYERS]
-    tuning = tune.Tuning(harness, [timer])
-    for n, layer, (name, blocks) in product(map(int, given.tokens.split(",")), layers, STRUCTURES):
-        if harness.is_over():
-            break
-        (spec,) = specs_for(layer, [name], [blocks])
-        tuning.run(*tuning.case(timer, layer, spec, n))
+    tuning, tokens = tune.Tuning([timer]), map(int, given.tokens.split(","))
+    code = harness.run(
+        [
+            tuning.kept(*tuning.case(timer, layer, *specs_for(layer, [name], [blocks]), n))
+            for n, layer, (name, blocks) in product(tokens, layers, STRUCTURES)
+        ]
+    )
     for line in tuning.refused:
         print("WRONG", line)
     rows = [{**vars(point), "shape": point.shape._asdict()} for point in tuning.points]
     given.output.write_text(json.dumps({"machine": report.machine, "rows": rows}))
-    return 0
+    return code
 
 
 def rules_of(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
