@@ -103,7 +103,7 @@ def program(found: list[Block], logs: Path) -> str:
 def commands() -> Iterator[str]:
     """The PATH of shells whose `blr` is the one beside this Python, which forks for each command."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "scripts/forking.py"), folder]
+        command = [sys.executable, "-P", str(ROOT / "scripts/forking.py"), folder]
         with subprocess.Popen(command, env=os.environ | SETTINGS, stdout=subprocess.PIPE) as server:
             server.stdout.readline()
             try:
