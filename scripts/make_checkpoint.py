@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from blr.compressor.bench.models import known_models
 
+
 def weight(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
     """A random matrix [rows, columns] whose rows fall off in size."""
     where = generator.device
