@@ -115,7 +115,7 @@ def _bundled(left_out: frozenset[str]) -> dict[str, bytes]:
     modules = read_modules(ROOTS.values(), left_out)
     held = {file: names for file, names in assigned(ROOTS, modules).items() if names}
     abouts = {file: ORIGIN.format(about=ABOUT[file], version=__version__) for file in held}
-    return dict(sorted(bundle(held, modules, abouts, {HOME}).items()))
+    return dict(sorted(bundle(held, modules, abouts).items()))
 
 
 def read_modules(roots: Iterable[str], left_out: frozenset[str] = frozenset()) -> dict[str, Module]:
@@ -143,7 +143,7 @@ def assigned(roots: Mapping[str, str], modules: Mapping[str, Module]) -> dict[st
     done: set[str] = set()
     held: dict[str, list[str]] = {}
     for file, start in starts.items():
-        held[file] = [name for name in reached(start, modules) if name not in done]
+        held[file] = [name for name in sorted(reached(start, modules)) if name not in done]
         done.update(held[file])
     return held
 
