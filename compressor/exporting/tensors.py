@@ -21,7 +21,6 @@ from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.quantizer import Quantizer
-from blr.compressor.modeling.kernel_layout import orders, stored_name
 from blr.compressor.runtime.phases import FAMILIES
 from blr.compressor.structures.laid import laid_shape
 from blr.compressor.structures.pivoted import to_low_rank
@@ -38,9 +37,23 @@ from blr.compressor.structures.specs import (
 )
 from blr.compressor.workspace.shards import Slot
 from blr.kernels.common.layout import to_physical
-from blr.kernels.common.orders import Order
+from blr.kernels.common.orders import Order, order_of
 from blr.kernels.common.tables import prefers_dense
 from blr.kernels.fp8.reference import LARGEST
+
+SUFFIX = "_kernel"
+
+
+def stored_name(factor: str) -> str:
+    """``V`` -> ``V_kernel``, ``factors.0`` -> ``factors_kernel.0``."""
+    stem, dot, index = factor.partition(".")
+    return f"{stem}{SUFFIX}{dot}{index}"
+
+
+def orders(spec: Spec) -> dict[str, Order]:
+    """Factor to the order of its axes in kernel layout, as ``{"U": (0, 1), "V": (1, 0)}``."""
+    return {name: order_of(name, len(shape)) for name, shape in spec.shapes().items()}
+
 
 STORED = {name: dtype for dtype, name in TORCH_NAMES.items()}  # torch's name -> safetensors'
 Make = Callable[[], Tensor]

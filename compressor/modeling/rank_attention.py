@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.modeling.extended import Extension, extend, with_children
-from blr.compressor.modeling.fused_rotary import ROTATION, behind_renaming
-from blr.compressor.modeling.rank_cache import Angles, RankCache, RankLayer
-from blr.compressor.modeling.rank_formats import FORMATS, Format, Parts
+from blr.compressor.modeling.fused import ROTATION, behind_renaming
+from blr.compressor.modeling.rank_cache import FORMATS, Angles, Format, Parts, RankCache, RankLayer
 from blr.compressor.modeling.ranks import OfRanks, RankRequest, have_ranks
 
 APART = ("k_proj", "v_proj")
