@@ -1,7 +1,7 @@
 """A cache of transformers that holds the ranks of keys and values.
 
-They are held in their dtype, in int8, or in int8 for the first quarter and int4 for the others: that loses
-a sixth or less of what int4 alone does (`scripts/log`).
+They are held in their dtype, in int8, or in int8 for the first quarter and int4 for the others, which
+loses a sixth or less of what int4 alone does (`scripts/log`).
 
 An attention (`rank_attention.py`) gives it the ranks of new tokens and gets all tokens' keys and values,
 made from ranks for one layer at a time. Rotations are kept once for all layers.
