@@ -33,7 +33,7 @@ HELD = "_blr_float8"  # where an input keeps its rows for the layers that read i
 _DECIDED: Any = Plans()  # by a packing, which is kept so that no other one gets its id
 
 
-class Held(NamedTuple):
+class HeldRows(NamedTuple):
     """What an input keeps: its rows, its version when they were made, and how many layers are yet to
     read them; None: nobody has read them."""
 
@@ -128,13 +128,13 @@ def shared_rows(layer: Any, x: Tensor) -> Rows:
     else:
         made = fp8_rows(rows(x))
     if held is not None or left > 1:
-        setattr(x, HELD, Held(made, version_of(x), left - 1) if left > 1 else None)
+        setattr(x, HELD, HeldRows(made, version_of(x), left - 1) if left > 1 else None)
     return made
 
 
 def leave_rows(x: Tensor, made: Rows) -> None:
     """Let the layers that read x take its rows, which whoever made x has made."""
-    setattr(x, HELD, Held(made, version_of(x), None))
+    setattr(x, HELD, HeldRows(made, version_of(x), None))
 
 
 def count_readers(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from blr.compressor.modeling.after_import import after_import
 from blr.compressor.modeling.float8 import float8_product, forget_scales, prepare_layer
 from blr.compressor.modeling.packed import Packed, packed_factor
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
-from blr.compressor.modeling.stages import Corrections, Stage, correction_of, stages_of
+from blr.compressor.modeling.stages import Corrections, LayerStage, correction_of, stages_of
 from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec, spec_from_dict
 from blr.kernels.common.inlining import add_decompositions
 from blr.kernels.common.layout import ALIGNED, relaid, spaced, wide_rank, with_zeros
@@ -67,7 +67,7 @@ KERNELS = {
 FORMULA = Kernels()
 
 
-class KernelLinear(modeling_blr.StructuredLinear):
+class KernelLinear(modeling_blr.FormulaLinear):
     """A layer whose products are kernels, as `spec` says.
 
     spec: of the structure. packing: how its factors are packed, or None. exported: as of the base.
@@ -118,7 +118,7 @@ class KernelLinear(modeling_blr.StructuredLinear):
         """The packed factor `name`."""
         return packed_factor(self, name)
 
-    def stages(self) -> tuple[Stage, ...] | None:
+    def stages(self) -> tuple[LayerStage, ...] | None:
         """The products that decoding kernels compute it by, in order; None if only `forward` does."""
         return stages_of(self)
 
@@ -265,7 +265,7 @@ class QuantizedLinear(KernelLinear):
         return y if self.bias is None else y + self.bias
 
 
-class CorrectedLinear(modeling_blr.CorrectedLinear):
+class CorrectedLinear(modeling_blr.SummedLinear):
     """The sum of a dense weight in few bits and a structure."""
 
     def __init__(self, spec: CorrectedSpec, bias: bool, exported: bool = False) -> None:
@@ -276,7 +276,7 @@ class CorrectedLinear(modeling_blr.CorrectedLinear):
         """As of the base."""
         return layer_of(dict(self.spec.parts())[part], False, exported)
 
-    def stages(self) -> tuple[Stage, ...] | None:
+    def stages(self) -> tuple[LayerStage, ...] | None:
         """One: the packed weight's, corrected; None if only `forward` computes it."""
         return stages_of(self)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from blr.compressor.modeling.modeling_blr import (
     E4M3,
     Factor,
-    StructuredLinear,
+    FormulaLinear,
     dequantize,
     dequantize_float8,
     unpack,
@@ -59,14 +59,14 @@ class Packed(NamedTuple):
         return self._replace(packed=blocked(self.packed), scale=blocked(self.scale))
 
 
-def packed_factor(layer: StructuredLinear, name: str) -> Packed:
+def packed_factor(layer: FormulaLinear, name: str) -> Packed:
     """The packed factor `name` of a layer ("U", "factors.0", "weight")."""
     factor: Factor = layer.held[name]
     packed, scale = layer.stored(factor)
     return Packed(packed, scale, factor.bits, factor.stored_shape[-1], factor.group)
 
 
-def narrow_factor(layer: StructuredLinear, name: str) -> Narrow:
+def narrow_factor(layer: FormulaLinear, name: str) -> Narrow:
     """A packed factor as bytes, or, where levels are no whole multiples of scales, dequantized."""
     found, factor = packed_factor(layer, name), layer.held[name]
     whole = found.bits >= 4

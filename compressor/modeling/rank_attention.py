@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from blr.compressor.modeling.extended import Extension, extend, with_children
 from blr.compressor.modeling.fused import ROTATION, behind_renaming
-from blr.compressor.modeling.rank_cache import FORMATS, Angles, Format, Parts, RankCache, RankLayer
+from blr.compressor.modeling.rank_cache import FORMATS, Angles, Parts, RankCache, RankFormat, RankLayer
 from blr.compressor.modeling.ranks import OfRanks, RankRequest, have_ranks
 
 APART = ("k_proj", "v_proj")
@@ -41,7 +41,7 @@ class Made(NamedTuple):
 
 
 @dataclass
-class Step:
+class RankStep:
     """What an attention makes of new tokens for a cache.
 
     angles: cosines and sines of their positions, None for an attention that is given none.
@@ -49,7 +49,7 @@ class Step:
 
     attention: Any
     angles: Angles | None
-    format: Format
+    format: RankFormat
     made: dict[str, Made] = field(default_factory=dict)
 
     @property
@@ -139,7 +139,7 @@ class RankAttention(Extension):
             return compute(*args, **kwargs)
         x = args[0] if args else kwargs["hidden_states"]
         angles = kwargs.get("position_embeddings")
-        step = Step(self, angles if _are_angles(angles) else None, FORMATS[held.kind])
+        step = RankStep(self, angles if _are_angles(angles) else None, FORMATS[held.kind])
         if _is_watched(self, x):
             _make_whole(step, held, x)
             return compute(*args, **kwargs)
@@ -222,7 +222,7 @@ def _is_watched(attention: nn.Module, x: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _make_whole(step: Step, held: RankLayer, x: Tensor) -> None:
+def _make_whole(step: RankStep, held: RankLayer, x: Tensor) -> None:
     """Let a cache that holds ranks hold whole keys and values of the same tokens from here on."""
     if held.length and have_ranks(step.attention, *projections(step.attention)):
         for layer in step.layers().values():

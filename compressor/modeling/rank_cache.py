@@ -21,14 +21,14 @@ from blr.compressor.modeling.settings import warn_once
 from blr.compressor.structures.cached import KV_CACHES, leading
 
 if TYPE_CHECKING:
-    from blr.compressor.modeling.rank_attention import Step
+    from blr.compressor.modeling.rank_attention import RankStep
 
 LARGEST = {"int8": 127, "int4": 7}
 
 Parts = tuple[Tensor, ...]
 
 
-class Format(NamedTuple):
+class RankFormat(NamedTuple):
     """Ranks [B, T, …, r] to what is held of them, [B, T, …] each, and back in a dtype."""
 
     pack: Callable[[Tensor], Parts]
@@ -77,9 +77,9 @@ def _only(parts: Parts, dtype: torch.dtype) -> Tensor:
 
 
 _FORMATS = (  # by names that pickle finds: a cache may be kept in a file
-    Format(_kept, _only),
-    Format(partial(_rounded, kind="int8"), _scaled),
-    Format(_mixed, _unmixed),
+    RankFormat(_kept, _only),
+    RankFormat(partial(_rounded, kind="int8"), _scaled),
+    RankFormat(_mixed, _unmixed),
 )
 FORMATS = dict(zip(KV_CACHES, _FORMATS, strict=True))
 
@@ -118,7 +118,7 @@ class RankStore:
         self.held = tuple(function(tensor) for tensor in self.held)
 
 
-class Rotation:
+class AngleTable:
     """Cosines and sines of all tokens, for all layers that are given the same. The first of these, the
     leader, extends and changes them."""
 
@@ -143,10 +143,10 @@ class RankLayer(DynamicLayer):
     """
 
     stores: tuple[RankStore, RankStore]
-    rotation: Rotation | None
-    step: Step | None = None
+    rotation: AngleTable | None
+    step: RankStep | None = None
 
-    def __init__(self, rotations: list[Rotation], kind: str) -> None:
+    def __init__(self, rotations: list[AngleTable], kind: str) -> None:
         super().__init__()
         self.rotations, self.kind = rotations, kind
         self.reset_ranks()
@@ -173,7 +173,7 @@ class RankLayer(DynamicLayer):
         self._append(step)
         return (key_states, value_states) if first else step.all_of(self)
 
-    def _append(self, step: Step) -> None:
+    def _append(self, step: RankStep) -> None:
         keys, values = step.keys.parts, step.values.parts
         if values is keys:
             self.stores = (self.stores[0], self.stores[0])  # the same ranks, of a projection to both
@@ -187,7 +187,7 @@ class RankLayer(DynamicLayer):
         if self.rotation is None:
             self.rotation = next((known for known in self.rotations if _same(known.new, new)), None)
             if self.rotation is None:
-                self.rotation = Rotation(self, new)
+                self.rotation = AngleTable(self, new)
                 self.rotations.append(self.rotation)
         elif self.rotation.leader is self:
             self.rotation.extend(new)
@@ -289,7 +289,7 @@ class RankCache(Cache):
     """
 
     def __init__(self, layers: Iterable[Any], kind: str = "ranks", offloading: bool = False) -> None:
-        rotations: list[Rotation] = []
+        rotations: list[AngleTable] = []
         made = [RankLayer(rotations, kind) if type(layer) is DynamicLayer else layer for layer in layers]
         super().__init__(layers=made, offloading=offloading)
 

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from blr.compressor.modeling.modeling_blr import (
-    CorrectedLinear,
-    StructuredLinear,
+    FormulaLinear,
+    SummedLinear,
     stored_axes,
 )
 from blr.compressor.modeling.packed import blocked, narrow_factor, packed_factor
 from blr.kernels.decode.quantized.segments import Narrow
 
 
-class Stage(NamedTuple):
+class LayerStage(NamedTuple):
     """One blockwise product, as `blr.kernels.decode.gemv.segments.Segment` takes it.
 
     w: [B, R, K], a view of the layer's own factor, or a `packed.Packed` of that shape.
@@ -51,41 +51,41 @@ class Corrections(NamedTuple):
     """``U z`` of a structure beside packed weights: z [B·r] is what its first stage gives, u [B, q, r] a
     `blr.kernels.decode.quantized.segments.Narrow`."""
 
-    first: Stage
+    first: LayerStage
     u: Any
 
 
-Stages = tuple[Stage, ...]
+Stages = tuple[LayerStage, ...]
 
 
-def _low_rank(layer: StructuredLinear) -> Stages:
+def _low_rank(layer: FormulaLinear) -> Stages:
     if layer.entry.get("side") == "in" and not layer.entry.get("bits"):
         U = layer.factor("U")  # outputs sum over the groups: one product, a copy
-        return Stage(matrix(layer, "V")), Stage(U.movedim(0, 1).flatten(1)[None], layer.bias)
-    return Stage(matrix(layer, "V")), Stage(matrix(layer, "U"), layer.bias)
+        return LayerStage(matrix(layer, "V")), LayerStage(U.movedim(0, 1).flatten(1)[None], layer.bias)
+    return LayerStage(matrix(layer, "V")), LayerStage(matrix(layer, "U"), layer.bias)
 
 
-def _pivoted(layer: StructuredLinear) -> Stages:
-    last = Stage(matrix(layer, "U"), layer.bias, places=layer.factor("places"))
-    return Stage(matrix(layer, "V")), last
+def _pivoted(layer: FormulaLinear) -> Stages:
+    last = LayerStage(matrix(layer, "U"), layer.bias, places=layer.factor("places"))
+    return LayerStage(matrix(layer, "V")), last
 
 
-def _monarch(layer: StructuredLinear) -> Stages:
-    first = Stage(matrix(layer, "V"), part=layer.entry["block_rank"])
-    return first, Stage(matrix(layer, "U"), layer.bias)
+def _monarch(layer: FormulaLinear) -> Stages:
+    first = LayerStage(matrix(layer, "V"), part=layer.entry["block_rank"])
+    return first, LayerStage(matrix(layer, "U"), layer.bias)
 
 
-def _blast(layer: StructuredLinear) -> Stages:
-    first = Stage(matrix(layer, "V"), mix=layer.factor("S"))
-    return first, Stage(matrix(layer, "U"), layer.bias)
+def _blast(layer: FormulaLinear) -> Stages:
+    first = LayerStage(matrix(layer, "V"), mix=layer.factor("S"))
+    return first, LayerStage(matrix(layer, "U"), layer.bias)
 
 
-def _dense(layer: StructuredLinear) -> Stages:
-    return (Stage(matrix(layer, "weight"), layer.bias),)
+def _dense(layer: FormulaLinear) -> Stages:
+    return (LayerStage(matrix(layer, "weight"), layer.bias),)
 
 
 # Structure -> its products in order; Kronecker-sparse layers decode through their own operator
-STAGES: dict[str, Callable[[StructuredLinear], Stages]] = {
+STAGES: dict[str, Callable[[FormulaLinear], Stages]] = {
     **{"svd": _low_rank, "pivoted": _pivoted, "monarch": _monarch, "blast": _blast},
     "dense": _dense,
 }
@@ -95,19 +95,19 @@ ADDED = ("svd", "monarch", "blast")  # corrections of packed weights: of others 
 def stages_of(module: nn.Module) -> Stages | None:
     """The products that decoding kernels compute a dense or structured layer by, in order; None if only
     its own forward does."""
-    if isinstance(module, CorrectedLinear):
+    if isinstance(module, SummedLinear):
         stages, correction = stages_of(module.base), correction_of(module.correction)
         if stages is None or correction is None:
             return None
         return (stages[0]._replace(bias=module.bias, correction=correction),)
-    if isinstance(module, StructuredLinear):
+    if isinstance(module, FormulaLinear):
         kept = module.entry.get("tiled") or module.entry.get("fp8")
         found = None if kept else STAGES.get(module.entry["structure"])
         return None if found is None else found(module)
-    return (Stage(module.weight[None], module.bias),) if type(module) is nn.Linear else None
+    return (LayerStage(module.weight[None], module.bias),) if type(module) is nn.Linear else None
 
 
-def correction_of(layer: StructuredLinear) -> Corrections | None:
+def correction_of(layer: FormulaLinear) -> Corrections | None:
     """What decoding kernels add by a layer to a stage of the same input; None if only `forward` does."""
     if layer.entry.get("fp8") or layer.entry["structure"] not in ADDED:
         return None
@@ -121,7 +121,7 @@ def kind_of(w: Any) -> tuple[int, int]:
     return getattr(w, "bits", 0), getattr(w, "group", 0)
 
 
-def matrix(layer: StructuredLinear, name: str) -> Any:
+def matrix(layer: FormulaLinear, name: str) -> Any:
     """A factor [B, R, K] as a stage takes it: in place."""
     factor = layer.held[name]
     if factor.bits:
