@@ -38,8 +38,7 @@ from blr.compressor.bench.results import BenchReport, PrefillRow, prefill_text
 from blr.compressor.bench.timing import wall_ms
 from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured
 from blr.compressor.modeling.extended import Extension
-from blr.compressor.modeling.float8 import prepare_float8
-from blr.compressor.modeling.float8_makers import share_rows
+from blr.compressor.modeling.float8 import prepare_float8, share_rows
 from blr.compressor.modeling.fused import fuse
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.masks import unmasked

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from blr.compressor.base.errors import NumericsError, UsageError
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
 from blr.compressor.modeling.layers import KernelLinear, StructuredLinear, layer_of
-from blr.compressor.modeling.packed import EXPORT_BITS
+from blr.compressor.modeling.stages import EXPORT_BITS
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec
 
 KINDS = {f"int{bits}": bits for bits in EXPORT_BITS}

@@ -18,9 +18,15 @@ from torch.nn.functional import linear
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.after_import import after_import
 from blr.compressor.modeling.float8 import float8_product, forget_scales, prepare_layer
-from blr.compressor.modeling.packed import Packed, packed_factor
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
-from blr.compressor.modeling.stages import Corrections, LayerStage, correction_of, stages_of
+from blr.compressor.modeling.stages import (
+    Corrections,
+    LayerStage,
+    Packed,
+    correction_of,
+    packed_factor,
+    stages_of,
+)
 from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec, spec_from_dict
 from blr.kernels.common.inlining import add_decompositions
 from blr.kernels.common.layout import ALIGNED, relaid, spaced, wide_rank, with_zeros

@@ -18,8 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.exported import model_class as exported_class
-from blr.compressor.modeling.float8 import prepare_float8
-from blr.compressor.modeling.float8_makers import share_rows
+from blr.compressor.modeling.float8 import prepare_float8, share_rows
 from blr.compressor.modeling.fused import fuse, fuse_activations
 from blr.compressor.modeling.head_slices import part_heads
 from blr.compressor.modeling.layers import KernelLinear, make_layer, prepare_layers

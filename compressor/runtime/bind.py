@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.modeling.modeling_blr import is_number
-from blr.compressor.modeling.packed import Packed
+from blr.compressor.modeling.stages import Packed
 from blr.compressor.runtime.memory import CHOICE_BLOCK, DecoderState
 from blr.compressor.runtime.plan import Columns, Phase, StagePart
 from blr.kernels.decode.attention.reference import decode_attention as reference_attention
@@ -29,8 +29,8 @@ class Binder:
     """How phases run: on the first `rows` rows of `state`, contexts of up to `bucket` slots.
 
     triton: kernels, else the references. pdl: kernels start while the kernel before them ends.
-    splits: of the attention, None for the launcher's choice. halved: slots whose numbers are in the
-    model's dtype. ordered: and in the order of the packed weights that read them.
+    halved: slots whose numbers are in the model's dtype. ordered: and in the order of the packed weights
+    that read them.
     """
 
     state: DecoderState
@@ -38,7 +38,6 @@ class Binder:
     bucket: int
     triton: bool
     pdl: bool = False
-    splits: int | None = None
     halved: set[Columns] = field(default_factory=set)
     ordered: set[Columns] = field(default_factory=set)
 
@@ -203,7 +202,7 @@ class Binder:
         if self.triton:
             from blr.kernels.decode.attention.launch import decode_attention
 
-            options |= {"workspace": state.attention, "bucket": self.bucket, "splits": self.splits}
+            options |= {"workspace": state.attention, "bucket": self.bucket}
             options |= {"exact": state.kv.dtype == torch.float32}
             return partial(decode_attention, *inputs, **options, out=target, pdl=self.pdl)
         return lambda: target.copy_(reference_attention(*inputs, **options))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.modeling.packed import narrow_factor
+from blr.compressor.modeling.stages import narrow_factor
 from blr.compressor.runtime.decoder import Decoder
 from blr.kernels.common.available import has_triton
 
