@@ -25,7 +25,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.exporting.origin import FORMAT, Checkpoint
 from blr.compressor.exporting.plan import ExportPlan, check_fits
-from blr.compressor.exporting.tensors import plan_tensors, whole_factors
+from blr.compressor.exporting.tensors import plan_tensors
 from blr.compressor.loading.discover import meta_model
 from blr.compressor.loading.native import native_class
 from blr.compressor.loading.vendor import code_files
@@ -119,7 +119,7 @@ def plan_plain(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
 
 def is_pair(spec: Spec) -> bool:
     """Whether a layer becomes two matrices: low rank that is not in groups, packed or not."""
-    whole = whole_factors(spec)
+    whole = spec.plain.low_rank()
     small = whole.parameters < whole.dense_parameters or spec.structure == LowRankSpec.structure
     return isinstance(whole, LowRankSpec) and whole.groups == 1 and small
 

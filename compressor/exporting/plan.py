@@ -27,7 +27,7 @@ from blr.compressor.modeling.registry import register
 from blr.compressor.modeling.settings import LAYOUT, ExportSettings
 from blr.compressor.output.files import check_fills, check_loads
 from blr.compressor.runtime.failures import CACHES
-from blr.compressor.structures.specs import CorrectedSpec, KroneckerSpec, QuantizedSpec, Spec
+from blr.compressor.structures.specs import KroneckerSpec, Spec, families
 
 
 def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> int | None:
@@ -195,13 +195,10 @@ def _refuse_packed(checkpoint: Checkpoint, modules: Iterable[str], option: str) 
 
 def without_kernels(spec: Spec) -> bool:
     """Whether the decoding runtime computes a layer by its own forward pass in plain torch."""
-    if isinstance(spec, QuantizedSpec):
-        return spec.fp8 or spec.tiled
-    if not isinstance(spec, CorrectedSpec):
-        return False
-    added = spec.correction
-    packed = isinstance(added, QuantizedSpec) and added.fp8
-    return spec.base.fp8 or packed or added.structure == KroneckerSpec.structure
+    packings = [leaf.packing for _, leaf in spec.parts() if leaf.packing is not None]
+    if len(spec.parts()) == 1:
+        return any(packing.fp8 or packing.tiled for packing in packings)
+    return any(packing.fp8 for packing in packings) or KroneckerSpec.structure in families(spec)
 
 
 def _make_quantizer(

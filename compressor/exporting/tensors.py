@@ -27,9 +27,7 @@ from blr.compressor.structures.pivoted import to_low_rank
 from blr.compressor.structures.restore import factors_of, restored
 from blr.compressor.structures.specs import (
     SCALE,
-    CorrectedSpec,
     PivotedSpec,
-    QuantizedSpec,
     Spec,
     Stored,
     leaves,
@@ -104,7 +102,7 @@ class Tensors:
         """One factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i]; of a
         packed one at its scale, of pivot rows with the rows of U that are theirs."""
         part = entry.name.removeprefix(f"{module}.")
-        factor, whole = part.removesuffix(SCALE), whole_factors(spec)
+        factor, whole = part.removesuffix(SCALE), spec.plain.low_rank()
         if factor not in LINEAR:
             return  # comes with its scale, or with U
         shape = tuple(whole.shapes()[factor][axis] for axis in LINEAR[factor])
@@ -210,12 +208,13 @@ def check_products(
 def _largest(spec: Spec, entry: TensorEntry, prefix: str) -> float:
     """By what the norm of a stored tensor is multiplied to bound that of its factor: scales stand for
     groups of numbers."""
-    if not isinstance(spec, QuantizedSpec) or entry.name.removeprefix(prefix) in spec.shapes():
+    packing = spec.packing
+    if packing is None or entry.name.removeprefix(prefix) in spec.shapes():
         return 1.0
-    if spec.fp8:
+    if packing.fp8:
         factor = next(n for n in spec.shapes() if entry.name == prefix + stored_names(n)[1])
-        return LARGEST * (spec.group or spec.packed_shape(factor)[-1]) ** 0.5
-    return 128.0 * spec.group**0.5
+        return LARGEST * (packing.group or packing.packed_shape(factor)[-1]) ** 0.5
+    return 128.0 * packing.group**0.5
 
 
 def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterator[Bytes]:
@@ -245,13 +244,11 @@ def _factors(source: Source, specs: Mapping[str, Spec]) -> dict[str, tuple[str, 
 def relaid_name(spec: Spec, name: str) -> tuple[str, Order | None]:
     """What an export calls a stored tensor of a layer, and the order of its axes there; packed ones are
     in kernel layout already."""
-    if isinstance(spec, CorrectedSpec):
+    if len(spec.parts()) > 1:
         part, _, own = name.partition(".")
         relaid, order = relaid_name(dict(spec.parts())[part], own)
         return f"{part}.{relaid}", order
-    if isinstance(spec, QuantizedSpec):
-        return name, None
-    if name in spec.indices():
+    if spec.packing is not None or name in spec.indices():
         return name, None
     return stored_name(name), orders(spec)[name]
 
@@ -265,12 +262,6 @@ def _check_stored(source: Source, name: str, stored: Stored) -> None:
             f"{dtype or 'floating-point numbers'} of shape {list(shape)}, as config.blr.layers says"
         )
         refuse(source.folder, f"{found} under {quote(name)}", expected, "compress the model again")
-
-
-def whole_factors(spec: Spec) -> Spec:
-    """The low rank in two whole factors that a pair is, as it would be stored plainly."""
-    plain = spec.plain
-    return plain.low_rank() if isinstance(plain, PivotedSpec) else plain
 
 
 def _unpacked(source: Source, module: str, spec: Spec, factor: str, dtype: str) -> Tensor:

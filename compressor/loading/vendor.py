@@ -18,7 +18,7 @@ from blr.compressor.bundling.bundle import bundle, reached
 from blr.compressor.bundling.module import BundleError, Module
 from blr.compressor.modeling.modeling_blr import HOME
 from blr.compressor.modeling.settings import ExportSettings
-from blr.compressor.structures.specs import CorrectedSpec, Spec, families
+from blr.compressor.structures.specs import Spec, families
 from blr.kernels.decode.gemv.segments import PLAIN_FROM
 
 MODELING = "blr.compressor.modeling"
@@ -89,7 +89,7 @@ def contents_of(specs: Iterable[Spec], settings: ExportSettings) -> Contents:
     return Contents(
         structures=frozenset(name for spec in specs for name in families(spec)),
         quantized=bool(settings.quantize or settings.head) or any(spec.quantized for spec in specs),
-        corrected=any(isinstance(spec, CorrectedSpec) for spec in specs),
+        corrected=any(len(spec.parts()) > 1 for spec in specs),
         rows=0 if settings.context is None else settings.batch,
     )
 

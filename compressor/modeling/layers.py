@@ -27,7 +27,7 @@ from blr.compressor.modeling.stages import (
     packed_factor,
     stages_of,
 )
-from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec, spec_from_dict
+from blr.compressor.structures.specs import CorrectedSpec, Spec, spec_from_dict
 from blr.kernels.common.inlining import add_decompositions
 from blr.kernels.common.layout import ALIGNED, relaid, spaced, wide_rank, with_zeros
 from blr.kernels.common.orders import order_of
@@ -85,7 +85,7 @@ class KernelLinear(modeling_blr.FormulaLinear):
         self._describe(spec)
 
     def _describe(self, spec: Spec) -> None:
-        self.spec, self.packing = spec.plain, spec if isinstance(spec, QuantizedSpec) else None
+        self.spec, self.packing = spec.plain, spec.packing
         self.kernels = KERNELS.get(spec.structure, FORMULA)
 
     def respecify(self, spec: Spec) -> None:
