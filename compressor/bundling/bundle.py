@@ -80,10 +80,8 @@ def reached(
 
 
 class Names:
-    """What definitions are called where `modules` are joined; those of `kept` as they are.
-
-    Raises BundleError when two modules import different things under one name.
-    """
+    """What definitions are called where `modules` are joined; those of `kept` as they are. Raises
+    BundleError when two modules import different things under one name."""
 
     def __init__(self, modules: Mapping[str, Module], kept: Collection[str] = ()) -> None:
         self.modules, foreign = modules, dict[str, Imported]()
@@ -102,10 +100,8 @@ class Names:
         }
 
     def home(self, module: str, name: str) -> tuple[str, str]:
-        """The module that defines what `module` knows as `name`, and what that is called.
-
-        Raises BundleError for a name that it has not.
-        """
+        """The module that defines what `module` knows as `name`, and what that is called. Raises
+        BundleError for a name that it has not."""
         if (module, name) in self.final:
             return module, self.final[module, name]
         held = self.modules[module]

@@ -120,10 +120,8 @@ def carried(path: Path) -> bytes | Path:
 
 
 def is_small_json(path: Path) -> bool:
-    """Whether a file can be parsed and rewritten without its hints of code.
-
-    Raises InputError for one that cannot be read, or of over 16 MiB.
-    """
+    """Whether a file can be parsed and rewritten without its hints of code. Raises InputError for one
+    that cannot be read, or of over 16 MiB."""
     try:
         return depth(json.loads(read_whole(path, MAX_JSON_BYTES))) <= MAX_JSON_DEPTH
     except (ValueError, RecursionError):
@@ -131,11 +129,8 @@ def is_small_json(path: Path) -> bool:
 
 
 def check_small_json(folder: Path, name: str) -> None:
-    """Refuse a small JSON file that a loader would choke on, now rather than after the work.
-
-    Raises InputError: no UTF-8, no JSON, nested deeply, or neither an object nor (modules.json) a
-    list.
-    """
+    """Refuse a small JSON file that a loader would choke on, now rather than after the work. Raises
+    InputError: no UTF-8, no JSON, nested deeply, or neither an object nor (modules.json) a list."""
     path = inside(folder, name)
     if not PARSED.fullmatch(name):
         return
@@ -184,11 +179,8 @@ class Extras:
 
 
 def find_extras(folder: Path, weights: set[str]) -> Extras:
-    """What is beside the files `weights` and config.json.
-
-    Raises InputError: the folder cannot be listed, or a known file is no plain file, too large or
-    malformed.
-    """
+    """What is beside the files `weights` and config.json. Raises InputError: the folder cannot be
+    listed, or a known file is no plain file, too large or malformed."""
     modules = _modules(folder)
     carried: dict[str, Path] = {}
     left: list[str] = []

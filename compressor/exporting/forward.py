@@ -72,10 +72,8 @@ def eager_attention(model: Any) -> Iterator[None]:
 
 
 def example_inputs(model: Any, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Inputs to trace with, and which of their axes are free.
-
-    Raises CapabilityError for a model that takes neither token ids nor images.
-    """
+    """Inputs to trace with, and which of their axes are free. Raises CapabilityError for a model that
+    takes neither token ids nor images."""
     batch, tokens = EXAMPLE
     rows, config = torch.export.Dim("batch", min=1), model.config
     if model.main_input_name == "input_ids":
@@ -264,10 +262,8 @@ def export_program(model: Any, inputs: dict[str, Tensor], free: dict[str, Any]) 
 
 
 def _results(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a package computes in a process of its own, with torch alone, on the CPU.
-
-    Raises CapabilityError where it cannot be loaded or run: some versions of torch crash there.
-    """
+    """What a package computes in a process of its own, with torch alone, on the CPU. Raises
+    CapabilityError where it cannot be loaded or run: some versions of torch crash there."""
     with scratch_folder() as folder:
         given, found = folder / "inputs", folder / "outputs"
         torch.save(inputs, given)

@@ -225,10 +225,8 @@ class ExportRun(FolderRun):
         }
 
     def digest(self) -> str:
-        """All is compared with its manifest as it is read.
-
-        Raises InputError for bytes that differ, NumericsError for weights that no layer can have.
-        """
+        """All is compared with its manifest as it is read. Raises InputError for bytes that differ,
+        NumericsError for weights that no layer can have."""
         from blr.compressor.base.disk import sha256_file
         from blr.compressor.exporting.files import kept_files
         from blr.compressor.exporting.tensors import check_products

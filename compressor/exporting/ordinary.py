@@ -95,10 +95,8 @@ def transposed_modules(checkpoint: Checkpoint) -> set[str]:
 
 
 def plan_plain(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
-    """Every low-rank layer as a pair, all others dense.
-
-    Raises UsageError: no layer is low-rank; InputError: tensors that would not load.
-    """
+    """Every low-rank layer as a pair, all others dense. Raises UsageError: no layer is low-rank;
+    InputError: tensors that would not load."""
     source, specs = checkpoint.source, checkpoint.specs
     pairs = {module: spec for module, spec in specs.items() if is_pair(spec)}
     rest = {module: spec for module, spec in specs.items() if module not in pairs}

@@ -33,9 +33,7 @@ def parse_kind(kind: str) -> int:
 
 def quantize_layer(layer: nn.Module, bits: int) -> tuple[KernelLinear, dict[str, float]]:
     """The quantized module in place of a structured layer, an nn.Linear or a Conv1D, and its errors.
-
-    Scales and what is not quantized keep the layer's dtype and device.
-    """
+    Scales and what is not quantized keep the layer's dtype and device."""
     bias = getattr(layer, "bias", None)
     if isinstance(layer, StructuredLinear):
         factors = {name: layer.factor(name).detach() for name in layer.held}

@@ -153,10 +153,8 @@ def _check_kind(checkpoint: Checkpoint, kind: str, generates: bool) -> None:
 
 
 def _cache(checkpoint: Checkpoint, options: ExportOptions, generates: bool) -> str:
-    """What the runtime keeps of keys and values: as asked, else as the checkpoint does.
-
-    Raises UsageError where it is asked of a model that generates no text.
-    """
+    """What the runtime keeps of keys and values: as asked, else as the checkpoint does. Raises
+    UsageError where it is asked of a model that generates no text."""
     asked = options.kv_quantize
     if asked is not None and not generates:
         raise UsageError(f"--kv-quantize {asked}: this model generates no text, leave the option out")

@@ -61,10 +61,8 @@ LINEAR: dict[str, Order] = {"U": (0, 1), "V": (1, 0)}  # axes of factors as weig
 
 @dataclass(frozen=True)
 class Tensors:
-    """`slots` in the order of the source; `make` computes the tensors that are not plain copies.
-
-    The entry of a computed tensor has its own name, dtype and shape, and no place in a file.
-    """
+    """`slots` in the order of the source; `make` computes the tensors that are not plain copies. The
+    entry of a computed tensor has its own name, dtype and shape, and no place in a file."""
 
     slots: list[Slot]
     make: dict[TensorEntry, Make]
@@ -218,10 +216,8 @@ def _largest(spec: Spec, entry: TensorEntry, prefix: str) -> float:
 
 
 def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterator[Bytes]:
-    """The bytes of one planned tensor, in pieces.
-
-    Raises NumericsError for a value that the new dtype does not hold.
-    """
+    """The bytes of one planned tensor, in pieces. Raises NumericsError for a value that the new dtype
+    does not hold."""
     if entry not in tensors.make:
         yield from source.read_bytes(entry)
         return
@@ -286,9 +282,7 @@ def _convert(source: Source, entry: TensorEntry, order: Order | None, dtype: str
 
 def in_order(group: list[Slot], slots: list[Slot]) -> list[Slot]:
     """The tensors of a shard in the order of `slots`, where that leaves each aligned to its elements.
-
-    So the tensors of a layer, which are computed together, are written together.
-    """
+    So the tensors of a layer, which are computed together, are written together."""
     if any(slot.origin.nbytes % 8 for slot in group):
         return group
     position = {slot.name: n for n, slot in enumerate(slots)}

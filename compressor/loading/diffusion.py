@@ -130,10 +130,8 @@ def stored_dtype(source: Source) -> torch.dtype:
 
 
 def diffusion_trial(model: Any, where: object) -> Trial:
-    """What `model` makes of a random latent image, a time step, and a class or a text.
-
-    Raises InputError for a model that does not run on them, NumericsError for no finite result.
-    """
+    """What `model` makes of a random latent image, a time step, and a class or a text. Raises
+    InputError for a model that does not run on them, NumericsError for no finite result."""
     try:
         with quiet_diffusers():
             return trial_of(model, trial_inputs(model), "a latent image at one time step", where)

@@ -61,9 +61,7 @@ def _loaded(source: Source, cls: Any) -> tuple[Any, dict[str, Any]]:
 
 def _named(source: Source) -> Source:
     """`source` with the class under `architectures` that has a place for the most of its tensors.
-
-    Raises InputError where every class of its model type lacks some.
-    """
+    Raises InputError where every class of its model type lacks some."""
     check_type(source)
     left = {name: count for name in _candidates(source) if (count := _left(source, name)) is not None}
     if not left:

@@ -32,10 +32,8 @@ class Trial:
     what: str
 
     def distance(self, model: Any, where: object) -> float:
-        """Relative distance of what `model` computes from what is expected.
-
-        Raises NumericsError for numbers that are not finite.
-        """
+        """Relative distance of what `model` computes from what is expected. Raises NumericsError for
+        numbers that are not finite."""
         found, keep = self._results(model, where), self.expected.isfinite()
         missed = (found - self.expected)[keep].norm()
         return float(missed / self.expected[keep].norm().clamp_min(torch.finfo(missed.dtype).tiny))
@@ -51,10 +49,8 @@ class Trial:
 
 
 def first_trial(model: Any, where: object) -> Trial:
-    """Run `model` on the first input of its kind that it takes.
-
-    Raises InputError when it takes none that is known here, NumericsError for no finite result.
-    """
+    """Run `model` on the first input of its kind that it takes. Raises InputError when it takes none
+    that is known here, NumericsError for no finite result."""
     reason = ""
     for inputs in candidates(model):
         try:
@@ -77,10 +73,8 @@ def refuse_model(model: Any, where: object, reason: str) -> NoReturn:
 
 
 def trial_of(model: Any, inputs: dict[str, Any], what: str, where: object) -> Trial:
-    """Run `model` on `inputs`, tensors or tables of tensors by argument.
-
-    Raises NumericsError for no finite result, and what the model raises.
-    """
+    """Run `model` on `inputs`, tensors or tables of tensors by argument. Raises NumericsError for no
+    finite result, and what the model raises."""
     return _checked(Trial(inputs, run(model, inputs), what), where)
 
 

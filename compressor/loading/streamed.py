@@ -104,9 +104,7 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 class Parts:
     """The stored tensors of a `model` by the block that they belong to; "" is what belongs to none.
-
-    Raises InputError for a configuration that it cannot be built from.
-    """
+    Raises InputError for a configuration that it cannot be built from."""
 
     def __init__(self, source: Source) -> None:
         with native_errors(source), quiet_transformers():

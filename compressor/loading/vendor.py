@@ -103,10 +103,8 @@ def exported_classes(auto_map: Mapping[str, str]) -> dict[str, str]:
 
 
 def runtime_files(contents: Contents) -> dict[str, bytes]:
-    """The files of a self-contained export.
-
-    Raises BundleError for modules that cannot be joined (a mistake in the sources).
-    """
+    """The files of a self-contained export. Raises BundleError for modules that cannot be joined (a
+    mistake in the sources)."""
     return _bundled(contents.left_out())
 
 
@@ -119,10 +117,8 @@ def _bundled(left_out: frozenset[str]) -> dict[str, bytes]:
 
 
 def read_modules(roots: Iterable[str], left_out: frozenset[str] = frozenset()) -> dict[str, Module]:
-    """The modules that `roots` import, at the top or inside functions, and what these import.
-
-    Raises BundleError when a module of `left_out` is needed at the top of another.
-    """
+    """The modules that `roots` import, at the top or inside functions, and what these import. Raises
+    BundleError when a module of `left_out` is needed at the top of another."""
     found: dict[str, Module] = {}
     waiting = list(roots)
     while waiting:

@@ -200,10 +200,8 @@ def fuse(model: nn.Module) -> None:
 
 
 class FusedActivation(Extension):
-    """Mixin before a module of a low-rank layer and the activation of its outputs.
-
-    fused_layer, fused_activation: names of both. fused_kind: what kernels call the latter.
-    """
+    """Mixin before a module of a low-rank layer and the activation of its outputs. fused_layer,
+    fused_activation: names of both. fused_kind: what kernels call the latter."""
 
     fused_layer: str
     fused_activation: str

@@ -26,10 +26,8 @@ class FusedGeneration:
     def generate(
         self: Any, inputs: Tensor | None = None, generation_config: Any = None, *rest: Any, **kwargs: Any
     ) -> Any:
-        """As `transformers.GenerationMixin.generate`: same arguments, same form of the result.
-
-        Raises ValueError when prompt and new tokens exceed the model's own maximum.
-        """
+        """As `transformers.GenerationMixin.generate`: same arguments, same form of the result. Raises
+        ValueError when prompt and new tokens exceed the model's own maximum."""
         native: Any = super()
         settings = export_settings(self.config)
         request: Request | str = "positional arguments"
@@ -42,10 +40,8 @@ class FusedGeneration:
 
 
 def find_decoder(model: Any, settings: ExportSettings, request: Request | str) -> Any:
-    """The runtime for `request`, or None when transformers is to answer it, saying once why.
-
-    Raises ValueError for more tokens than the model has positions.
-    """
+    """The runtime for `request`, or None when transformers is to answer it, saying once why. Raises
+    ValueError for more tokens than the model has positions."""
     if isinstance(request, Request):
         _check_positions(model, request)
     if model.training:

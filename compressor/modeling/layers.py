@@ -74,10 +74,8 @@ FORMULA = Kernels()
 
 
 class KernelLinear(modeling_blr.FormulaLinear):
-    """A layer whose products are kernels, as `spec` says.
-
-    spec: of the structure. packing: how its factors are packed, or None. exported: as of the base.
-    """
+    """A layer whose products are kernels, as `spec` says. spec: of the structure. packing: how its
+    factors are packed, or None. exported: as of the base."""
 
     def __init__(self, spec: Spec, bias: bool, exported: bool = False) -> None:
         super().__init__(spec.to_dict(), bias, exported)

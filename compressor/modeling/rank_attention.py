@@ -42,10 +42,8 @@ class Made(NamedTuple):
 
 @dataclass
 class RankStep:
-    """What an attention makes of new tokens for a cache.
-
-    angles: cosines and sines of their positions, None for an attention that is given none.
-    """
+    """What an attention makes of new tokens for a cache. angles: cosines and sines of their positions,
+    None for an attention that is given none."""
 
     attention: Any
     angles: Angles | None
@@ -122,10 +120,8 @@ class RankStep:
 
 
 class RankAttention(Extension):
-    """Mixin before an attention whose keys and values are of low rank.
-
-    key_orders: the orders of `ORDERS` that its keys are made by, as far as it is known; None before any.
-    """
+    """Mixin before an attention whose keys and values are of low rank. key_orders: the orders of
+    `ORDERS` that its keys are made by, as far as it is known; None before any."""
 
     key_orders: tuple[tuple[str, ...], ...] | None = None
 

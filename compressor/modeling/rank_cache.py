@@ -137,10 +137,8 @@ class AngleTable:
 
 
 class RankLayer(DynamicLayer):
-    """One layer's keys and values by their ranks; whole ones where they come whole.
-
-    rotations: those of the cache. step: what an attention makes of new tokens, while it does.
-    """
+    """One layer's keys and values by their ranks; whole ones where they come whole. rotations: those of
+    the cache. step: what an attention makes of new tokens, while it does."""
 
     stores: tuple[RankStore, RankStore]
     rotation: AngleTable | None

@@ -23,11 +23,8 @@ _PLAINEST = ("", "ForCausalLM", "ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForMaskedLM
 
 
 def register(model_type: str) -> type:
-    """Make transformers' tables of models know the structured variant of a native `model_type`.
-
-    Returns:
-        Its configuration class. Raises KeyError for a type that transformers does not have.
-    """
+    """Make transformers' tables of models know the structured variant of a native `model_type`. Returns
+    Its configuration class. Raises KeyError for a type that transformers does not have."""
     native = CONFIG_MAPPING[model_type]
     config = config_class(PREFIX + native.__name__)
     AutoConfig.register(config.model_type, config, exist_ok=True)

@@ -43,10 +43,8 @@ class ExportSettings:
 
 
 def export_settings(config: Any) -> ExportSettings | None:
-    """Those of a transformers configuration, None for a model that is no export.
-
-    Raises ValueError for an export of another layout, which this code would misread.
-    """
+    """Those of a transformers configuration, None for a model that is no export. Raises ValueError for
+    an export of another layout, which this code would misread."""
     found = (getattr(config, "blr", None) or {}).get("export")
     if found is None:
         return None

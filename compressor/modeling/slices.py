@@ -23,10 +23,8 @@ BESIDE = 3  # copies of a block's input that live beside its attention: normed, 
 
 
 class TokenSlices(Extension):
-    """Mixin before a module that computes token by token.
-
-    token_features: numbers that it holds for one token. token_itemsize: bytes of each, 0: its input's.
-    """
+    """Mixin before a module that computes token by token. token_features: numbers that it holds for one
+    token. token_itemsize: bytes of each, 0: its input's."""
 
     token_features: int
     token_itemsize: int
@@ -42,10 +40,8 @@ class TokenSlices(Extension):
 
 
 class RowSlices(Extension):
-    """Mixin before a block of transformers, whose first argument is [B, T, d].
-
-    block_features, feed_forward_features: numbers that a token takes in it, and in `feed_forward_chunk`.
-    """
+    """Mixin before a block of transformers, whose first argument is [B, T, d]. block_features,
+    feed_forward_features: numbers that a token takes in it, and in `feed_forward_chunk`."""
 
     block_features: int
     feed_forward_features: int

@@ -34,10 +34,7 @@ EMBEDDING = "embed_tokens"  # as transformers itself adds to plans
 
 def split_plan(model: Any, size: int) -> dict[str, str]:
     """Module or parameter to style, by names with `*` for numbers; empty where not every layer that the
-    native plan splits can be.
-
-    Raises ValueError for blocks that `size` processes do not divide.
-    """
+    native plan splits can be. Raises ValueError for blocks that `size` processes do not divide."""
     plan: dict[str, str] = {}
     if "export" in (model.config.blr or {}):
         return plan  # other axes

@@ -139,9 +139,7 @@ class Decoder:
     @_on_own_gpu
     def step(self, tokens: Tensor) -> Tensor:
         """Feed `tokens` [B] after a `prefill` of B rows; returns the logits [B, vocab] in float32.
-
-        Raises ContextError when the cache is full, BatchError for another number of rows.
-        """
+        Raises ContextError when the cache is full, BatchError for another number of rows."""
         if tokens.shape != (self.rows,) or self.rows == 0:
             expected = [self.rows] if self.rows else "a prompt before"
             raise BatchError(f"a step with tokens of shape {list(tokens.shape)}: expected {expected}")
@@ -242,10 +240,8 @@ class Decoder:
         return self.capture(self.binder(rows, bucket).bind_all(self.plan.phases))
 
     def capture(self, runs: list[Run]) -> Run:
-        """One function that does `runs` in order: a CUDA graph unless in mode "eager", on a GPU.
-
-        They run once before; tokens and positions are put back as they were.
-        """
+        """One function that does `runs` in order: a CUDA graph unless in mode "eager", on a GPU. They
+        run once before; tokens and positions are put back as they were."""
 
         def once() -> None:
             for run in runs:

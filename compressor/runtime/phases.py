@@ -53,10 +53,8 @@ def supports(model: Any) -> str | None:
 
 @torch.no_grad()
 def make_plan(model: Any) -> TokenPlan:
-    """The phases of `model`, which may mix dense and structured layers.
-
-    Raises UnsupportedError: with the reason that `supports` gives.
-    """
+    """The phases of `model`, which may mix dense and structured layers. Raises UnsupportedError: with
+    the reason that `supports` gives."""
     reason = supports(model)
     if reason is not None:
         raise UnsupportedError(f"{reason}; generate with transformers instead")

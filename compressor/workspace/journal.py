@@ -79,10 +79,8 @@ class Journal:
         return read
 
     def await_all(self, keys: list[str]) -> None:
-        """Return when what other processes have stored under `keys` is seen from here.
-
-        Raises OutputError: it never is.
-        """
+        """Return when what other processes have stored under `keys` is seen from here. Raises
+        OutputError: it never is."""
         deadline = time.monotonic() + SHOWN_WITHIN
         for key in keys:
             while not (self.folder / f"{key}.safetensors").exists():

@@ -66,10 +66,8 @@ def in_the_way(path: Path, why: str) -> NoReturn:
 
 
 def check_listed(folder: Path, listed: Iterable[str]) -> Entries:
-    """The entries of `folder`, all of them plain files that `listed` names, or folders of these.
-
-    Raises OutputError naming the first other one.
-    """
+    """The entries of `folder`, all of them plain files that `listed` names, or folders of these. Raises
+    OutputError naming the first other one."""
     names = set(listed)
     converted = {f"{PICKLED}/{name}" for name in ("teacher", *(f"module-{n}" for n in range(10)))}
     parents = {str(p) for name in names for p in PurePosixPath(name).parents}
@@ -109,10 +107,8 @@ def check_folder(folder: Path) -> None:
 
 
 def check_whole(folder: Path) -> Entries:
-    """The entries of an output of ours, which holds what its manifest lists, byte for byte.
-
-    Raises OutputError naming what is not, also what was changed since.
-    """
+    """The entries of an output of ours, which holds what its manifest lists, byte for byte. Raises
+    OutputError naming what is not, also what was changed since."""
     check_folder(folder)
     manifest = read_manifest(folder)
     found = check_listed(folder, {*manifest["files"], MANIFEST})
@@ -131,10 +127,8 @@ def unchanged(before: Entries, folder: Path) -> bool:
 
 
 def remove(folder: Path, listed: Iterable[str]) -> None:
-    """Delete a folder of ours, its markers last: a kill midway leaves it recognizable.
-
-    Raises OutputError, before anything is deleted, if it holds anything that is not `listed`.
-    """
+    """Delete a folder of ours, its markers last: a kill midway leaves it recognizable. Raises
+    OutputError, before anything is deleted, if it holds anything that is not `listed`."""
     check_folder(folder)
     delete(folder, check_listed(folder, listed))
     os.rmdir(folder)

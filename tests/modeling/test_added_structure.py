@@ -23,7 +23,7 @@ from blr.compressor.modeling.models import model_class
 from blr.compressor.planning.roofline import find_gpu, layer_time
 from blr.compressor.structures import specs
 from blr.compressor.structures.packing import pack_factor
-from blr.compressor.structures.registry import STRUCTURES, Sizes, Structure
+from blr.compressor.structures.registry import STRUCTURES, LayerSizes, Structure
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.spec import Shape, Spec
 
@@ -63,7 +63,7 @@ def reconstruct(factors: dict[str, Tensor], spec: Any) -> Tensor:
     return factors["U"] * factors["d"] @ factors["V"].mT
 
 
-def of_rank(form: Sizes, rank: int) -> Spec:
+def of_rank(form: LayerSizes, rank: int) -> Spec:
     return ScaledSpec(form.inputs, form.outputs, rank)
 
 
@@ -97,7 +97,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.fast
 def test_a_layer_of_it_computes_stores_and_is_packed(added: None) -> None:
     weight, x = torch.randn(12, 20), torch.randn(5, 20)
-    spec = STRUCTURES["scaled"].of_rank(Sizes(20, 12), 12)  # type: ignore[misc]
+    spec = STRUCTURES["scaled"].of_rank(LayerSizes(20, 12), 12)  # type: ignore[misc]
     factors = STRUCTURES["scaled"].factorizer().fit(weight, spec)
     plain, exported = (layer_of(spec, False, exported=laid) for laid in (False, True))
     plain.load_state_dict(factors)
