@@ -102,7 +102,7 @@ def inert(value: Any, known: Collection[str] | None = None) -> Any:
     return {key: held if key in _LABELS else inert(held, known) for key, held in kept.items()}
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether it is what transformers writes for a float that JSON has no word for."""
     return isinstance(value, dict) and value.keys() == {"__float__"} and value["__float__"] in _FLOATS
 
@@ -146,7 +146,7 @@ def check_small_json(folder: Path, name: str) -> None:
         refuse(path, f"JSON of type {type(table).__name__}", "an object", REMEDY)
 
 
-def _is_hint(key: str, value: Any, known: Collection[str] | None) -> bool:
+def _is_hint(key: str, value: object, known: Collection[str] | None) -> bool:
     if len(key) > LONGEST_KEY or _CODE.fullmatch(key):
         return True
     if known is None or key in known or not _SOUNDS_LIKE_CODE.fullmatch(key):
@@ -154,7 +154,7 @@ def _is_hint(key: str, value: Any, known: Collection[str] | None) -> bool:
     return _holds_text(value)
 
 
-def _holds_text(value: Any) -> bool:
+def _holds_text(value: object) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return isinstance(value, str) or any(_holds_text(item) for item in inner)
 

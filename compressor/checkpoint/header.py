@@ -162,7 +162,7 @@ def _header_bytes(file: io.FileIO, path: Path, size: int) -> bytearray:
     return raw
 
 
-def _entry(name: str, raw: Any, path: Path, base: int, size: int) -> TensorEntry:
+def _entry(name: str, raw: object, path: Path, base: int, size: int) -> TensorEntry:
     """The entry of one tensor, checked by itself; `base` is where data begin, `size` the file's."""
     check_name(name, path)
     if type(raw) is not dict or raw.keys() != {"dtype", "shape", "data_offsets"}:

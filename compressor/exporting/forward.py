@@ -161,7 +161,7 @@ def write_onnx(model: Any, folder: Path, progress: Progress) -> dict[str, tuple[
     return {name: ((folder / name).stat().st_size, sha256_file(folder / name)) for name in written}
 
 
-def _trace(model: Any, path: Path) -> list[str]:
+def _trace(model: object, path: Path) -> list[str]:
     """Write the graph of `model`; the names of its results."""
     inputs, free = example_inputs(model, "onnx")
     forward = plain_forward(model)
@@ -175,7 +175,7 @@ def _trace(model: Any, path: Path) -> list[str]:
     return names
 
 
-def _check_graph(model: Any, path: Path, names: list[str], progress: Progress) -> None:
+def _check_graph(model: object, path: Path, names: list[str], progress: Progress) -> None:
     """Compare the graph with the model at sizes that were not traced."""
     if is_missing(CHECKER):
         progress.notes([f"{CHECKER} not installed: {path.name} is not compared with the model; {PIP}"])

@@ -49,7 +49,7 @@ def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> i
     return asked or min(limit, default)
 
 
-def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> Any:
+def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> object:
     """The class of the model of `config`, which tensors of `shapes` fill. Raises InputError when they do
     not, or when transformers cannot build it."""
     with native_errors(source):
@@ -59,7 +59,7 @@ def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, A
     return cls
 
 
-def load_export(folder: Path, config: Mapping[str, Any], device: str = "auto") -> Any:
+def load_export(folder: Path, config: Mapping[str, Any], device: str = "auto") -> object:
     """The model in `folder`, as stored, in evaluation mode; "auto": on the GPU if there is one."""
     with quiet_transformers():
         model = model_class(config["architectures"][0]).from_pretrained(folder, dtype="auto")

@@ -215,7 +215,7 @@ def meta_tensors(entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
     }
 
 
-def load_empty(cls: Any, folder: Path | None, **options: Any) -> tuple[Any, dict[str, Any]]:
+def load_empty(cls: Any, folder: Path | None, **options: object) -> tuple[Any, dict[str, Any]]:
     """A model of class `cls` as transformers loads it, on the meta device, and what its loader says of
     keys (`output_loading_info`)."""
     with quiet_transformers():

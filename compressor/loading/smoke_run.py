@@ -31,7 +31,7 @@ class Trial:
     expected: Tensor
     what: str
 
-    def distance(self, model: Any, where: object) -> float:
+    def distance(self, model: object, where: object) -> float:
         """Relative distance of what `model` computes from what is expected. Raises NumericsError for
         numbers that are not finite."""
         found, keep = self._results(model, where), self.expected.isfinite()
@@ -64,7 +64,7 @@ def first_trial(model: Any, where: object) -> Trial:
     refuse_model(model, where, reason or f"no input named {model.main_input_name!r} is known")
 
 
-def refuse_model(model: Any, where: object, reason: str) -> NoReturn:
+def refuse_model(model: object, where: object, reason: str) -> NoReturn:
     """Raise InputError for a model that runs on no small input."""
     raise InputError(
         f"{where}: {type(model).__name__} does not run on a small input ({quote(reason, 160)[1:-1]}); "
@@ -72,7 +72,7 @@ def refuse_model(model: Any, where: object, reason: str) -> NoReturn:
     )
 
 
-def trial_of(model: Any, inputs: dict[str, Any], what: str, where: object) -> Trial:
+def trial_of(model: object, inputs: dict[str, Any], what: str, where: object) -> Trial:
     """Run `model` on `inputs`, tensors or tables of tensors by argument. Raises NumericsError for no
     finite result, and what the model raises."""
     return _checked(Trial(inputs, run(model, inputs), what), where)

@@ -60,7 +60,7 @@ def empty_model(source: Source) -> Any:
     return load_empty(cls, None, config=config, state_dict=tensors)[0].eval()
 
 
-def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
+def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> object:
     """The model in an output, loaded as the README says, in `dtype`; beyond `WHOLE` bytes, block by
     block and as stored."""
     register()

@@ -78,7 +78,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _is_inert(hook: Any) -> bool:
+def _is_inert(hook: object) -> bool:
     """Whether a hook changes nothing: a check of ours, or what transformers leaves on modules once it
     was asked for hidden states, which acts where they are asked for again."""
     return isinstance(hook, Check) or getattr(hook, "__module__", None) == CAPTURING

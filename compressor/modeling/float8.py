@@ -49,7 +49,7 @@ class HeldRows(NamedTuple):
     left: int | None
 
 
-def float8_product(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
+def float8_product(layer: object, x: Tensor, bias: Tensor | None) -> Tensor | None:
     """``x Wᵀ + bias`` in float8, [..., i] -> [..., o]; None where the layer is to dequantize.
 
     Dequantized is, too, where the measured tables say that it is faster for so many tokens; not under
@@ -65,7 +65,7 @@ def float8_product(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
     return product_of_rows(layer, x, shared_rows(layer, x), bias)
 
 
-def product_of_rows(layer: Any, x: Tensor, made: Rows, bias: Tensor | None) -> Tensor:
+def product_of_rows(layer: object, x: Tensor, made: Rows, bias: Tensor | None) -> Tensor:
     """The same of rows that there are; of x [..., i] only its dtype and shape count."""
     structure = structure_of(layer)
     scales, weights = prepared(layer, structure, x)
@@ -78,7 +78,7 @@ def structure_of(layer: Any) -> str:
     return FOLDERS.get(layer.packing.structure, layer.packing.structure)
 
 
-def is_float8(layer: Any) -> bool:
+def is_float8(layer: object) -> bool:
     """Whether it is a layer of ours with float8 weights."""
     return bool(getattr(getattr(layer, "packing", None), "fp8", False))
 
@@ -93,7 +93,7 @@ def known_by(spec: Spec) -> tuple[str, Shape]:
     return FOLDERS.get(spec.structure, spec.structure), shape
 
 
-def prepared(layer: Any, structure: str, x: Tensor) -> tuple[Scales, list[Tensor]]:
+def prepared(layer: object, structure: str, x: Tensor) -> tuple[Scales, list[Tensor]]:
     """What products of a layer with inputs like x are scaled by, and its weights with rows that kernels
     read fast: made once."""
     held = layer.__dict__.get("float8_prepared")
@@ -121,12 +121,12 @@ def prepare_layer(layer: Any) -> None:
                 prepared(layer, structure_of(layer), like)
 
 
-def forget_scales(layer: Any) -> None:
+def forget_scales(layer: object) -> None:
     """Let `prepared` make them again: what is stored has changed."""
     layer.__dict__.pop("float8_prepared", None)
 
 
-def shared_rows(layer: Any, x: Tensor) -> Rows:
+def shared_rows(layer: object, x: Tensor) -> Rows:
     """x [..., i] as float8 [n, i]. Of layers that share it (`share_rows`) the first makes it and leaves
     it at x, until the last of them has taken it or x is written to."""
     left, held = getattr(layer, "float8_siblings", 1), getattr(x, HELD, None)

@@ -104,14 +104,14 @@ def _excess(settings: ExportSettings, request: Request | str) -> str | None:
     return None
 
 
-def _unsupported(model: Any) -> str | None:
+def _unsupported(model: object) -> str | None:
     """Why the runtime cannot take this model."""
     from blr.compressor.runtime.phases import supports
 
     return supports(model)
 
 
-def _make_decoder(model: Any, settings: ExportSettings) -> Any:
+def _make_decoder(model: object, settings: ExportSettings) -> object:
     from blr.compressor.runtime.decoder import Decoder
 
     assert settings.context is not None  # as every export that generates has it

@@ -142,7 +142,7 @@ class KernelLinear(modeling_blr.FormulaLinear):
         """The factors for an input."""
         return self.ordered()
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: object, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         forget_scales(self)
         if self.packing is not None and self.packing.fp8:
@@ -240,7 +240,7 @@ class StructuredLinear(KernelLinear):
             return self.ordered()
         return [with_zeros(factor, self.wide[0]) for factor in self.ordered()]
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: object, recurse: bool = True) -> Self:
         """What every move and cast goes through: on a GPU, kernel layout."""
         if self.shared is not None:
             self.shared.part()

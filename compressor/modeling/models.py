@@ -77,7 +77,7 @@ class KernelModel(StructuredModel):
         initialize_packed(self)  # first: then transformers marks all layers
         super().initialize_weights()
 
-    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self: Any, fn: object, recurse: bool = True) -> object:
         """What every move and cast goes through; layers of one input that lie on a GPU share it."""
         native: Any = super()
         native._apply(fn, recurse)

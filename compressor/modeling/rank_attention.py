@@ -183,7 +183,7 @@ def _rotated(attention: Any, keys: Tensor, *angles: Tensor) -> Tensor:
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
-def _fits(attention: Any, order: tuple[str, ...], flat: Tensor, angles: Any, keys: Tensor) -> bool:
+def _fits(attention: object, order: tuple[str, ...], flat: Tensor, angles: object, keys: Tensor) -> bool:
     try:
         return _close(ordered(attention, order, flat, angles), keys)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
@@ -197,7 +197,7 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).abs().max() <= most)
 
 
-def _are_angles(given: Any) -> bool:
+def _are_angles(given: object) -> bool:
     return isinstance(given, tuple) and len(given) == 2 and all(each.dim() == 3 for each in given)
 
 

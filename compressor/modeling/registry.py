@@ -117,7 +117,7 @@ def auto_classes(model_type: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _known(classes: Any) -> tuple[str, ...]:
+def _known(classes: object) -> tuple[str, ...]:
     """The names of those classes, one or several, that transformers has for all."""
     listed = classes if isinstance(classes, tuple | list) else (classes,)
     return tuple(c.__name__ for c in listed if hasattr(transformers, c.__name__))

@@ -44,7 +44,7 @@ class SharedInput:
         for layer in layers:
             layer.shared = self
 
-    def __deepcopy__(self, memo: Any) -> None:
+    def __deepcopy__(self, memo: object) -> None:
         """None: the V of copied layers lie apart."""
 
     def take(self, layer: StructuredLinear, x: Tensor) -> Tensor | None:

@@ -189,12 +189,12 @@ def correction_of(layer: FormulaLinear) -> Corrections | None:
     return Corrections(first, narrow_factor(layer, "U") if packed else Narrow(last.w.contiguous()))
 
 
-def kind_of(w: Any) -> tuple[int, int]:
+def kind_of(w: object) -> tuple[int, int]:
     """Bits and group of packed weights, zeros for others: stages of one `dual` have the same."""
     return getattr(w, "bits", 0), getattr(w, "group", 0)
 
 
-def matrix(layer: FormulaLinear, name: str) -> Any:
+def matrix(layer: FormulaLinear, name: str) -> object:
     """A factor [B, R, K] as a stage takes it: in place."""
     factor = layer.held[name]
     if factor.bits:

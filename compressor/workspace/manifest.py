@@ -47,7 +47,7 @@ THREADS = 4  # hashing more files at once waits for the disk
 REMEDY = "copy or compress it again; `blr verify` lists all that differs"
 
 
-def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: Any) -> bytes:
+def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: object) -> bytes:
     """The manifest as JSON text; no times, no paths.
 
     Args:
@@ -194,7 +194,7 @@ def _is_inside(name: str) -> bool:
     return name.isprintable() and "\\" not in name and not {"", ".", ".."} & set(parts)
 
 
-def _is_listing(found: Any) -> bool:
+def _is_listing(found: object) -> bool:
     return (
         type(found) is dict
         and type(found.get("size")) is int
@@ -203,7 +203,7 @@ def _is_listing(found: Any) -> bool:
     )
 
 
-def _is_digest(value: Any) -> bool:
+def _is_digest(value: object) -> bool:
     return type(value) is str and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 

@@ -145,7 +145,7 @@ def delete(folder: Path, found: Entries) -> None:
             os.unlink(folder / name)
 
 
-def write_marker(partial: Path, run: Any, files: Iterable[str]) -> None:
+def write_marker(partial: Path, run: object, files: Iterable[str]) -> None:
     """Mark `partial`, made if need be, as ours: what its run is, and all that it may come to hold."""
     marker = {"about": ABOUT, "files": sorted(files), "run": run}
     made = not os.path.lexists(partial)
@@ -202,7 +202,7 @@ def _small(path: Path) -> bytes:
         return file.read() if plain and status.st_size <= MAX_BYTES else b""
 
 
-def _are_names(files: Any) -> bool:
+def _are_names(files: object) -> bool:
     if type(files) is not list or not all(type(name) is str for name in files):
         return False
     return not any({"", ".", ".."} & set(name.split("/")) for name in files)
