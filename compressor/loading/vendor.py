@@ -58,27 +58,24 @@ def _verbatim(*names: str) -> dict[str, bytes]:
 class Contents:
     """What an export holds, by which it needs kernels.
 
-    structures: names of its specs. quantized: whether weights are in few bits; corrected: some of them
-    by a structure. rows: sequences decoded at once, 0 of a model that generates nothing.
+    structures: names of its specs. quantized: whether weights are in few bits. rows: sequences decoded
+    at once, 0 of a model that generates nothing.
     """
 
     structures: frozenset[str]
     quantized: bool = False
-    corrected: bool = False
     rows: int = 1
 
     def left_out(self) -> frozenset[str]:
         """Modules and packages that it can do without."""
         absent = {"decode.quantized.reference"}  # which no GPU runs
         if not self.quantized:
-            absent |= {f"decode.quantized.{part}" for part in ("corrected", "grouped", "launch")}
+            absent |= {f"decode.quantized.{part}" for part in ("grouped", "launch")}
             absent |= {f"decode.integer.{part}" for part in ("form", "launch", "looped")}
-        if not self.corrected:
-            absent.add("decode.quantized.corrected")
         if "pivoted" not in self.structures:
             absent.add("layers.pivoted.gather")
         if self.rows < PLAIN_FROM:
-            absent |= {"decode.skinny", "decode.gemv.ready"}
+            absent.add("decode.skinny")
         runtime = set() if self.rows else {"blr.compressor.runtime"}
         return frozenset({f"blr.kernels.{name}" for name in absent} | runtime)
 
@@ -89,7 +86,6 @@ def contents_of(specs: Iterable[Spec], settings: ExportSettings) -> Contents:
     return Contents(
         structures=frozenset(name for spec in specs for name in families(spec)),
         quantized=bool(settings.quantize or settings.head) or any(spec.quantized for spec in specs),
-        corrected=any(len(spec.parts()) > 1 for spec in specs),
         rows=0 if settings.context is None else settings.batch,
     )
 

@@ -24,6 +24,7 @@ from blr.compressor.modeling.stages import (
     LayerStage,
     Packed,
     correction_of,
+    has_gradient,
     packed_factor,
     stages_of,
 )
@@ -37,8 +38,7 @@ from blr.kernels.layers.kronecker.op import kronecker_linear
 from blr.kernels.layers.lowrank.op import lowrank_linear
 from blr.kernels.layers.lowrank.reference import grouped_lowrank_linear
 from blr.kernels.layers.monarch.op import monarch_linear
-
-WHOLE = 1 << 27  # weights dequantized at once: an output head of 128256 x 4096 takes four turns
+from blr.kernels.layers.packed.op import WHOLE, packed_linear
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,13 @@ class KernelLinear(modeling_blr.FormulaLinear):
             if factor is None or factor.names == (name,):
                 raise
             return self.factor(name)
+
+    def factor(self, name: str) -> Tensor:
+        """The factor ``U``, ``factors.0``, …, dense."""
+        held = self.held[name]
+        if held.storage == "integer":
+            return held.arranged(self.packed(name).dequantized())
+        return super().factor(name)
 
     def ordered(self) -> list[Tensor]:
         """Factors and indices in the order of the spec."""
@@ -257,16 +264,13 @@ class QuantizedLinear(KernelLinear):
         return self.factor("weight")
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., i] -> [..., o], with at most `WHOLE` weights dequantized at a time."""
-        w, step = self.packed(), rows_at_once(self.in_features)
+        """[..., i] -> [..., o]."""
+        w = self.packed()
         if w.fp8 and (found := float8_product(self, x, self.bias)) is not None:
             return found
-        if step >= self.out_features:
+        if w.fp8 or has_gradient(w.scale) or x.dtype != w.scale.dtype:
             return linear(x, w.dequantized(), self.bias)
-        parts = zip(w.packed.split(step), w.scale.split(step), strict=True)
-        made = (w._replace(packed=packed, scale=scale).dequantized() for packed, scale in parts)
-        y = torch.cat([linear(x, weight) for weight in made], -1)
-        return y if self.bias is None else y + self.bias
+        return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group)
 
 
 class CorrectedLinear(modeling_blr.SummedLinear):

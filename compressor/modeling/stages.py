@@ -9,20 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.modeling_blr import (
     E4M3,
     Factor,
     FormulaLinear,
     SummedLinear,
-    dequantize,
     dequantize_float8,
     stored_axes,
     unpack,
 )
+from blr.kernels.common.registration import is_traced
 from blr.kernels.decode.quantized.formats import GROUP
 from blr.kernels.decode.quantized.segments import Narrow
+from blr.kernels.layers.packed.op import dequantize
 
 EXPORT_BITS = (4, 8)  # what `blr export` rounds plain weights to, in groups of `GROUP`
 
@@ -58,12 +61,20 @@ class Packed(NamedTuple):
 
     def dequantized(self) -> Tensor:
         """[..., R, K] in the dtype of the scales."""
-        read = dequantize_float8 if self.fp8 else dequantize
-        return read(self, self.packed, self.scale)
+        if self.fp8:
+            return dequantize_float8(self, self.packed, self.scale)
+        if has_gradient(self.scale) or is_traced() or torch.compiler.is_compiling():
+            return modeling_blr.dequantize(self, self.packed, self.scale)
+        return dequantize(self.packed, self.scale, self.bits, self.K, self.scale.dtype, self.group)
 
     def blocks(self) -> Packed:
         """The same with an axis of blocks."""
         return self._replace(packed=blocked(self.packed), scale=blocked(self.scale))
+
+
+def has_gradient(scale: Tensor) -> bool:
+    """Whether scales are trained here, which plain torch does."""
+    return scale.requires_grad and torch.is_grad_enabled()
 
 
 def packed_factor(layer: FormulaLinear, name: str) -> Packed:

@@ -87,8 +87,7 @@ class Binder:
 
             if run := self._skinny(phase, segments, add=phase.add, **norm):
                 return run
-            segments, norm, before = self._ready(segments, norm)
-            return _in_turn(*before, stages(segments, add=phase.add, pdl=self.pdl, **norm))
+            return stages(segments, add=phase.add, pdl=self.pdl, **norm)
         if phase.add:
             return lambda: [s.y.add_(s.product(phase.gain, phase.eps)) for s in segments]
         return partial(grouped, segments, **norm)
@@ -101,8 +100,7 @@ class Binder:
 
             if run := self._skinny(phase, [gate, up], **options):
                 return run
-            (gate, up), options, before = self._ready([gate, up], options)
-            return _in_turn(*before, pair(gate, up, pdl=self.pdl, **options))
+            return pair(gate, up, pdl=self.pdl, **options)
         return partial(dual, gate, up, **options)
 
     def _skinny(
@@ -134,23 +132,6 @@ class Binder:
         if run is not None and order is not None:
             self.ordered.update(targets)
         return run
-
-    def _ready(
-        self, segments: list[Segment | QuantizedSegment], options: dict[str, Any]
-    ) -> tuple[list[Segment | QuantizedSegment], dict[str, Any], list[Run]]:
-        """Segments, options of their launch and what runs before it: from three rows on inputs that all
-        share are normed once; for plain weights in their dtype, which tensor cores take as it lies."""
-        x, packed = segments[0].x, any(isinstance(s, QuantizedSegment) for s in segments)
-        shared = all(s.x.data_ptr() == x.data_ptr() and s.x.shape == x.shape for s in segments)
-        dtype = torch.float32 if packed else self.state.kv.dtype
-        if self.rows < PLAIN_FROM or not shared or (options["gain"] is None and x.dtype == dtype):
-            return segments, options, []
-        from blr.kernels.decode.gemv.ready import ready
-
-        made = torch.empty(x.shape, dtype=dtype, device=x.device)
-        norm = {"gain": options["gain"], "eps": options["eps"]}
-        before = partial(ready, x, made, pdl=self.pdl, **norm)
-        return [_reading(s, made) for s in segments], {**options, "gain": None}, [before]
 
     def _slots(self, phase: Phase) -> tuple[Tensor, Tensor]:
         return self._view(phase.source), self._view(phase.target)
@@ -232,19 +213,6 @@ class Binder:
         options: dict[str, Any] = {"BLOCK": CHOICE_BLOCK, "PARTS": values.shape[1], "PDL": self.pdl}
         options |= {"launch_pdl": True} if self.pdl else {}
         return lambda: choose_kernel[grid](*arguments, **options)
-
-
-def _in_turn(*runs: Run) -> Run:
-    return runs[0] if len(runs) == 1 else lambda: [run() for run in runs]
-
-
-def _reading(segment: Any, x: Tensor) -> Any:
-    """A segment, and the first stage of its correction, of another input."""
-    correction = getattr(segment, "correction", None)
-    if correction is not None:
-        correction = replace(correction, first=replace(correction.first, x=x))
-        return replace(segment, x=x, correction=correction)
-    return replace(segment, x=x)
 
 
 def _over_rms(x: Tensor, eps: float) -> Tensor:

@@ -31,8 +31,8 @@ from blr.kernels.common.names import FOLDERS
 from blr.kernels.common.tuned import forget_rules, tuned_rules
 
 BUCKETS = tuple(1 << power for power in range(15))
-DECODE = 8  # tokens up to which the segmented matrix-vector kernels are meant
-MOST = {"gemv": DECODE, "narrow": 64}  # tokens that a variant takes, where it does not take any number
+FEW = 8  # tokens up to which `narrow` is taken unmeasured
+MOST = {"gemv": 1, "narrow": 64}  # tokens that a variant takes, where it does not take any number
 PRODUCT = "fp8"  # the structure of rules for one product in float8
 # That of rules for a layer with float8 weights, by the folder of its kernels or dense.
 FLOAT8 = {name: f"fp8_{name}" for name in ("dense", "lowrank", "monarch", "blast")}
@@ -119,7 +119,7 @@ def first_match(
 def heuristic(structure: str, n: int, dtype: torch.dtype) -> Choice:
     """The choice on a GPU that nobody measured, `n` a bucket.
 
-    Small batches read the weights once (gemv). BLAST's mix on the tensor cores and Monarch's
+    Few tokens read the weights once (gemv, narrow). BLAST's mix on the tensor cores and Monarch's
     permuted store pay in half precision; the rest is left to the vendor's matrix products, and each
     Kronecker-sparse factor to a predictor of its own.
     """
@@ -127,8 +127,10 @@ def heuristic(structure: str, n: int, dtype: torch.dtype) -> Choice:
         return REFERENCE, {}
     if structure == "kronecker":
         return "auto", {}
-    if n <= DECODE and dtype in (*HALF, torch.float32):
+    if n <= MOST["gemv"]:
         return "gemv", {}
+    if n <= FEW and dtype in HALF:
+        return "narrow", {}
     prefill = {"lowrank": "gemm", "blast": "bmm_mix"}
     return prefill.get(structure, "permuted_store" if dtype in HALF else "bmm"), {}
 

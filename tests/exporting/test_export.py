@@ -239,7 +239,7 @@ def test_the_source_is_not_overwritten(sources: dict[str, Path], tmp_path: Path,
 
 def test_shipped_files_import_nothing_unguarded_but_torch_and_transformers(tmp_path: Path) -> None:
     """transformers refuses to load a file with any other import, triton's included."""
-    files = runtime_files(Contents(frozenset(SPECS), True, True, 16))
+    files = runtime_files(Contents(frozenset(SPECS), True, 16))
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
         imported = set(get_imports(tmp_path / name)) - sys.stdlib_module_names

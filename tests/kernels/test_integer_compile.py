@@ -17,7 +17,7 @@ WIDTH, GROUP, RANKS = 4096, 128, 16  # of an 8B's layers
 STAGE = QuantizedStage(
     **{
         **dict.fromkeys(QuantizedStage._fields, "i32"),
-        **{"x": "*fp32", "w": "*i32", "y": "*fp32", "z": "*fp32", "counter": "*i32", "u": "*i8"},
+        **{"x": "*fp32", "w": "*i32", "y": "*fp32", "z": "*fp32", "u": "*i8"},
         **dict.fromkeys(("scale", "mix", "bias", "u_scale"), "*bf16"),
     }
 )

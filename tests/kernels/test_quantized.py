@@ -159,8 +159,6 @@ def test_any_tile_gives_the_same(bits: int, config: dict[str, int], tokens: int)
     """Chunks that end inside, at, and far beyond a row, and rows that do not fill a tile."""
     from blr.kernels.decode.quantized.launch import gemv_quantized
 
-    if tokens > 2:
-        config = {**config, "BR": 16}  # least rows of a tensor-core product
     arguments, epilogue = _stage((1, 19, 700, None), bits, tokens, torch.float32, norm=True)
     found = gemv_quantized(*arguments, **epilogue, **config)
     assert _near(found, _expected(arguments, epilogue), torch.float32)
@@ -222,14 +220,12 @@ def test_slices_of_packed_weights_need_no_copy(bits: int) -> None:
 
 
 @needs_triton
-def test_wrong_width_and_too_many_tokens_are_refused() -> None:
+def test_a_wrong_width_is_refused() -> None:
     from blr.kernels.decode.quantized.launch import gemv_quantized
 
     packed, scale = quantize(torch.randn(1, 4, 200), 4)
     with pytest.raises(ValueError, match="expected 256 for 200 columns of int8"):
         gemv_quantized(torch.zeros(1, 200), packed, scale, 8, 200)
-    with pytest.raises(ValueError, match="1 to 16"):
-        gemv_quantized(torch.zeros(17, 200), packed, scale, 4, 200)
 
 
 def _segments(bits: int, tokens: int, stages: list[tuple[Any, ...]]) -> list[segments.QuantizedSegment]:
@@ -315,9 +311,8 @@ def test_gated_pair_of_different_ranks(bits: int, tokens: int, widths: tuple[int
 
     made = _segments(bits, tokens, [(2, 5, width, None) for width in widths])
     made[0] = replace(made[0], bias=None)
-    config = {"BQ": 8} if tokens <= 2 else {}
     _against_reference(
-        lambda: dual(*made, activation="gelu_tanh", **config),
+        lambda: dual(*made, activation="gelu_tanh", BQ=8),
         lambda: segments.dual(*made, activation="gelu_tanh"),
         made,
     )

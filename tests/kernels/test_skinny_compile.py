@@ -12,6 +12,7 @@ from blr.kernels.decode.skinny.segments import SkinnyStage, SkinnyTile
 
 # Bits, group and tokens.
 CASES = {"int4": (4, 128, 1), "int2": (2, 64, 3), "plain": (PLAIN, 0, 16), "many": (4, 128, 64)}
+CASES |= {"int3": (3, 128, 8), "int3-groups": (3, 64, 16), "int8": (8, 128, 8)}
 CASES["groups"] = (2, 32, 64)  # whose steps have the most inputs
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of a block
 

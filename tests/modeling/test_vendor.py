@@ -68,7 +68,7 @@ for name in sys.argv[2:]:
 """
 SUPPORT = Path(bare.__file__).parent
 IDS = torch.arange(2, 26).view(2, 12)
-EVERYTHING = Contents(frozenset(SPECS), quantized=True, corrected=True, rows=16)
+EVERYTHING = Contents(frozenset(SPECS), quantized=True, rows=16)
 Made = Callable[[], dict[str, bytes]]
 FILES: dict[str, Made] = {
     "checkpoint": code_files,
@@ -207,7 +207,7 @@ EXPORTS: dict[str, tuple[Contents, int, set[str], set[str]]] = {
     ),
     "int4": (
         *(Contents(frozenset({"dense"}), True), 4, {"decode.quantized.triton", "decode.integer.rows"}),
-        {"decode.quantized.corrected", "decode.skinny.triton"},
+        {"decode.skinny.triton"},
     ),
     "encoder": (Contents(frozenset({"svd"}), rows=0), 2, set(), {"decode.gemv.triton"}),
 }

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from blr.kernels.common.launching import run_kernel
 from blr.kernels.decode.gemv.launch import (
-    checked_tokens,
     launch_options,
     norm_kind,
     pair_tile,
@@ -22,7 +21,7 @@ from blr.kernels.decode.gemv.launch import (
     run_grouped,
     stage,
     tile_shape,
-    token_slots,
+    tokens_of,
 )
 from blr.kernels.decode.gemv.segments import Segment, Tile
 
@@ -38,13 +37,10 @@ except ImportError as error:
 
 @triton.jit
 def mixed_segment(
-    tile, s, gain, eps, tokens,
+    tile, s, gain, eps,
     L: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """BR ranks of all blocks (up to L) and their mix: ``y[k, r] = Σ_l s[k, l, r] (w[l, r, :] · x_l)``.
-
-    The first chunk of weights serves all tokens; the others are read again from the caches.
-    """
+    """BR ranks of up to L blocks and their mix: ``y[k, r] = Σ_l s[k, l, r] (w[l, r, :] · x_l)``."""
     rank = tile * BR + tl.arange(0, BR)
     block = tl.arange(0, L)
     lane = tl.arange(0, BK)
@@ -63,79 +59,69 @@ def mixed_segment(
     )
     if WAIT:
         gdc_wait()
-    for token in range(tokens):
-        chunk = first
-        sums = tl.zeros([L, BR, BK], tl.float32)
-        square = tl.zeros([L, BK], tl.float32)
-        for start in range(0, s.K, BK):
-            cols = start + lane
-            after = cols + BK
-            there = (after < s.K)[None, None, :]
-            following = at[:, :, None] + after[None, None, :] * s.w_col
-            following = tl.load(following, mask=ok[:, :, None] & there, other=0.0)
-            at_x = block[:, None] * s.K + cols[None, :]
-            x_ok = block_ok[:, None] & (cols < s.K)[None, :]
-            v = tl.load(s.x + token * s.x_token + at_x, mask=x_ok, other=0.0).to(tl.float32)
-            if NORM:
-                square += v * v
-                v *= tl.load(gain + at_x, mask=x_ok, other=0.0).to(tl.float32)
-            sums += chunk.to(tl.float32) * v[:, None, :]
-            chunk = following
-        mixed = tl.sum(mix * tl.sum(sums, 2)[None, :, :], 1)
+    sums = tl.zeros([L, BR, BK], tl.float32)
+    square = tl.zeros([L, BK], tl.float32)
+    for start in range(0, s.K, BK):
+        cols = start + lane
+        after = cols + BK
+        there = (after < s.K)[None, None, :]
+        following = at[:, :, None] + after[None, None, :] * s.w_col
+        following = tl.load(following, mask=ok[:, :, None] & there, other=0.0)
+        at_x = block[:, None] * s.K + cols[None, :]
+        x_ok = block_ok[:, None] & (cols < s.K)[None, :]
+        v = tl.load(s.x + at_x, mask=x_ok, other=0.0).to(tl.float32)
         if NORM:
-            mixed *= tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / (s.K * s.blocks) + eps)
-        to = s.y + token * s.y_token + block[:, None] * s.rows + rank[None, :]
-        tl.store(to, mixed.to(s.y.dtype.element_ty), mask=ok)
+            square += v * v
+            v *= tl.load(gain + at_x, mask=x_ok, other=0.0).to(tl.float32)
+        sums += first.to(tl.float32) * v[:, None, :]
+        first = following
+    mixed = tl.sum(mix * tl.sum(sums, 2)[None, :, :], 1)
+    if NORM:
+        mixed *= tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / (s.K * s.blocks) + eps)
+    to = s.y + block[:, None] * s.rows + rank[None, :]
+    tl.store(to, mixed.to(s.y.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def run_segment(
-    tile, s, gain, eps, tokens, N: tl.constexpr, T: tl.constexpr, WAIT: tl.constexpr
-):  # fmt: skip
+def run_segment(tile, s, gain, eps, T: tl.constexpr, WAIT: tl.constexpr):
     """One tile of a segment, stored; of T.MIX blocks that it mixes, if there are any."""
     if T.MIX > 0:
-        mixed_segment(tile, s, gain, eps, tokens, T.MIX, T.BR, T.BK, T.NORM, WAIT)
+        mixed_segment(tile, s, gain, eps, T.MIX, T.BR, T.BK, T.NORM, WAIT)
     else:
-        first, second, out, ok = stage_rows(tile, s, gain, eps, tokens, N, T, WAIT)
-        store_rows(s, s.y, 0, first, second, out, ok, tokens, N, False)
+        found, out, ok = stage_rows(tile, s, gain, eps, T, WAIT)
+        store_rows(s, s.y, found, out, ok, False)
 
 
 @triton.jit
 def grouped_kernel(
-    s0, s1, s2, programs0, programs1, gain, eps, tokens,
-    COUNT: tl.constexpr, N: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr,
-    PDL: tl.constexpr,
+    s0, s1, s2, programs0, programs1, gain, eps,
+    COUNT: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """COUNT segments: programs up to programs0 do the first, up to programs1 the second."""
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
     if program < programs0:
-        run_segment(program, s0, gain, eps, tokens, N, T0, PDL)
+        run_segment(program, s0, gain, eps, T0, PDL)
     if COUNT > 1:  # noqa: SIM102 (known when compiled, the rest is not)
         if (program >= programs0) & (program < programs1):
-            run_segment(program - programs0, s1, gain, eps, tokens, N, T1, PDL)
+            run_segment(program - programs0, s1, gain, eps, T1, PDL)
     if COUNT > 2:  # noqa: SIM102
         if program >= programs1:
-            run_segment(program - programs1, s2, gain, eps, tokens, N, T2, PDL)
+            run_segment(program - programs1, s2, gain, eps, T2, PDL)
 
 
 @triton.jit
 def dual_kernel(
-    s0, s1, gain, eps, tokens,
-    N: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    s0, s1, gain, eps, T0: tl.constexpr, T1: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr
+):
     """The same rows of gate and up: ``act(gate) ⊙ up`` into the second segment's result."""
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
-    gate, gate2, out, ok = stage_rows(program, s0, gain, eps, tokens, N, T0, PDL)
-    up, up2, out, ok = stage_rows(program, s1, gain, eps, tokens, N, T1, False)
-    first = activate(gate, ACT) * up
-    second = first
-    if N == 2:
-        second = activate(gate2, ACT) * up2
-    store_rows(s1, s1.y, 0, first, second, out, ok, tokens, N, False)
+    gate, out, ok = stage_rows(program, s0, gain, eps, T0, PDL)
+    up, out, ok = stage_rows(program, s1, gain, eps, T1, False)
+    store_rows(s1, s1.y, activate(gate, ACT) * up, out, ok, False)
 
 
 def grouped(
@@ -149,12 +135,15 @@ def grouped(
     """`segments.grouped` in one launch.
 
     Args:
-        segments: one to three, of 1 to 16 tokens, with columns of stride 1.
+        segments: one to three, with columns of stride 1; of several tokens one launch each.
         config: BR, BK and num_warps of each segment in place of `tile_shape`'s; the launch has the
             most warps of any.
     """
-    tokens = checked_tokens(segments)
-    chosen = [segment_shape(s, tokens, gain) for s in segments]
+    if len(segments[0].x) > 1:
+        for token in tokens_of(segments):
+            grouped(token, gain=gain, eps=eps, pdl=pdl, config=config)
+        return
+    chosen = [segment_shape(s, gain) for s in segments]
     shapes = [{**shape, **(config[i] if config else {})} for i, shape in enumerate(chosen)]
     run_grouped(
         grouped_kernel,
@@ -162,7 +151,6 @@ def grouped(
         [_tile(s, shape, gain) for s, shape in zip(segments, shapes, strict=True)],
         gain=gain,
         eps=eps,
-        N=token_slots(tokens),
         num_warps=max(shape["num_warps"] for shape in shapes),
         **launch_options(pdl),
     )
@@ -179,8 +167,11 @@ def dual(
     **config: Any,
 ) -> None:
     """`segments.dual` in one launch; config: BR, BK0, BK1, num_warps in place of `tile_shape`'s."""
-    tokens = checked_tokens((gate, up))
-    shapes = _pair_shapes(gate, up, tokens, gain)
+    if len(up.x) > 1:
+        for token in tokens_of((gate, up)):
+            dual(*token, activation=activation, gain=gain, eps=eps, pdl=pdl, **config)
+        return
+    shapes = _pair_shapes(gate, up, gain)
     rows = config.get("BR", min(shape["BR"] for shape in shapes))
     tiles = [
         _tile(s, {"BR": rows, "BK": config.get(f"BK{i}", shapes[i]["BK"])}, gain)
@@ -189,8 +180,7 @@ def dual(
     run_kernel(
         dual_kernel,
         (gate.w.shape[0] * -(-gate.w.shape[1] // rows),),
-        *(stage(gate), stage(up), gate.x if gain is None else gain, eps, tokens),
-        N=token_slots(tokens),
+        *(stage(gate), stage(up), gate.x if gain is None else gain, eps),
         T0=tiles[0],
         T1=tiles[1],
         ACT=activation,
@@ -199,7 +189,7 @@ def dual(
     )
 
 
-def segment_shape(segment: Segment, tokens: int, gain: Tensor | None) -> dict[str, int]:
+def segment_shape(segment: Segment, gain: Tensor | None) -> dict[str, int]:
     """Sizes as `tile_shape` has them; a mixing program has a tile of every block."""
     blocks, rows, width = segment.w.shape
     if segment.mix is not None:
@@ -207,14 +197,12 @@ def segment_shape(segment: Segment, tokens: int, gain: Tensor | None) -> dict[st
         warps = 8 if gain is not None and blocks > 8 else 4  # four would spill
         return {"BR": min(power_of_two(rows), 4), "BK": columns, "num_warps": warps}
     sizes = {"size": segment.w.element_size(), "x_size": segment.x.element_size()}
-    return tile_shape(rows, width, tokens, norm=norm_kind(segment.x, width, gain), **sizes)
+    return tile_shape(rows, width, norm=norm_kind(segment.x, width, gain), **sizes)
 
 
-def _pair_shapes(gate: Segment, up: Segment, tokens: int, gain: Tensor | None) -> list[dict[str, int]]:
-    """As `segment_shape`, of both of a pair: on the CUDA cores `pair_tile`'s, else four rows at most."""
-    shapes = [segment_shape(segment, tokens, gain) for segment in (gate, up)]
-    if tokens > 2:
-        return shapes
+def _pair_shapes(gate: Segment, up: Segment, gain: Tensor | None) -> list[dict[str, int]]:
+    """As `segment_shape`, of both of a pair: `pair_tile`'s, else four rows at most."""
+    shapes = [segment_shape(segment, gain) for segment in (gate, up)]
     chosen = {} if gain is not None else pair_tile(max(gate.w.shape[2], up.w.shape[2]))
     rows = min(chosen.get("BR", 4), power_of_two(gate.w.shape[1]))
     return [{**shape, **chosen, "BR": rows} for shape in shapes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -14,7 +14,7 @@ from blr.kernels.decode.gemv.segments import Segment, Stage, Tile, shared_input
 
 
 def tile_shape(
-    rows: int, width: int, tokens: int, *, norm: int = 0, size: int = 2, x_size: int = 4
+    rows: int, width: int, *, norm: int = 0, size: int = 2, x_size: int = 4
 ) -> dict[str, int]:
     """Rows and columns of a program's tile, and its warps: the best of those timed on an H200.
 
@@ -24,9 +24,6 @@ def tile_shape(
             rows, most of all if it needs the whole row for its scale.
     """
     columns = power_of_two(width)
-    if tokens > 2:
-        columns = max(min(columns, 256 if size == 2 else 128), 16)
-        return {"BR": 32 if rows > 16 else 16, "BK": columns, "num_warps": 4}
     best = (8, 512, 4)
     if norm == 2:
         best = (64, 256, 8)
@@ -40,7 +37,7 @@ def tile_shape(
 
 
 def pair_tile(width: int) -> dict[str, int]:
-    """Tiles of gate ⊙ up for one or two tokens, whose programs take the same rows of both. {}: those of
+    """Tiles of gate ⊙ up, whose programs take the same rows of both. {}: those of
     `tile_shape`.
 
     Chunks of 512 columns are best where they fit; a mostly empty last one costs as much as a full one.
@@ -51,18 +48,13 @@ def pair_tile(width: int) -> dict[str, int]:
     return {"BR": 4, "BK": 512, "num_warps": 4} if fits else {"BR": 16, "BK": 128, "num_warps": 4}
 
 
-def stage_tile(tokens: int, width: int) -> dict[str, int]:
+def stage_tile(width: int) -> dict[str, int]:
     """Tiles where the two stages of one layer are all there is: smaller ones than between the other
     phases of a model, since nothing else hides how they start and end. {}: those of `tile_shape`."""
-    if tokens > 2 or width <= 256:
+    if width <= 256:
         return {}
     rows, columns = (4, 512) if width <= 2048 else (1, 1024)
     return {"BR": rows, "BK": min(columns, power_of_two(width)), "num_warps": 4}
-
-
-def token_slots(tokens: int) -> int:
-    """The number of tokens that the kernel for `tokens` is compiled for: 1, 2, 8 or 16."""
-    return tokens if tokens <= 2 else max(power_of_two(tokens), 8)
 
 
 def gemv(
@@ -80,7 +72,7 @@ def gemv(
     pdl: bool = False,
     **config: Any,
 ) -> Tensor:
-    """`reference.gemv` as one kernel, for 1 to 16 tokens.
+    """`reference.gemv` as one kernel a token.
 
     Args:
         x: [n, …] with columns of stride 1. w: [B, R, K], any strides; fastest with K of stride 1.
@@ -88,9 +80,6 @@ def gemv(
         pdl: launched while the kernel before it still runs (compute capability 9 and later): the
             weights must not be written by that kernel.
         config: BR, BK, num_warps in place of `tile_shape`'s.
-
-    Raises:
-        ValueError: more than 16 tokens.
     """
     from blr.kernels.decode.gemv.triton import gemv_kernel
 
@@ -100,32 +89,18 @@ def gemv(
         return out
     segment, norm = Segment(x, w, out, bias, part=part), norm_kind(x, width, gain)
     sizes = {"size": w.element_size(), "x_size": x.element_size()}
-    config = {**tile_shape(rows, width, len(x), norm=norm, **sizes), **config}
+    config = {**tile_shape(rows, width, norm=norm, **sizes), **config}
     tile = Tile(config.pop("BR"), config.pop("BK"), norm, bias is not None)
-    run_stage(
-        gemv_kernel,
-        stage(segment),
-        tile,
-        residual=residual,
-        gain=gain,
-        eps=eps,
-        N=token_slots(len(x)),
-        ACT=activation,
-        **config,
-        **launch_options(pdl),
-    )
+    options = {"gain": gain, "eps": eps, "ACT": activation, **config, **launch_options(pdl)}
+    for n, (one,) in enumerate(tokens_of([segment])):
+        run_stage(gemv_kernel, stage(one), tile, residual=residual_of(residual, n), **options)
     return out
 
 
 def ready(
     x: Tensor, outputs: int, out: Tensor | None, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """x with columns of stride 1, and `out`, if None a new tensor [n, outputs] of `dtype`.
-
-    Raises ValueError for more than 16 tokens.
-    """
-    if len(x) > 16:
-        raise ValueError(f"gemv: {len(x)} tokens; it takes 1 to 16")
+    """x with columns of stride 1, and `out`, if None a new tensor [n, outputs] of `dtype`."""
     x = x if x.stride(1) == 1 else x.contiguous()
     if out is None:
         out = torch.empty(len(x), outputs, dtype=dtype or x.dtype, device=x.device)
@@ -139,7 +114,6 @@ def stage(s: Segment) -> Stage:
     mix_out, mix_in, mix_rank = mix_strides(s.mix)
     return Stage(
         x=s.x,
-        x_token=s.x.stride(0),
         x_block=0 if shared_input(s.x, s.w) else width,
         w=s.w,
         w_block=w_block,
@@ -151,7 +125,6 @@ def stage(s: Segment) -> Stage:
         mix_rank=mix_rank,
         bias=s.w if s.bias is None else s.bias,
         y=s.y,
-        y_token=s.y.stride(0),
         rows=rows,
         K=width,
         blocks=blocks,
@@ -179,8 +152,7 @@ def run_stage(
         kernel,
         (s.blocks * -(-s.rows // tile.BR),),
         s,
-        *(s.x if residual is None else residual, 0 if residual is None else residual.stride(0)),
-        *(s.x if gain is None else gain, eps, len(s.x)),
+        *(s.x if residual is None else residual, s.x if gain is None else gain, eps),
         T=tile,
         RESIDUAL=residual is not None,
         **constants,
@@ -206,7 +178,7 @@ def run_grouped(
         (ends[-1],),
         *(*stages, *stages[:1] * 2)[:3],
         *(ends[0], ends[min(1, len(ends) - 1)]),
-        *(stages[0].x if gain is None else gain, eps, len(stages[0].x)),
+        *(stages[0].x if gain is None else gain, eps),
         COUNT=len(stages),
         **{"T0": first, "T1": second, "T2": third},
         **constants,
@@ -218,12 +190,15 @@ def launch_options(pdl: bool) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
-def checked_tokens(segments: Sequence[Any]) -> int:
-    """Tokens of a launch. Raises ValueError for none, or more than 16."""
-    tokens = len(segments[0].x)
-    if not 1 <= tokens <= 16:
-        raise ValueError(f"grouped gemv: {tokens} tokens; it takes 1 to 16")
-    return tokens
+def tokens_of(segments: Sequence[Any]) -> Iterator[list[Any]]:
+    """Segments of one token after the other: what several are where only one is multiplied at a time."""
+    for token in range(len(segments[0].x)):
+        yield [s.of_token(token) for s in segments]
+
+
+def residual_of(residual: Tensor | None, token: int) -> Tensor | None:
+    """The row of a token."""
+    return None if residual is None else residual[token : token + 1]
 
 
 def norm_kind(x: Tensor, width: int, gain: Tensor | None) -> int:

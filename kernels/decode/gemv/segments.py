@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,10 @@ class Segment:
     mix: Tensor | None = None
     part: int | None = None
 
+    def of_token(self, token: int) -> Segment:
+        """Of one token."""
+        return replace(self, x=self.x[token : token + 1], y=self.y[token : token + 1])
+
     def product(self, gain: Tensor | None, eps: float) -> Tensor:
         """[n, B·R] in the dtype of `x`."""
         tensors = (self.bias, self.mix, gain)
@@ -52,7 +56,6 @@ class Stage(NamedTuple):
     """
 
     x: Any
-    x_token: int
     x_block: int
     w: Any
     w_block: int
@@ -64,7 +67,6 @@ class Stage(NamedTuple):
     mix_rank: int
     bias: Any
     y: Any
-    y_token: int
     rows: int
     K: int
     blocks: int

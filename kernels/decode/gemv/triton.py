@@ -1,4 +1,4 @@
-"""Segmented matrix-vector products for decoding: a few tokens against weights read once.
+"""Segmented matrix-vector products for decoding: one token against weights read once.
 
 One program owns `BR` rows of one block and walks its K columns in chunks of `BK`. The first chunk
 is loaded before the program waits for the kernel that makes its input (programmatic dependent
@@ -13,7 +13,6 @@ except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
 WIDE = tl.constexpr(2048)  # inputs of a row that a program squares at once
-STAGES = tl.constexpr(4)  # chunks of weights under way to the tensor cores
 
 
 @triton.jit
@@ -40,96 +39,38 @@ def row_scale(x, width, eps):
 
 
 @triton.jit
-def token_chunk(x, x_token, cols, K, token, tokens):
-    """[BK, NP] inputs of all tokens in float32, zero outside."""
-    mask = (cols < K)[:, None] & (token < tokens)[None, :]
-    return tl.load(x + token[None, :] * x_token + cols[:, None], mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def rows_by_fma(
     s, x, width, gain, eps, w, rows, rows_ok,
-    N: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, WAIT: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Products of `rows` with one or two tokens on the CUDA cores: two [BR] in float32.
+    """Products of `rows` with a token on the CUDA cores: [BR] in float32.
 
-    x: the block's columns of the first token, of the `width` ones of a token of the stage `s`. w:
-    first weight of the block. gain: [K] of an RMS norm over the width if NORM, whose scale multiplies
-    the sums: NORM = 1 if the block takes all columns, else 2.
+    x: the block's columns, of the `width` ones of the stage `s`. w: first weight of the block. gain: [K]
+    of an RMS norm over the width if NORM, whose scale multiplies the sums: NORM = 1 if the block takes
+    all columns, else 2.
     """
     lane = tl.arange(0, BK)
     tile = weight_tile(w, rows, rows_ok, lane, s.K, s.w_row, s.w_col)
     if WAIT:
         gdc_wait()
     sums = tl.zeros([BR, BK], tl.float32)
-    sums2 = tl.zeros([BR, BK], tl.float32)
     square = tl.zeros([BK], tl.float32)
-    square2 = tl.zeros([BK], tl.float32)
     for start in range(0, s.K, BK):
         cols = start + lane
         following = weight_tile(w, rows, rows_ok, cols + BK, s.K, s.w_row, s.w_col)
         v = input_chunk(x, cols, s.K)
-        g = v
         if NORM > 0:
-            g = input_chunk(gain, cols, s.K)
             if NORM == 1:
                 square += v * v
-            v *= g
+            v *= input_chunk(gain, cols, s.K)
         sums += tile.to(tl.float32) * v[None, :]
-        if N == 2:
-            v = input_chunk(x + s.x_token, cols, s.K)
-            if NORM > 0:
-                if NORM == 1:
-                    square2 += v * v
-                v *= g
-            sums2 += tile.to(tl.float32) * v[None, :]
         tile = following
-    first = tl.sum(sums, 1)
-    second = first
-    if N == 2:
-        second = tl.sum(sums2, 1)
+    found = tl.sum(sums, 1)
     if NORM == 1:
-        first *= tl.rsqrt(tl.sum(square, 0) / width + eps)
-        if N == 2:
-            second *= tl.rsqrt(tl.sum(square2, 0) / width + eps)
+        found *= tl.rsqrt(tl.sum(square, 0) / width + eps)
     if NORM == 2:
-        first *= row_scale(s.x, width, eps)
-        if N == 2:
-            second *= row_scale(s.x + s.x_token, width, eps)
-    return first, second
-
-
-@triton.jit
-def rows_by_dot(
-    s, x, width, tokens, gain, eps, w, rows, rows_ok,
-    NP: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, WAIT: tl.constexpr,
-):  # fmt: skip
-    """Products of `rows` with up to NP tokens on the tensor cores: [BR, NP] in float32.
-
-    Chunks stream through shared memory, `STAGES` ahead.
-    """
-    lane = tl.arange(0, BK)
-    token = tl.arange(0, NP)
-    if WAIT:
-        gdc_wait()
-    sums = tl.zeros([BR, NP], tl.float32)
-    square = tl.zeros([NP], tl.float32)
-    for start in tl.range(0, s.K, BK, num_stages=STAGES):
-        cols = start + lane
-        tile = weight_tile(w, rows, rows_ok, cols, s.K, s.w_row, s.w_col)
-        v = token_chunk(x, s.x_token, cols, s.K, token, tokens)
-        if NORM == 1:
-            square += tl.sum(v * v, 0)
-        if NORM > 0:
-            v *= input_chunk(gain, cols, s.K)[:, None]
-        sums = tl.dot(tile, v.to(tile.dtype), sums, input_precision="ieee")
-    if NORM == 2:
-        for start in range(0, width, BK):
-            v = token_chunk(s.x, s.x_token, start + lane, width, token, tokens)
-            square += tl.sum(v * v, 0)
-    if NORM > 0:
-        sums *= tl.rsqrt(square / width + eps)[None, :]
-    return sums
+        found *= row_scale(s.x, width, eps)
+    return found
 
 
 @triton.jit
@@ -182,11 +123,10 @@ def bias_of(s, out, ok, BIAS: tl.constexpr):
 
 
 @triton.jit
-def stage_rows(tile, s, gain, eps, tokens, N: tl.constexpr, T: tl.constexpr, WAIT: tl.constexpr):
-    """Products of tile number `tile` of a stage: (first, second, outputs, valid).
+def stage_rows(tile, s, gain, eps, T: tl.constexpr, WAIT: tl.constexpr):
+    """Products of tile number `tile` of a stage: (sums [BR], outputs [BR], valid).
 
-    s, T: `segments.Stage` and `segments.Tile`.
-    first, second: [BR] of one or two tokens, or both the [BR, N] of more. outputs: [BR].
+    s, T: `launch.Stage` and `launch.Tile`.
     """
     block, start = tile_start(tile, s, T.BR)
     rows = start + tl.arange(0, T.BR)
@@ -197,49 +137,25 @@ def stage_rows(tile, s, gain, eps, tokens, N: tl.constexpr, T: tl.constexpr, WAI
     gain += block * s.x_block
     out = outputs(s, block, rows)
     constant = bias_of(s, out, ok, T.BIAS)
-    wide = rows.to(tl.int64)
-    if N <= 2:
-        first, second = rows_by_fma(
-            s, x, width, gain, eps, w, wide, ok, N, T.BR, T.BK, T.NORM, WAIT
-        )  # fmt: skip
-        return first + constant, second + constant, out, ok
-    else:
-        sums = rows_by_dot(
-            s, x, width, tokens, gain, eps, w, wide, ok, N, T.BR, T.BK, T.NORM, WAIT
-        )  # fmt: skip
-        sums += constant[:, None]
-        return sums, sums, out, ok
+    sums = rows_by_fma(s, x, width, gain, eps, w, rows.to(tl.int64), ok, T.BR, T.BK, T.NORM, WAIT)
+    return sums + constant, out, ok
 
 
 @triton.jit
-def store_rows(s, residual, residual_token, first, second, out, ok, tokens,
-               N: tl.constexpr, RESIDUAL: tl.constexpr):  # fmt: skip
-    """Store what `stage_rows` gave, plus `residual` if RESIDUAL."""
-    if N <= 2:
-        if RESIDUAL:
-            first += tl.load(residual + out, mask=ok, other=0.0).to(tl.float32)
-        tl.store(s.y + out, first.to(s.y.dtype.element_ty), mask=ok)
-        if N == 2:
-            if RESIDUAL:
-                second += tl.load(residual + residual_token + out, mask=ok, other=0.0).to(tl.float32)
-            tl.store(s.y + s.y_token + out, second.to(s.y.dtype.element_ty), mask=ok)
-    else:
-        token = tl.arange(0, N)[None, :]
-        ok = ok[:, None] & (token < tokens)
-        if RESIDUAL:
-            at = residual + token * residual_token + out[:, None]
-            first += tl.load(at, mask=ok, other=0.0).to(tl.float32)
-        tl.store(s.y + token * s.y_token + out[:, None], first.to(s.y.dtype.element_ty), mask=ok)
+def store_rows(s, residual, found, out, ok, RESIDUAL: tl.constexpr):
+    """Store results of a token, plus `residual` if RESIDUAL."""
+    if RESIDUAL:
+        found += tl.load(residual + out, mask=ok, other=0.0).to(tl.float32)
+    tl.store(s.y + out, found.to(s.y.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def gemv_kernel(
-    s, residual, residual_token, gain, eps, tokens,
-    N: tl.constexpr, T: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
+    s, residual, gain, eps,
+    T: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``y = act(W x + bias) + residual`` for one stage of a structured layer; see `launch.gemv`."""
     if PDL:
         gdc_launch_dependents()
-    first, second, out, ok = stage_rows(tl.program_id(0), s, gain, eps, tokens, N, T, PDL)
-    first, second = activate(first, ACT), activate(second, ACT)
-    store_rows(s, residual, residual_token, first, second, out, ok, tokens, N, RESIDUAL)
+    found, out, ok = stage_rows(tl.program_id(0), s, gain, eps, T, PDL)
+    store_rows(s, residual, activate(found, ACT), out, ok, RESIDUAL)

@@ -146,7 +146,7 @@ def shape_of(s: QuantizedSegment, total: int, paired: bool = False) -> dict[str,
     beside = 32 * warps // quads
     deep = min(power_of_two(max(total // (PROGRAMS * beside), 1) + 1) // 2, DEEPEST) // (1 + paired)
     rows = min(max(deep, 1) * beside, max(power_of_two(s.packed.shape[1]), beside))
-    return complete({"BR": rows, "BQ": quads}, warps, 1)
+    return complete({"BR": rows, "BQ": quads}, warps)
 
 
 def _tile(
@@ -163,7 +163,7 @@ def _warps(v: QuantizedSegment) -> int:
 
 def _first_tile(v: QuantizedSegment, warps: int, gain: Tensor | None) -> QuantizedTile:
     quads = max(power_of_two(form_of(v.bits, v.group).quads(v.K)), 4)
-    return quantized_tile(v, complete({"BR": 1, "BQ": min(quads, 32 * warps)}, warps, 1), gain)
+    return quantized_tile(v, complete({"BR": 1, "BQ": min(quads, 32 * warps)}, warps), gain)
 
 
 def ends_of(

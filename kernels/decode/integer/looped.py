@@ -88,7 +88,7 @@ def shape_of(s: QuantizedSegment) -> dict[str, int]:
     quads, warps = lanes(s), row_warps(s)
     beside = 32 * warps // quads
     rows = min(DEEP * beside, max(power_of_two(s.packed.shape[1]), beside))
-    return complete({"BR": rows, "BQ": quads}, warps, 1)
+    return complete({"BR": rows, "BQ": quads}, warps)
 
 
 def _tile(s: QuantizedSegment, gain: Tensor | None) -> QuantizedTile:

@@ -65,7 +65,7 @@ def added(started, s, T: tl.constexpr, ADD: tl.constexpr):
     """[BR] that products are added to: the correction, the bias, what the result holds if ADD. Loaded
     before the products, for which it would else wait once more."""
     out, ok, narrow = started[4], started[5], started[6]
-    found = correction(s, narrow, 0, T) + bias_of(s, out, ok, T.BIAS)
+    found = correction(s, narrow, T) + bias_of(s, out, ok, T.BIAS)
     if ADD:
         found += tl.load(s.y + out, mask=ok, other=0.0).to(tl.float32)
     return found
@@ -81,7 +81,7 @@ def tile_rows(tile, s, words, sums, quads, LOW: tl.constexpr, HIGH: tl.constexpr
     inputs = tile_inputs(words, sums, quads, T)
     more = added(started, s, T, ADD)
     found = tile_sums(started, inputs, LOW, HIGH, T, ASM) + more
-    store_rows(s, s.y, 0, found, found, started[4], started[5], 1, 1, False)
+    store_rows(s, s.y, found, started[4], started[5], False)
 
 
 @triton.jit
@@ -120,4 +120,4 @@ def gated_kernel(
     one, two = added(gates, gate, T0, False), added(ups, up, T1, False)
     found = activate(tile_sums(gates, inputs, LOW, HIGH, T0, ASM) + one, ACT)
     found *= tile_sums(ups, inputs, LOW, HIGH, T1, ASM) + two
-    store_rows(up, up.y, 0, found, found, ups[4], ups[5], 1, 1, False)
+    store_rows(up, up.y, found, ups[4], ups[5], False)

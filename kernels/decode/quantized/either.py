@@ -16,25 +16,17 @@ from blr.kernels.decode.quantized.segments import QuantizedSegment
 
 AnySegment = Segment | QuantizedSegment
 Run = Callable[[], Any]
-# Of layers whose corrections are in their launch. On an H200 it takes 0.4–0.7 µs less than two launches
-# with 512 programs of 4096 rows, and up to 1.6 µs more with 1024: they queue at its counter.
-MOST_ROWS = 6144
 LONG = 4096  # columns of rows in int4 that are not in pairs
 
 
 def stages(segments: Sequence[AnySegment], *, add: bool = False, **options: Any) -> Run:
     """The function that runs stages, each stored or added to its result. options: of `grouped`.
 
-    Where products of bytes pay, it is those of `kernels/decode/integer`. Else corrections are computed
-    in the launch of their layers where all have one, by quantized factors, or by a launch of their
-    first stages and then of the layers.
+    Where products of bytes pay, it is those of `kernels/decode/integer`. Else corrections are added by
+    a launch of their first stages and then of the layers.
     """
     if packed := _in_words(segments):
         return _bytewise(packed, options, add=add)
-    if whole := _in_one(segments):
-        from blr.kernels.decode.quantized.corrected import corrected
-
-        return partial(corrected, whole, _counter(whole[0]), add=add, **options)
     runs = _firsts(segments, options)
     if add:
         runs += [partial(add_to, s, **options) for s in segments]
@@ -48,12 +40,6 @@ def pair(gate: AnySegment, up: AnySegment, *, activation: str, **options: Any) -
     words = _in_words((gate, up))
     if words:
         return _bytewise(words, options, activation=activation)
-    if whole := _in_one((gate, up)):
-        from blr.kernels.decode.quantized.corrected import corrected_dual
-
-        first, second = whole
-        counter = _counter(first)
-        return partial(corrected_dual, first, second, counter, activation=activation, **options)
     if _apart(gate, up):
         return _beside(gate, up, activation, options)
     runs = _firsts((gate, up), options)
@@ -66,7 +52,7 @@ def _apart(gate: AnySegment, up: AnySegment) -> bool:
     2 × 14336 rows takes 44 us as a pair in int4 and 31 as rows; corrected, in int2, 43 and 35."""
     packed = [s for s in (gate, up) if isinstance(s, QuantizedSegment)]
     long = any((s.bits == 4 and s.K >= LONG) or s.correction is not None for s in packed)
-    return len(gate.x) <= 2 and long
+    return long
 
 
 def _beside(gate: AnySegment, up: AnySegment, activation: str, options: dict[str, Any]) -> Run:
@@ -140,14 +126,6 @@ def _corrections(segments: Sequence[AnySegment]) -> list[AnySegment]:
     return [correction.first for correction in found if correction is not None]
 
 
-def _in_one(segments: Sequence[AnySegment]) -> list[QuantizedSegment]:
-    """The segments if their corrections fit the launch of their layers, else none."""
-    firsts, packed = _corrections(segments), [s for s in segments if isinstance(s, QuantizedSegment)]
-    whole = len(firsts) == len(packed) == len(segments) and len({_format(s) for s in packed}) == 1
-    whole = whole and sum(s.y.shape[1] for s in packed) <= MOST_ROWS
-    return packed if whole and all(isinstance(s, QuantizedSegment) for s in firsts) else []
-
-
 def _in_words(segments: Sequence[AnySegment]) -> list[QuantizedSegment]:
     """The segments if they are faster by products of bytes (`kernels/decode/integer`), else none."""
     packed = [s for s in segments if isinstance(s, QuantizedSegment)]
@@ -182,7 +160,3 @@ def _bytewise(
 def _firsts(segments: Sequence[AnySegment], options: dict[str, Any]) -> list[Run]:
     firsts = _corrections(segments)
     return [partial(grouped, firsts, **options)] if firsts else []
-
-
-def _counter(s: AnySegment) -> Tensor:
-    return torch.zeros(2, dtype=torch.int32, device=s.x.device)

@@ -1,4 +1,7 @@
-"""Launches one decoding stage with quantized weights: shapes in, grid and tile sizes out."""
+"""Launches one decoding stage with quantized weights: shapes in, grid and tile sizes out.
+
+Of several tokens one launch each: many are for `kernels/decode/skinny`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from blr.kernels.decode.gemv.launch import (
     norm_kind,
     power_of_two,
     ready,
+    residual_of,
     run_stage,
+    tokens_of,
 )
 from blr.kernels.decode.quantized.formats import GROUP, Form, form_of, packed_width
 from blr.kernels.decode.quantized.segments import (
@@ -24,23 +29,16 @@ from blr.kernels.decode.quantized.segments import (
     QuantizedTile,
 )
 
-# One or two tokens. Bits -> quads of 16 bytes of a row that one chunk has at most.
+# Bits -> quads of 16 bytes of a row that one chunk has at most.
 CHUNK = {2: 64, 3: 64, 4: 128, 8: 256}
 BYTES = (4,)  # bits whose long rows are multiplied four bytes an instruction, for one token
-DEEPEST, NARROW = 8, 2  # rows of a thread at most; of less than a chunk, unless in pairs
+DEEPEST, NARROW = 8, 2  # rows of a thread at most; of less than a chunk
 SHALLOW = 4  # of three bits at most: words of two planes need twice the registers
 PROGRAMS = 396  # that a launch has at least, if it can: three for each multiprocessor of an H200
-MANY = (32, 16, 4)  # rows, quads and warps of a program for more tokens, on the tensor cores
 
 
 def tile_shape(
-    rows: int,
-    width: int,
-    tokens: int,
-    bits: int,
-    total: int | None = None,
-    pair: bool = False,
-    group: int = GROUP,
+    rows: int, width: int, bits: int, total: int | None = None, group: int = GROUP
 ) -> dict[str, int]:
     """Rows BR and quads BQ of a program's tile, and its warps.
 
@@ -50,28 +48,24 @@ def tile_shape(
 
     Args:
         rows, width: of a block of weights. total: rows of the whole launch (default: `rows`).
-        pair: one of two segments that share programs.
     """
     quads = max(power_of_two(form_of(bits, group).quads(width)), 4)
-    if tokens > 2:
-        least, chunk, warps = MANY
-        return {"BR": least, "BQ": min(chunk, quads), "num_warps": warps}
     chunk = min(quads, CHUNK[bits])
     warps = max(chunk // 32, 4)
-    beside = max(32 * warps // (chunk * 2 if pair and bits < 4 else chunk), 1)
+    beside = max(32 * warps // chunk, 1)
     deep = max((total or rows) // (PROGRAMS * beside), 1)
     deep = min(power_of_two(deep + 1) // 2, DEEPEST)  # the power of two at or below
     if bits == 3:
         deep = min(deep, SHALLOW)
     elif bits > 3 and quads > chunk:
         deep = DEEPEST
-    elif quads < CHUNK[bits] and not pair:
+    elif quads < CHUNK[bits]:
         deep = min(deep, NARROW)
-    bytewise = int(tokens == 1 and bits in BYTES and quads >= CHUNK[bits] and not pair)
+    bytewise = bits in BYTES and quads >= CHUNK[bits]
     if bytewise and quads > chunk:
         chunk, deep = chunk // 2, DEEPEST
     shape = {"BR": min(deep * beside, power_of_two(rows)), "BQ": chunk, "num_warps": warps}
-    return {**shape, "BYTES": bytewise} if bytewise else shape
+    return {**shape, "BYTES": 1} if bytewise else shape
 
 
 def mixed_shape(blocks: int, ranks: int, width: int, bits: int, group: int = GROUP) -> dict[str, int]:
@@ -103,7 +97,7 @@ def gemv_quantized(
     pdl: bool = False,
     **config: Any,
 ) -> Tensor:
-    """`reference.gemv_quantized` as one kernel, for 1 to 16 tokens.
+    """`reference.gemv_quantized` as one kernel a token.
 
     Args:
         x: [n, …], any float dtype.
@@ -116,7 +110,7 @@ def gemv_quantized(
         config: BR, BQ (at least 8), num_warps in place of `tile_shape`'s.
 
     Raises:
-        ValueError: more than 16 tokens, or `packed` not as wide as K of `bits` asks.
+        ValueError: `packed` not as wide as K of `bits` asks.
     """
     from blr.kernels.decode.quantized.triton import gemv_kernel
 
@@ -128,41 +122,27 @@ def gemv_quantized(
     s = QuantizedSegment(
         x, packed, scale, bits, K, out, bias, part=part, group=group, correction=correction
     )
-    config = {**tile_shape(rows, K, len(x), bits, blocks * rows, group=group), **config}
-    config = complete(config, config["num_warps"], len(x))
-    run_stage(
-        gemv_kernel,
-        stage(s),
-        quantized_tile(s, config, gain),
-        residual=residual,
-        gain=gain,
-        eps=eps,
-        N=token_slots(len(x)),
-        ACT=activation,
-        num_warps=config["num_warps"],
-        **launch_options(pdl),
-    )
+    config = {**tile_shape(rows, K, bits, blocks * rows, group), **config}
+    config = complete(config, config["num_warps"])
+    options: dict[str, Any] = {"gain": gain, "eps": eps, "ACT": activation, **launch_options(pdl)}
+    tile, warps = quantized_tile(s, config, gain), config["num_warps"]
+    for n, (one,) in enumerate(tokens_of([s])):
+        more = residual_of(residual, n)
+        run_stage(gemv_kernel, stage(one), tile, residual=more, num_warps=warps, **options)
     return out
 
 
-def stage(
-    s: QuantizedSegment, counter: Tensor | None = None, arrivals: int = 0, unit: int | None = None
-) -> QuantizedStage:
-    """What kernels take of a segment. counter, arrivals: of a launch that makes z of its correction.
-    unit: in place of `row_unit`, of which it is a divisor.
-
-    Raises ValueError as `as_words`.
-    """
+def stage(s: QuantizedSegment) -> QuantizedStage:
+    """What kernels take of a segment. Raises ValueError as `as_words`."""
     words = as_words(s.packed, s.bits, s.K, s.group)
     blocks, rows, _ = words.shape
     mix_out, mix_in, mix_rank = mix_strides(s.mix)
     return QuantizedStage(
         x=s.x,
-        x_token=s.x.stride(0),
         x_block=0 if s.x.shape[1] == s.K else s.K,
         w=words,
         w_block=words.stride(0),
-        w_row=words.stride(1) // (unit or row_unit(words)),
+        w_row=words.stride(1) // row_unit(words),
         scale=s.scale,
         scale_block=s.scale.stride(0),
         scale_row=s.scale.stride(1),
@@ -172,26 +152,22 @@ def stage(
         mix_rank=mix_rank,
         bias=s.x if s.bias is None else s.bias,
         y=s.y,
-        y_token=s.y.stride(0),
         rows=rows,
         K=s.K,
         blocks=blocks,
         part=s.part or rows,
-        counter=words if counter is None else counter,
-        arrivals=arrivals,
         **_correction(s),
     )
 
 
 def _correction(s: QuantizedSegment) -> dict[str, Any]:
     if s.correction is None:
-        none = dict.fromkeys(("z_token", "u_row", "u_scale_row", "u_part", "ranks"), 0)
+        none = dict.fromkeys(("u_row", "u_scale_row", "u_part", "ranks"), 0)
         return {"z": s.x, "u": s.x, "u_scale": s.x, **none}
     z, u = s.correction.first.y, s.correction.u
     scale = u.levels if u.scale is None else u.scale
     return {
         "z": z,
-        "z_token": z.stride(0),
         "u": u.levels,
         "u_row": u.levels.stride(1),
         "u_scale": scale,
@@ -208,10 +184,8 @@ def row_unit(words: Tensor) -> int:
     return 4 if aligned else 1
 
 
-def quantized_tile(
-    s: QuantizedSegment, shape: dict[str, int], gain: Tensor | None, awaits: bool = False
-) -> QuantizedTile:
-    """The tile of a shape that is `complete`. awaits: of a launch that makes z of its correction."""
+def quantized_tile(s: QuantizedSegment, shape: dict[str, int], gain: Tensor | None) -> QuantizedTile:
+    """The tile of a shape that is `complete`."""
     form, words = form_of(s.bits, s.group), as_words(s.packed, s.bits, s.K, s.group)
     u = None if s.correction is None else s.correction.u
     return QuantizedTile(
@@ -224,7 +198,6 @@ def quantized_tile(
         MIX=0 if s.mix is None else power_of_two(len(s.mix)),
         RANKS=0 if u is None else power_of_two(u.shape[2]),
         U_GROUP=0 if u is None or u.scale is None else u.group,
-        AWAIT=awaits,
         BYTES=products_of(s, bool(shape.get("BYTES", 0))),
         FULL=_full(s, form, shape),
     )
@@ -239,19 +212,14 @@ def _full(s: QuantizedSegment, form: Form, shape: dict[str, int]) -> bool:
 def products_of(s: QuantizedSegment, wanted: bool) -> int:
     """`QuantizedTile.BYTES`: of bytes where that is wanted and no less exact than the model's dtype."""
     corrected = s.correction is not None or s.mix is not None
-    if not wanted or corrected or s.bits == 3 or s.scale.dtype.itemsize > 2 or len(s.x) > 2:
+    if not wanted or corrected or s.bits == 3 or s.scale.dtype.itemsize > 2:
         return 0
     return 2 if interpreted() else 1
 
 
-def token_slots(tokens: int) -> int:
-    """The number of tokens that the kernel for `tokens` is compiled for: 1, 2 or 16."""
-    return tokens if tokens <= 2 else 16
-
-
-def complete(tile: dict[str, int], num_warps: int, tokens: int) -> dict[str, int]:
+def complete(tile: dict[str, int], num_warps: int) -> dict[str, int]:
     """A tile with T, the rows that lie side by side in the lanes of `num_warps`, and no fewer rows."""
-    beside = 1 if tokens > 2 else max(32 * num_warps // tile["BQ"], 1)
+    beside = max(32 * num_warps // tile["BQ"], 1)
     return {**tile, "BR": max(tile["BR"], beside), "T": beside, "num_warps": num_warps}
 
 

@@ -36,8 +36,8 @@ def mixed_rows(chunk, words, scales, x, gain, eps, s_tile, K, blocks, L: tl.cons
     block = tl.arange(0, LANES * 4) // (4 * T.BQ)
     at = lane_columns(LANES, T)
     x_at = x + (block * K + at)
-    inputs = x_at, x_at, gain + (block * K + at), tl.where(block < blocks, at - K, at)
-    sums, _, square, _ = rows_by_fma(chunk, words, scales, inputs, row_quads(K, T), 1, T)
+    inputs = x_at, gain + (block * K + at), tl.where(block < blocks, at - K, at)
+    sums, square = rows_by_fma(chunk, words, scales, inputs, row_quads(K, T), T)
     z = tl.sum(tl.reshape(sums, (sums.shape[0], L, T.BQ)), 2)
     mixed = tl.sum(s_tile * z[:, None, :], 2)
     if T.NORM:
@@ -57,9 +57,9 @@ def mixed_places(index, rank, ranks, row_step, block_step, blocks, L: tl.constex
 
 @triton.jit
 def mixed_segment(
-    tile, s, gain, eps, tokens, L: tl.constexpr, T: tl.constexpr, WAIT: tl.constexpr
+    tile, s, gain, eps, L: tl.constexpr, T: tl.constexpr, WAIT: tl.constexpr
 ):  # fmt: skip
-    """Tile number `tile` of a stage of up to L blocks, for all tokens one by one."""
+    """Tile number `tile` of a stage of up to L blocks."""
     BR: tl.constexpr = T.BR
     LANES: tl.constexpr = L * T.BQ
     PARTS: tl.constexpr = 1 if T.WORDS >= 4 else 2
@@ -86,9 +86,6 @@ def mixed_segment(
     mix = tl.load(s.mix + at_mix, mask=mix_ok, other=0.0).to(tl.float32)
     if WAIT:
         gdc_wait()
-    for token in range(tokens):
-        mixed = mixed_rows(
-            first, words, scales, s.x + token * s.x_token, gain, eps, mix, K, blocks, L, T
-        )  # fmt: skip
-        to = s.y + token * s.y_token + block[None, :] * ranks + rank[:, None]
-        tl.store(to, mixed.to(s.y.dtype.element_ty), mask=ok)
+    mixed = mixed_rows(first, words, scales, s.x, gain, eps, mix, K, blocks, L, T)
+    to = s.y + block[None, :] * ranks + rank[:, None]
+    tl.store(to, mixed.to(s.y.dtype.element_ty), mask=ok)

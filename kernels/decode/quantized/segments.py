@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +54,10 @@ class Correction:
     first: Segment | QuantizedSegment
     u: Narrow
 
+    def of_token(self, token: int) -> Correction:
+        """Of one token."""
+        return Correction(self.first.of_token(token), self.u)
+
     def product(self, dtype: torch.dtype) -> Tensor:
         """[n, B·q] of the z that is there."""
         blocks, _, ranks = self.u.shape
@@ -81,6 +85,12 @@ class QuantizedSegment:
     group: int = GROUP
     correction: Correction | None = None
 
+    def of_token(self, token: int) -> QuantizedSegment:
+        """Of one token."""
+        some, more = slice(token, token + 1), self.correction
+        more = None if more is None else more.of_token(token)
+        return replace(self, x=self.x[some], y=self.y[some], correction=more)
+
     def dense(self) -> Segment:
         """The same with its weights dequantized to the dtype of `x`, without the correction."""
         from blr.kernels.decode.quantized.reference import dequantize
@@ -100,11 +110,9 @@ class QuantizedSegment:
 
 class QuantizedStage(NamedTuple):
     """What kernels take of a `QuantizedSegment`, as `blr.kernels.decode.gemv.segments.Stage`; w and its
-    strides count words of 4 bytes, w_row units of them. z, u…: of a correction; counter, arrivals: what
-    a launch that makes z itself counts and waits for."""
+    strides count words of 4 bytes, w_row units of them. z, u…: of a correction."""
 
     x: Any
-    x_token: int
     x_block: int
     w: Any
     w_block: int
@@ -118,30 +126,26 @@ class QuantizedStage(NamedTuple):
     mix_rank: int
     bias: Any
     y: Any
-    y_token: int
     rows: int
     K: int
     blocks: int
     part: int
     z: Any
-    z_token: int
     u: Any
     u_row: int
     u_scale: Any
     u_scale_row: int
     u_part: int
     ranks: int
-    counter: Any
-    arrivals: int
 
 
 class QuantizedTile(NamedTuple):
     """What the code for a stage is specialized by: the `formats.Form` of its weights, rows BR and quads
     BQ of a program's tile, its rows T that lie side by side, whether a row has ONE chunk, by what UNIT
     of words rows are counted; NORM, BIAS and MIX as of `blr.kernels.decode.gemv.segments.Tile`; the
-    power of two RANKS of a correction or 0, U_GROUP of its levels or 0, whether it has to AWAIT its z;
-    products of BYTES: 0 in float32, 1 by the GPU's instruction for four, 2 by what that computes. FULL:
-    the tile has no row, quad or column that is not there."""
+    power of two RANKS of a correction or 0, U_GROUP of its levels or 0; products of BYTES: 0 in float32,
+    1 by the GPU's instruction for four, 2 by what that computes. FULL: the tile has no row, quad or
+    column that is not there."""
 
     BITS: int
     GROUP: int
@@ -159,7 +163,6 @@ class QuantizedTile(NamedTuple):
     MIX: int = 0
     RANKS: int = 0
     U_GROUP: int = 0
-    AWAIT: bool = False
     BYTES: int = 0
     FULL: bool = False
 

@@ -90,17 +90,17 @@ def pair(
 
 
 def _taken(segments: Sequence[AnySegment], dtype: torch.dtype, ordered: bool) -> bool:
-    plain = any(isinstance(s, Segment) for s in segments)
-    if len(segments[0].x) < (PLAIN_FROM if plain or _is_wide(segments) else PACKED_FROM):
+    if len(segments[0].x) < (PACKED_FROM if _few(segments) else PLAIN_FROM):
         return False
     fitting = fits(segments, dtype) and all(map(_correctable, segments))
     assert fitting or not ordered, "inputs in an order that nothing reads"
     return fitting and (ordered or _inputs_fit(segments, dtype))
 
 
-def _is_wide(segments: Sequence[AnySegment]) -> bool:
+def _few(segments: Sequence[AnySegment]) -> bool:
+    """Whether CUDA cores multiply two rows faster: with less than `WIDE` weights of four bits."""
     four = all(isinstance(s, QuantizedSegment) and s.bits == 4 for s in segments)
-    return four and sum(rows_of(s) * width_of(s) for s in segments) >= WIDE
+    return four and sum(rows_of(s) * width_of(s) for s in segments) < WIDE
 
 
 def _correctable(s: AnySegment) -> bool:

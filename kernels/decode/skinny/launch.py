@@ -20,7 +20,7 @@ AnySegment = Segment | QuantizedSegment
 Order = tuple[int, int] | None
 MOST = 64  # tokens
 PLAIN = 16  # the bits of plain weights
-PACKED = (4, 2)  # bits of the packed weights that these kernels take
+PACKED = (8, 4, 3, 2)  # bits of the packed weights that these kernels take
 # Of a launch, if it can, with packed and with plain weights: the best of those timed on an H200, as are
 # the tiles of `tile_shape`, by whole tokens (scripts/log).
 PROGRAMS = (900, 528)
@@ -86,7 +86,7 @@ def tile_shape(bits: int, group: int, rows: int, K: int, tokens: int) -> dict[st
 
 def _packed_shape(bits: int, group: int, rows: int, K: int, tokens: int) -> dict[str, int]:
     """Of a few tokens: rows in as many parts as there are, with little in flight of each."""
-    several = max(LEAST // (group * bits // 16), 1)
+    several = max(LEAST // (group * PLANES[bits][0] // 16), 1)
     steps, four = -(-K // (group * several)), bits == 4
     if tokens <= 16 and rows <= MANY_ROWS and several == 1:
         parts, flight = steps, {"STAGES": 2 if four else 3, "num_warps": 4 if four else 2}
@@ -116,8 +116,9 @@ def fitted(
     weights has inputs of its own for every field and, where it is several groups, for every group.
     """
     (bits, group), step = form, shape["STEP"]
-    units = step if bits == PLAIN else step * group * bits // 16
-    copies = 1 if bits == PLAIN else step * (16 // bits)
+    low = 16 if bits == PLAIN else PLANES[bits][0]
+    units = step if bits == PLAIN else step * group * low // 16 * len(PLANES[bits])
+    copies = 1 if bits == PLAIN else step * (16 // low)
     held = 2 * units * (weights * shape["BR"] + inputs * copies * slots)
     return {**shape, "STAGES": max(min(shape["STAGES"], (most - SPARE) // held), 1)}
 

@@ -23,6 +23,7 @@ except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
 WIDEST = 2048  # inputs that a program writes
+LONGEST = 4096  # columns of a row of first factors that a program reads at once
 
 
 @triton.jit
@@ -42,10 +43,10 @@ def source_of(place, K, GROUP: tl.constexpr, LOW: tl.constexpr):
 @triton.jit
 def prepare_kernel(
     x, x_token, gain, y, y_token, v, v_row, z, z_token, K, padded, width, eps, parts, ready, tokens,
-    GROUP: tl.constexpr, LOW: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP: tl.constexpr, LOW: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs up to `ready` write a part of a token's row each; the others have a row of v each.
+    """Programs up to `ready` write a part of a token's row each; the others have a row of v and a token.
 
     K, padded: columns of a block as they come and with what fills its last group. width: of a token.
     """
@@ -68,28 +69,28 @@ def prepare_kernel(
         to = y + program // parts * y_token + place
         tl.store(to, value.to(y.dtype.element_ty), mask=place < (width // K) * padded)
     elif FIRST:
-        row = program - ready
+        row, token = (program - ready) // tokens, (program - ready) % tokens
         v += row.to(tl.int64) * v_row
-        first = tl.load(v + lane, mask=lane < width, other=0.0)
+        x += token * x_token
+        wide = tl.arange(0, BV)
+        chunk = tl.load(v + wide, mask=wide < width, other=0.0)
         if PDL:
             gdc_wait()
-        for token in range(tokens):
-            sums = tl.zeros([BK], tl.float32)
-            square = sums
-            chunk = first
-            for start in range(0, width, BK):
-                cols = start + lane
-                following = tl.load(v + cols + BK, mask=cols + BK < width, other=0.0)
-                value = input_chunk(x + token * x_token, cols, width)
-                if NORM:
-                    square += value * value
-                    value *= input_chunk(gain, cols, width)
-                sums += chunk.to(tl.float32) * value
-                chunk = following
-            found = tl.sum(sums, 0)
+        sums = tl.zeros([BV], tl.float32)
+        square = sums
+        for start in range(0, width, BV):
+            cols = start + wide
+            following = tl.load(v + cols + BV, mask=cols + BV < width, other=0.0)
+            value = input_chunk(x, cols, width)
             if NORM:
-                found *= tl.rsqrt(tl.sum(square, 0) / width + eps)
-            tl.store(z + token * z_token + row, found)
+                square += value * value
+                value *= input_chunk(gain, cols, width)
+            sums += chunk.to(tl.float32) * value
+            chunk = following
+        found = tl.sum(sums, 0)
+        if NORM:
+            found *= tl.rsqrt(tl.sum(square, 0) / width + eps)
+        tl.store(z + token * z_token + row, found)
 
 
 def prepare(
@@ -120,13 +121,14 @@ def prepare(
     options: dict[str, Any] = launch_options(pdl)
     rows = out if v is None else v
     sums = x if z is None else z
-    prepare_kernel[(tokens * parts + (0 if v is None else len(v)),)](
+    prepare_kernel[(tokens * (parts + (0 if v is None else len(v))),)](
         *(x, x.stride(0), x if gain is None else gain, out, out.stride(0)),
         *(rows, rows.stride(0), sums, sums.stride(0)),
         *(K, padded, width, eps, parts, tokens * parts, tokens),
         GROUP=group,
         LOW=low,
         BK=BK,
+        BV=min(power_of_two(width), LONGEST),
         NORM=gain is not None,
         FIRST=v is not None,
         num_warps=8,

@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
-from blr.kernels.decode.gemv.triton import activate, bias_of, outputs, store_rows
+from blr.kernels.decode.gemv.triton import activate, bias_of, outputs
 from blr.kernels.decode.skinny.products import packed_pair, packed_products, plain_pair, plain_products
 
 
@@ -179,11 +179,22 @@ def place_of(column, LOW: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def store_tokens(s, sums, place, ok, tokens, NP: tl.constexpr, ADD: tl.constexpr):
+    """Store results [BR, NP] at places of every token, or add them to what is there."""
+    token = tl.arange(0, NP)[None, :]
+    ok = ok[:, None] & (token < tokens)
+    at = s.y + token * s.y_token + place[:, None]
+    if ADD:
+        sums += tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(at, sums.to(s.y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
 def finish(s, sums, out, ok, tokens, NP: tl.constexpr, T: tl.constexpr, ADD: tl.constexpr):
     """Store whole sums of a tile, or add them to the result."""
     sums += bias_of(s, out, ok, T.BIAS)[:, None]
     place = place_of(out, T.LOW, T.LOW_GROUP)
-    store_rows(s, s.y, s.y_token, sums, sums, place, ok, tokens, NP, ADD)
+    store_tokens(s, sums, place, ok, tokens, NP, ADD)
 
 
 @triton.jit
@@ -259,4 +270,4 @@ def finish_pair(
     up += bias_of(s, out, ok, T.BIAS)[:, None]
     product = activate(gate, ACT) * up
     out = place_of(out, T.LOW, T.LOW_GROUP)
-    store_rows(s, s.y, 0, product, product, out, ok, tokens, NP, False)
+    store_tokens(s, product, out, ok, tokens, NP, False)

@@ -24,7 +24,7 @@ ALIGNED = 8
 def gemv(
     x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any
 ) -> Tensor:
-    """Two kernels for up to 16 tokens: V with the mix in its epilogue, then U."""
+    """Two kernels a token: V with the mix in its epilogue, then U."""
     from blr.kernels.decode.gemv.grouped import grouped
 
     pdl = supports_pdl(x.device)
@@ -40,7 +40,7 @@ def gemv(
         bias=bias,
         dtype=x.dtype,
         pdl=pdl,
-        **{**stage_tile(x.shape[0], U.shape[-1]), **config.get("second", {})},
+        **{**stage_tile(U.shape[-1]), **config.get("second", {})},
     )
 
 

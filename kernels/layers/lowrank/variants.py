@@ -15,14 +15,14 @@ from blr.kernels.layers.lowrank.reference import lowrank_linear as reference
 
 
 def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
-    """Two kernels for up to 16 tokens."""
+    """Two kernels a token."""
     pdl = supports_pdl(x.device)
     z = stage(
         x,
         V.t().unsqueeze(0),
         dtype=torch.float32,
         pdl=pdl,
-        **{**stage_tile(x.shape[0], V.shape[-2]), **config.get("first", {})},
+        **{**stage_tile(V.shape[-2]), **config.get("first", {})},
     )
     return stage(
         z,
@@ -30,7 +30,7 @@ def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: 
         bias=bias,
         dtype=x.dtype,
         pdl=pdl,
-        **{**stage_tile(x.shape[0], U.shape[-1]), **config.get("second", {})},
+        **{**stage_tile(U.shape[-1]), **config.get("second", {})},
     )
 
 

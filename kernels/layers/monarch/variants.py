@@ -21,7 +21,7 @@ RUN = 8  # neighbours in z from which on our product stores it, 16 bytes of half
 
 
 def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
-    """Two kernels for up to 16 tokens; the first stores in the order that the second reads."""
+    """Two kernels a token; the first stores in the order that the second reads."""
     part = V.shape[2] // V.shape[0]
     pdl = supports_pdl(x.device)
     z = stage(
@@ -30,7 +30,7 @@ def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: 
         part=part,
         dtype=torch.float32,
         pdl=pdl,
-        **{**stage_tile(x.shape[0], V.shape[-2]), **config.get("first", {})},
+        **{**stage_tile(V.shape[-2]), **config.get("first", {})},
     )
     return stage(
         z,
@@ -38,7 +38,7 @@ def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: 
         bias=bias,
         dtype=x.dtype,
         pdl=pdl,
-        **{**stage_tile(x.shape[0], U.shape[-1]), **config.get("second", {})},
+        **{**stage_tile(U.shape[-1]), **config.get("second", {})},
     )
 
 
