@@ -7,6 +7,7 @@ backward pass makes them again. It gives the gradient of x and of the bias; scal
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -84,8 +85,8 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     if for_x:
         step = max(WHOLE // max(ctx.width, 1), 1)
         parts = zip(g.split(step, 1), packed.split(step), scale.split(step), strict=True)
-        form = (bits, ctx.width, g.dtype, group)
-        dx = sum(some @ dequantize(*part, *form) for some, *part in parts)
+        made = (a @ dequantize(q, s, bits, ctx.width, g.dtype, group) for a, q, s in parts)
+        dx = functools.reduce(torch.add, made)
     return dx, None, None, g.sum(0) if for_bias else None, None, None
 
 
