@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.modeling_blr import (
     E4M3,
     Factor,
@@ -22,10 +21,10 @@ from blr.compressor.modeling.modeling_blr import (
     stored_axes,
     unpack,
 )
+from blr.compressor.modeling.modeling_blr import dequantize as plainly
 from blr.kernels.common.registration import is_traced
 from blr.kernels.decode.quantized.formats import GROUP
 from blr.kernels.decode.quantized.segments import Narrow
-from blr.kernels.layers.packed.op import dequantize
 
 EXPORT_BITS = (4, 8)  # what `blr export` rounds plain weights to, in groups of `GROUP`
 
@@ -64,8 +63,10 @@ class Packed(NamedTuple):
         if self.fp8:
             return dequantize_float8(self, self.packed, self.scale)
         if has_gradient(self.scale) or is_traced() or torch.compiler.is_compiling():
-            return modeling_blr.dequantize(self, self.packed, self.scale)
-        return dequantize(self.packed, self.scale, self.bits, self.K, self.scale.dtype, self.group)
+            return plainly(self, self.packed, self.scale)
+        from blr.kernels.layers.packed.op import dequantize as by_kernel  # which no export carries
+
+        return by_kernel(self.packed, self.scale, self.bits, self.K, self.scale.dtype, self.group)
 
     def blocks(self) -> Packed:
         """The same with an axis of blocks."""
@@ -88,7 +89,8 @@ def narrow_factor(layer: FormulaLinear, name: str) -> Narrow:
     """A packed factor as bytes, or, where levels are no whole multiples of scales, dequantized."""
     found, factor = packed_factor(layer, name), layer.held[name]
     whole = found.bits >= 4
-    levels = unpack(found.packed, found.bits, found.group) if whole else found.dequantized()
+    read = (found.packed, found.bits, found.group) if whole else (found, found.packed, found.scale)
+    levels = (unpack if whole else plainly)(*read)
     levels, scale = levels[..., : found.K], found.scale
     if factor.tile:
         R, K = factor.matrix_shape[-2:]
