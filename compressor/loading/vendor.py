@@ -68,7 +68,7 @@ class Contents:
 
     def left_out(self) -> frozenset[str]:
         """Modules and packages that it can do without."""
-        absent = {"decode.quantized.reference", "layers.packed"}  # which no GPU runs, or decoding
+        absent = {"decode.quantized.reference"}  # which no GPU runs
         if not self.quantized:
             absent |= {f"decode.quantized.{part}" for part in ("grouped", "launch")}
             absent |= {f"decode.integer.{part}" for part in ("form", "launch", "looped")}

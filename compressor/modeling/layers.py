@@ -24,7 +24,6 @@ from blr.compressor.modeling.stages import (
     LayerStage,
     Packed,
     correction_of,
-    has_gradient,
     packed_factor,
     stages_of,
 )
@@ -268,9 +267,9 @@ class QuantizedLinear(KernelLinear):
         w = self.packed()
         if w.fp8 and (found := float8_product(self, x, self.bias)) is not None:
             return found
-        if w.fp8 or has_gradient(w.scale) or x.dtype != w.scale.dtype:
-            return linear(x, w.dequantized(), self.bias)
-        return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group)
+        if not w.fp8 and x.dtype == w.scale.dtype and w.runs_kernels():
+            return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group)
+        return linear(x, w.dequantized(), self.bias)
 
 
 class CorrectedLinear(modeling_blr.SummedLinear):

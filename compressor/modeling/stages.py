@@ -17,11 +17,12 @@ from blr.compressor.modeling.modeling_blr import (
     Factor,
     FormulaLinear,
     SummedLinear,
+    dequantize,
     dequantize_float8,
     stored_axes,
     unpack,
 )
-from blr.compressor.modeling.modeling_blr import dequantize as plainly
+from blr.kernels.common.available import kernel_device
 from blr.kernels.common.registration import is_traced
 from blr.kernels.decode.quantized.formats import GROUP
 from blr.kernels.decode.quantized.segments import Narrow
@@ -62,20 +63,22 @@ class Packed(NamedTuple):
         """[..., R, K] in the dtype of the scales."""
         if self.fp8:
             return dequantize_float8(self, self.packed, self.scale)
-        if has_gradient(self.scale) or is_traced() or torch.compiler.is_compiling():
-            return plainly(self, self.packed, self.scale)
-        from blr.kernels.layers.packed.op import dequantize as by_kernel  # which no export carries
+        if not self.runs_kernels() or torch.compiler.is_compiling():
+            return dequantize(self, self.packed, self.scale)
+        from blr.kernels.layers.packed.triton import dequantize as run
 
-        return by_kernel(self.packed, self.scale, self.bits, self.K, self.scale.dtype, self.group)
+        return run(self.packed, self.scale, self.bits, self.K, self.scale.dtype, self.group)
+
+    def runs_kernels(self) -> bool:
+        """Whether kernels take it here; plain torch does what is traced, and trains scales."""
+        watched = self.scale.requires_grad and torch.is_grad_enabled()
+        if watched or is_traced() or not self.packed.is_cuda:
+            return False
+        return torch.compiler.is_compiling() or kernel_device(self.packed)
 
     def blocks(self) -> Packed:
         """The same with an axis of blocks."""
         return self._replace(packed=blocked(self.packed), scale=blocked(self.scale))
-
-
-def has_gradient(scale: Tensor) -> bool:
-    """Whether scales are trained here, which plain torch does."""
-    return scale.requires_grad and torch.is_grad_enabled()
 
 
 def packed_factor(layer: FormulaLinear, name: str) -> Packed:
@@ -89,8 +92,7 @@ def narrow_factor(layer: FormulaLinear, name: str) -> Narrow:
     """A packed factor as bytes, or, where levels are no whole multiples of scales, dequantized."""
     found, factor = packed_factor(layer, name), layer.held[name]
     whole = found.bits >= 4
-    read = (found.packed, found.bits, found.group) if whole else (found, found.packed, found.scale)
-    levels = (unpack if whole else plainly)(*read)
+    levels = unpack(found.packed, found.bits, found.group) if whole else found.dequantized()
     levels, scale = levels[..., : found.K], found.scale
     if factor.tile:
         R, K = factor.matrix_shape[-2:]
