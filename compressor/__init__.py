@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from blr.compressor.recipe.schema import Recipe
 
 __all__ = ["Recipe", "compress", "evaluate", "export", "heal", "load", "register"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _ELSEWHERE = {"Recipe": "recipe.schema", "register": "modeling"}  # than in commands/api.py
 
 

@@ -8,14 +8,35 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from blr.compressor.output.page import PALETTE
-from blr.compressor.output.svg import bars
+from blr.compressor.output.svg import BAR, COLOURS, WIDTH, picture
 
 FOLDER = Path(__file__).with_name("figures")
 TEXT = "svg{font-family:system-ui,sans-serif}text{font-size:12px;fill:var(--ink)}"
+
+
+def bars(rows: Sequence[tuple[str, float, str]], colours: Sequence[int] | None = None) -> str:
+    """Horizontal bars. `rows`: label, value (not negative), text beside the bar; `colours` of the
+    bars, one after the other by default."""
+    widest = max((value for _, value, _ in rows), default=1.0) or 1.0
+    label = 16 + 8 * max((len(name) for name, _, _ in rows), default=1)
+    room = WIDTH - label - 190
+    parts = []
+    for n, (name, value, text) in enumerate(rows):
+        y, length = n * BAR, max(room * value / widest, 1.0)
+        colour = (n if colours is None else colours[n]) % COLOURS
+        parts.append(
+            f'<text x="{label - 8}" y="{y + 15}" text-anchor="end">{escape(name)}</text>'
+            f'<rect x="{label}" y="{y + 3}" width="{length:.1f}" height="{BAR - 7}" rx="2" '
+            f'fill="var(--c{colour})"/>'
+            f'<text x="{label + length + 7:.1f}" y="{y + 15}">{escape(text)}</text>'
+        )
+    return picture("".join(parts), len(rows) * BAR + 4)
 
 
 def drawn(figure: dict[str, Any]) -> str:

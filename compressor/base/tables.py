@@ -30,6 +30,14 @@ def aligned(rows: Sequence[Sequence[str] | str], numbers: Collection[int] = ()) 
     return "\n".join(row if isinstance(row, str) else next(lines).rstrip() for row in rows)
 
 
+def size_text(size: float) -> str:
+    """Bytes in three digits: "1.24 MB"."""
+    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= one:
+            return f"{size / one:.3g} {unit}" if size < 999.5 * one else f"{size / one:,.0f} {unit}"
+    return f"{size:g} B"
+
+
 def amount(size: float) -> str:
     """Bytes as a table tells them: "12 MB", "1.5 GB"."""
     return f"{size / 1e6:,.0f} MB" if size < 999_500_000 else f"{size / 1e9:,.1f} GB"

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import warnings
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,12 +46,20 @@ FIRST_SAYS = 2.0  # seconds
 HARMLESS = "Attempting to run cuBLAS, but there was no current CUDA context"  # torch's, in a thread that
 # computes gradients and has launched kernels of ours only: it then sets the context, as it should
 
+START = """blr makes Hugging Face checkpoints smaller. Three commands to start with:
+
+  blr compress MODEL --text TEXT -o small     make it smaller; TEXT is like what it will read
+  blr heal small --text TEXT -o healed        train it to answer as the dense model does
+  blr eval healed --text OTHER                measure its perplexity on a text
+
+Then: blr export healed -o fast. All commands: blr --help. Guides: recipes/guides/."""
+
 app = typer.Typer(
     name="blr",
     help="Turn Hugging Face checkpoints into smaller, structured ones.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=True,
-    rich_markup_mode=None,  # it takes square brackets in a help text for markup, and drops them
+    rich_markup_mode="rich",  # help in panels; a help text may have no square brackets, its markup
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -80,11 +88,15 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
+    if context.invoked_subcommand is None:
+        print(START, file=sys.stderr)
+        raise typer.Exit(UsageError.exit_code)
     check_variables()
     _check_kernels()
     _check_surroundings()
@@ -150,8 +162,9 @@ def main() -> None:
         _fail_of_variable(error)
         _fail(error, error.exit_code)
     except _UsageException as error:
-        if error.ctx is not None and type(error).__name__ == "NoArgsIsHelpError":
-            print(error.ctx.get_help(), file=sys.stderr)
+        if error.ctx is not None and error.message.startswith("Missing command"):
+            with redirect_stdout(sys.stderr):
+                error.ctx.get_help()
             sys.exit(UsageError.exit_code)
         said = error.format_message().rstrip(".?") or "No command given"
         _fail(error, UsageError.exit_code, f"{said}; see `{_called(error.ctx)} --help`")

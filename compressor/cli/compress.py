@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -16,17 +17,25 @@ from blr.compressor.cli.options import (
     Gpus,
     Model,
     Quiet,
-    check_text,
-    healed_text,
     print_result,
+)
+from blr.compressor.cli.summary import (
+    check_lines,
+    healed_lines,
+    laid_out,
+    next_line,
+    size_line,
+    time_line,
 )
 from blr.compressor.recipe.heal_settings import MINUTES
 from blr.compressor.recipe.run_settings import CompressSettings
 
 OF_EFFORT = ("refit", "finish", "rounds", "samples")  # taken, but not shown: --effort says them
+FIRST = """output calibration method cf quantize base rank heal effort
+recipe exclude device gpus overwrite force quiet"""
 
 
-@taking(recipe_options(hidden=OF_EFFORT), setting_options(CompressSettings))
+@taking(recipe_options(hidden=OF_EFFORT), setting_options(CompressSettings), first=FIRST)
 def compress(
     model: Model,
     output: Path | None = None,
@@ -37,8 +46,8 @@ def compress(
         float | None,
         typer.Option(
             metavar="[MINUTES]",
-            help="Then train it for minutes to answer as the dense model does, as blr heal.",
-            show_default=f"not; {MINUTES:g} without a number",
+            help="Then train it for so many minutes, as blr heal does.",
+            show_default=f"none; {MINUTES:g} without a number",
         ),
     ] = None,
     gpus: Gpus = None,
@@ -47,15 +56,15 @@ def compress(
     format: FormatOption = Format.text,
     **options: Any,
 ) -> None:
-    """Replace the linear layers of a checkpoint by structured ones, or store them in fewer bits.
+    """Make a checkpoint smaller: structured linear layers, fewer bits, or both.
 
     Options:
-        output (--output, -o): Folder to write. [NAME-METHOD-cfCF here]
-        recipe (--recipe, -r): Shipped name or YAML file; options win.
-        calibration (--text, --calibration): Text file, .jsonl, data set, or self (the model's own text):
-            fit to its activations.
-        effort: quick, normal, best: of the fit to --text. [normal]
-        stream: Keep the weights of a hub id there and fetch them as they are read.
+        output (--output, -o): Write this folder. [NAME-METHOD-cfCF here]
+        recipe (--recipe, -r): Take settings from a shipped recipe or a YAML file; options win.
+        calibration (--text, --calibration): Fit to what the model computes on this text file, .jsonl or
+            data set; self is text that it writes. [none, which loses several times more]
+        effort: Fit to --text in this way: quick, normal or best. [normal]
+        stream: Leave the weights on the hub, and fetch each one when it is read.
     """
     from blr.compressor.cli.crew import end_member, started
     from blr.compressor.cli.signals import stop_on_signals
@@ -70,37 +79,33 @@ def compress(
         if summary is None:  # in all processes but the first
             end_member()
     if summary is not None:
-        print_result(asdict(summary), _compress_text, format)
+        teacher = f"--teacher {quote(model)} --text {quote(calibration or 'TEXT')}"
+        print_result(asdict(summary), lambda found: _compress_text(found, teacher), format)
 
 
-def _change(factor: float) -> str:
-    return f"{factor:.3f} times smaller" if factor >= 1 else f"{1 / factor:.3f} times larger"
-
-
-def _spent(spent: dict[str, float]) -> str:
-    """What took a second or more, in the order in which it began."""
-    told = ", ".join(f"{what} {seconds:.0f}" for what, seconds in spent.items() if seconds >= 1)
-    return f" ({told})" if told else ""
-
-
-def _compress_text(summary: dict[str, Any]) -> str:
-    before, after = summary["parameters_before"], summary["parameters_after"]
+def _compress_text(summary: dict[str, Any], teacher: str) -> str:
     kept = f", {summary['kept']} kept dense" if summary["kept"] else ""
+    fewer = f", {summary['cf']:.2f} times fewer parameters in these" if summary["cf"] > 1 else ""
     found = summary["output_errors"] or summary["errors"]
-    what = "outputs, on the calibration text," if summary["output_errors"] else "weights"
+    what = "of outputs, on the calibration text" if summary["output_errors"] else "of weights"
     errors = ", ".join(f"{kind} {error:.4f}" for kind, error in found.items())
-    return "\n".join(
+    output = summary["output"]
+    then = next_line("heal", output, teacher, "-o", quote(f"{output}-healed"))
+    return laid_out(
         (
-            f"output: {summary['output']}",
-            f"layers: {summary['became']}{kept}, cf {summary['cf']:.3f}, "
-            f"{summary['bits']:.3f} bits a weight, {summary['share']:.1%} of the model's parameters",
-            f"parameters: {before:,} -> {after:,}",
-            f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}, "
-            f"the whole model {_change(summary['factor'])}",
-            f"relative error of {what} by layer type: {errors}",
-            *healed_text(summary["healed"] or {}),
-            check_text(summary["check"]),
-            f"time: {summary['seconds']:.1f} s{_spent(summary['spent'])}",
-            *([f"note: {summary['advice']}"] if summary["advice"] else []),
+            ("output", output),
+            ("layers", f"{summary['became']}{kept}{fewer}"),
+            size_line(summary),
+            (
+                "bits",
+                f"{summary['bits']:.3f} a weight in {summary['share']:.1%} of the model's parameters",
+            ),
+            *check_lines(summary["check"]),
+            ("error", f"{what}, by layer type: {errors}"),
+            *healed_lines(summary["healed"] or {}),
+            time_line(summary),
+            ("report", f"{output}/report.html"),
+            ("note", summary["advice"] or ""),
+            next_line("export", output, "-o", quote(f"{output}-fast")) if summary["healed"] else then,
         )
     )

@@ -10,15 +10,16 @@ from blr.compressor.cli.options import Checkpoint, Format, FormatOption, Quiet, 
 from blr.compressor.recipe.eval_settings import EvalSettings
 
 
-@taking(setting_options(EvalSettings))
+@taking(
+    setting_options(EvalSettings), first="text tasks sts window max_tokens dtype device quiet format"
+)
 def evaluate(
     checkpoint: Checkpoint,
     quiet: Quiet = False,
     format: FormatOption = Format.text,
     **options: Any,
 ) -> None:
-    """Perplexity of a decoder (--text) and its score in tasks (--tasks), or STS Spearman of an encoder
-    (--sts)."""
+    """Measure a model: perplexity (--text) and tasks (--tasks) of a decoder, or an encoder's --sts."""
     from blr.compressor.base.progress import Progress
     from blr.compressor.commands.api import evaluate as run
 

@@ -14,14 +14,24 @@ from blr.compressor.cli.options import (
     FormatOption,
     OutputFolder,
     Quiet,
-    check_text,
     print_result,
+)
+from blr.compressor.cli.summary import (
+    Line,
+    check_lines,
+    laid_out,
+    next_line,
+    size_line,
+    time_line,
 )
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.planning.roofline import ASKED
 
+FIRST = """output kind quantize quantize_head kv_quantize context
+batch gpu self_contained text overwrite quiet"""
 
-@taking(setting_options(ExportOptions))
+
+@taking(setting_options(ExportOptions), first=FIRST)
 def export(
     checkpoint: Annotated[
         str,
@@ -34,7 +44,7 @@ def export(
     format: FormatOption = Format.text,
     **options: Any,
 ) -> None:
-    """Write a checkpoint in the layout of the kernels, with the fused decoding runtime."""
+    """Write a checkpoint for fast decoding, or for other tools (--as)."""
     from blr.compressor.cli.signals import stop_on_signals
 
     with stop_on_signals() as running:
@@ -48,36 +58,37 @@ def export(
 
 
 def _export_text(summary: dict[str, Any]) -> str:
-    lines = [
-        f"output: {summary['output']}",
-        *_layers_text(summary),
-        f"bytes: {summary['bytes_before']:,} -> {summary['bytes_after']:,}",
-        check_text(summary["check"]),
-        f"time: {summary['seconds']:.1f} s",
-    ]
-    if summary["untied_bytes"]:
-        added = f"output head: {summary['untied_bytes']:,} bytes beside the embedding it was tied to"
-        lines.insert(-1, added)
-    if summary["errors"]:
-        head = f"{summary['quantize_head']} head" if summary["quantize_head"] else None
-        kinds = " and ".join(filter(None, (summary["quantize"], head)))
-        errors = ", ".join(f"{kind} {error:.4f}" for kind, error in summary["errors"].items())
-        lines.insert(-1, f"{kinds} error by layer type: {errors}")
-    return "\n".join(lines)
+    head = f"{summary['quantize_head']} head" if summary["quantize_head"] else None
+    kinds = " and ".join(filter(None, (summary["quantize"], head)))
+    errors = ", ".join(f"{kind} {error:.4f}" for kind, error in summary["errors"].items())
+    added = f"{summary['untied_bytes']:,} bytes beside the embedding it was tied to"
+    return laid_out(
+        (
+            ("output", summary["output"]),
+            *_layers_lines(summary),
+            size_line(summary),
+            *check_lines(summary["check"]),
+            ("output head", added if summary["untied_bytes"] else ""),
+            ("error", f"of {kinds}, by layer type: {errors}" if errors else ""),
+            time_line(summary),
+            next_line("generate", summary["output"], '"A prompt"'),
+        )
+    )
 
 
-def _layers_text(summary: dict[str, Any]) -> list[str]:
+def _layers_lines(summary: dict[str, Any]) -> list[Line]:
     if summary["kind"] == "dense":
-        return [f"layers: {summary['densified']} structured, made dense"]
+        return [("layers", f"{summary['densified']} structured, made dense")]
     if summary["kind"] == "plain":
         rest = f"; {summary['densified']} of other form, made dense" if summary["densified"] else ""
-        return [f"layers: {summary['layers']} low-rank, each two linear ones{rest}"]
+        return [("layers", f"{summary['layers']} low-rank, each two linear ones{rest}")]
     batch, context, chosen = (summary[name] for name in ("batch", "context", "gpu_chosen"))
     why = "" if chosen == ASKED else f" ({chosen})"
     use = f", batch {batch}, context {context} tokens" if context is not None else ""
-    layers = f"layers: {summary['layers']} structured, in kernel layout"
+    layers = f"{summary['layers']} structured, in kernel layout"
     if summary["densified"]:
         layers += f"; {summary['densified']} dense, faster so by the table of this GPU"
     if summary["plain"]:
         layers += f"; {summary['plain']} not quantized, which would not make them smaller"
-    return [f"for: {summary['gpu']}{why}{use}", layers]
+    place = "in this folder" if summary["self_contained"] else "in the installed package blr-compress"
+    return [("for", f"{summary['gpu']}{why}{use}"), ("layers", layers), ("kernels", place)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
+from typer.models import ArgumentInfo
 
 from blr.compressor.cli import values
 from blr.compressor.recipe.option import Option, described, options_of
@@ -29,24 +30,28 @@ NAMED_CHECKS: dict[tuple[str, Any], Any] = {  # by name and type, of what is mor
     **{("temperature", float): values.temperature, ("top_p", float): values.probability},
     **{("cf", float): values.factor, ("gpu_name", str): values.gpu_name},
 }
+ADVANCED = "Advanced"  # title of the panel of options that a first user does not need
 TYPED = {"max_shard_size": "5GB"}  # defaults as one would type them
 
 
-def taking(*groups: Iterable[inspect.Parameter]) -> Callable[[Command], Command]:
-    """Decorates a command whose docstring has ``Options:``. It takes those of `groups`, too, which come
-    as keyword arguments; its own parameters stand first, in place of others of their names."""
+def taking(*groups: Iterable[inspect.Parameter], first: str = "") -> Callable[[Command], Command]:
+    """Decorates a command whose docstring has ``Options:``. It takes those of `groups`, too, as keyword
+    arguments, its own in place of others of their names. Help shows those named in `first` in that
+    order, and others as advanced; without `first` it shows all alike."""
+    order = first.split()
 
     def decorated(command: Command) -> Command:
         signature, told = inspect.signature(command, eval_str=True), options_of(command)
         own = {
-            name: _parameter(name, told[name], p.default, check=True).replace(kind=p.kind)
-            if name in told
-            else p
+            name: _parameter(name, told[name], p.default, check=True) if name in told else p
             for name, p in signature.parameters.items()
             if p.kind is not p.VAR_KEYWORD
         }
         rest = {p.name: p for group in groups for p in group if p.name not in own}
-        every = sorted([*own.values(), *rest.values()], key=lambda p: p.kind)
+        every = [p.replace(kind=p.KEYWORD_ONLY) for p in (own | rest).values()]
+        if order:
+            every = [_with(p, rich_help_panel=None if p.name in order else ADVANCED) for p in every]
+            every.sort(key=lambda p: order.index(p.name) if p.name in order else len(order))
         command.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
         command.__doc__ = described(command)
         return command
@@ -74,7 +79,7 @@ def command_options(command: Command, hidden: Collection[str]) -> list[inspect.P
     """The parameters of another command, so that a line typed for one is taken by both; those `hidden`
     are not in the help."""
     found = inspect.signature(command, eval_str=True).parameters.values()
-    return [_hidden(option) if option.name in hidden else option for option in found]
+    return [_with(option, hidden=True) if option.name in hidden else option for option in found]
 
 
 def typed(owner: type, name: str, *names: str) -> Any:
@@ -107,8 +112,11 @@ def _info(name: str, option: Option, names: Collection[str], check: bool, hidden
     return typer.Option(..., *names, help=option.help, show_default=shown, hidden=hidden, **more)
 
 
-def _hidden(option: inspect.Parameter) -> inspect.Parameter:
+def _with(option: inspect.Parameter, **changes: Any) -> inspect.Parameter:
+    """An option with other attributes of typer's; an argument as it is."""
     kind, info = get_args(option.annotation)
+    if isinstance(info, ArgumentInfo):
+        return option
     info = copy(info)
-    info.hidden = True
+    vars(info).update(changes)
     return option.replace(annotation=Annotated[kind, info])

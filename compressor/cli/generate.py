@@ -50,13 +50,13 @@ def generate(
     offline: Offline = False,
     format: FormatOption = Format.text,
 ) -> None:
-    """Continue a prompt with a decoder, streaming to standard output.
+    """Continue a prompt with a decoder, written as it is generated.
 
     Options:
         max_new_tokens: Tokens to generate.
-        temperature: 0 is greedy; above 0 samples.
-        top_k: Sample among the K likeliest.
-        top_p: Sample within this probability, above 0 to 1.
+        temperature: Sample at this temperature; 0 takes the likeliest token.
+        top_k: Sample among the K likeliest tokens.
+        top_p: Sample among the likeliest tokens of this total probability.
         seed: Seed of sampling.
         profile: Time the stages of the fused runtime, on standard error.
     """

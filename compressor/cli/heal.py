@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -16,31 +17,31 @@ from blr.compressor.cli.options import (
     Gpus,
     OutputFolder,
     Quiet,
-    check_text,
-    healed_text,
     print_result,
 )
+from blr.compressor.cli.summary import check_lines, healed_lines, laid_out, next_line, time_line
 from blr.compressor.recipe.heal_settings import HealOptions
 
+FIRST = "output data minutes teacher mix lora device gpus overwrite quiet"
 
-@taking(setting_options(HealOptions))
+
+@taking(setting_options(HealOptions), first=FIRST)
 def heal(
     checkpoint: Annotated[
         str,
         typer.Argument(callback=values.name, help="A folder written by blr compress, or a hub id."),
     ],
-    teacher: str | None = None,
-    *,
     output: OutputFolder,
+    teacher: str | None = None,
     gpus: Gpus = None,
     quiet: Quiet = False,
     format: FormatOption = Format.text,
     **options: Any,
 ) -> None:
-    """Train a compressed checkpoint for minutes to answer as the dense one does.
+    """Train a compressed checkpoint to answer as the dense model does.
 
     Options:
-        teacher: The dense model it came from: folder, hub id or short name.
+        teacher: Dense model that it came from: a folder, hub id or short name.
             [the one that its manifest names]
     """
     from blr.compressor.cli.crew import end_member, started
@@ -60,6 +61,14 @@ def heal(
 
 
 def _heal_text(summary: dict[str, Any]) -> str:
-    check = [check_text(summary["check"])] if summary["steps"] else []
-    lines = [f"output: {summary['output']}", *healed_text(summary), *check]
-    return "\n".join([*lines, f"time: {summary['seconds']:.1f} s"])
+    output = summary["output"]
+    return laid_out(
+        (
+            ("output", output),
+            *healed_lines(summary),
+            *(check_lines(summary["check"]) if summary["steps"] else ()),
+            time_line(summary),
+            ("report", f"{output}/report.html"),
+            next_line("export", output, "-o", quote(f"{output}-fast")),
+        )
+    )

@@ -14,10 +14,10 @@ def inspect(
     verify: bool = False,
     format: FormatOption = Format.text,
 ) -> None:
-    """A table of the structured layers of an output: structure, rank, parameters, error.
+    """Show the layers of an output: structure, rank, parameters and error.
 
     Options:
-        verify: Hash the weights too, against the manifest.
+        verify: Compare the weights, too, with the manifest.
     """
     from blr.compressor.commands.inspect import inspect_output, inspect_text
 

@@ -18,7 +18,10 @@ NO_USE = (  # options of how compress runs, which change no plan
 )
 
 
-@taking(command_options(compress, hidden=NO_USE))
+@taking(
+    command_options(compress, hidden=NO_USE),
+    first="method cf quantize base rank calibrated gpu gpus heal every recipe format",
+)
 def plan(
     model: Annotated[
         str,
@@ -32,7 +35,7 @@ def plan(
         float | None,
         typer.Option(
             metavar="[MINUTES]",
-            help="Tell what blr heal would take, whatever the model.",
+            help="Predict what blr heal would take, for encoders as well.",
             show_default="of decoders",
         ),
     ] = None,
@@ -43,14 +46,14 @@ def plan(
     format: FormatOption = Format.text,
     **options: Any,
 ) -> None:
-    """What compress would do to every layer, with sizes and predicted times, from headers alone.
+    """Show what compress would do, with sizes, times and memory, from headers alone.
 
     It takes every option of blr compress; those of how that runs change nothing here.
 
     Options:
-        calibrated: Plan for fits weighted by activations, as with --text.
-        gpus: GPUs that compressing, and healing, would have. [1]
-        every (--all): A row for every layer.
+        calibrated: Plan as with --text.
+        gpus: Predict times on this many GPUs. [1]
+        every (--all): Show a row for every layer.
     """
     from blr.compressor.base.progress import Progress
     from blr.compressor.loading.resolve import resolve_model

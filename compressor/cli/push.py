@@ -23,14 +23,14 @@ def push(
     quiet: Quiet = False,
     format: FormatOption = Format.text,
 ) -> None:
-    """Verify an output, complete its card and commit it to a repository of the hub.
+    """Verify an output, complete its card and upload it to the hub.
 
     Options:
-        private: A repository for its owner alone.
-        dry_run: Check and print what would be sent; open no socket.
-        metrics: JSON of `blr eval --format json`, for the card.
+        private: Make the repository visible to its owner alone.
+        dry_run: Check and print what would be sent, and send nothing.
+        metrics: Put the results of `blr eval --format json` in this file on the card.
         branch: Branch to commit to. [main]
-        message: Of the commit.
+        message: Message of the commit.
     """
     from blr.compressor.base.progress import Progress
     from blr.compressor.commands.push import prepare_push, printed, send

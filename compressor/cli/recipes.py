@@ -11,15 +11,13 @@ from blr.compressor.cli.options import Format, FormatOption, print_result
 
 recipes_app = typer.Typer(
     help="List, show and check recipes.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 
 @recipes_app.command("list")
 def list_recipes(format: FormatOption = Format.text) -> None:
-    """Every shipped recipe with its first line of comment."""
+    """List the shipped recipes."""
     from blr.compressor.base.tables import aligned
     from blr.compressor.recipe.shipped_recipes import describe_recipe, shipped_recipes
 
@@ -32,7 +30,7 @@ def show_recipe(
     name: Annotated[str, typer.Argument(help="A shipped recipe's name or a YAML file.")],
     format: FormatOption = Format.text,
 ) -> None:
-    """A recipe as written; with --format json as resolved, everything it extends merged in."""
+    """Show a recipe; with --format json as resolved, with all that it extends."""
     from blr.compressor.checkpoint.regular import read_text
     from blr.compressor.recipe.shipped_recipes import find_recipe, load_recipe
     from blr.compressor.recipe.yaml_file import MAX_BYTES
@@ -47,7 +45,7 @@ def validate_recipe(
     file: Annotated[str, typer.Argument(help="A YAML file or a shipped recipe's name.")],
     format: FormatOption = Format.text,
 ) -> None:
-    """Check a recipe and all it extends; exit code 3 names line and key of what is wrong."""
+    """Check a recipe and all that it extends; exit code 3 if it is wrong."""
     from blr.compressor.recipe.shipped_recipes import load_recipe
 
     resolved = load_recipe(file)

@@ -27,8 +27,11 @@ COMMON = (  # what all points have in common
     *("blocks", "group", "include", "exclude", "gpu"),
 )
 
+FIRST = """output text methods cf base rank plain quantize
+heal calibration window max_tokens jobs keep device quiet"""
 
-@taking(recipe_options(COMMON))
+
+@taking(recipe_options(COMMON), first=FIRST)
 def sweep(
     model: Model,
     output: Path,
@@ -53,23 +56,23 @@ def sweep(
     format: FormatOption = Format.text,
     **common: Any,
 ) -> None:
-    """Compress one model in many ways, and show bits a weight against what is lost in texts.
+    """Compress one model in many ways, and compare their sizes and losses on texts.
 
     Options:
-        output (--output, -o): Folder of the sweep; one that stopped goes on.
-        text (--text, --eval): Text file or .jsonl that losses are measured on; repeatable.
-        methods: Structures, as svd,svd-pivot,blast,monarch. [svd,blast]
-        cf: Compression factors of structures alone, as 1.5,2. [none]
-        quantize: What their factors are stored in, as none,int8.
-        base: Bases that structures correct, as int2,int3. [none]
-        rank: Ranks of these corrections, as 8,16. [none]
-        plain: Dense weights in few bits or fp8, the line to beat; or none.
-        heal: Minutes of healing of every point, as 0,8.
-        calibration: Calibration of every point, as of blr compress.
-        seed: Seeds of every point; of several, as 0,1, the spread is shown.
-        max_tokens: Only the first tokens of each text.
-        jobs: Points at once on each GPU, or on the CPU.
-        keep: Keep every checkpoint, not its figures.
+        output (--output, -o): Folder to write; a sweep that stopped there goes on.
+        text (--text, --eval): Measure losses on this text file or .jsonl; repeatable.
+        methods: Structures to try, as svd,svd-pivot,blast,monarch. [svd,blast]
+        cf: Compression factors to try for structures alone, as 1.5,2. [none]
+        quantize: Storage of factors to try, as none,int8.
+        base: Bits of dense weights to correct, as int2,int3. [none]
+        rank: Ranks of these corrections to try, as 8,16. [none]
+        plain: Compare with dense weights in these bits, as int4,fp8; or none.
+        heal: Minutes of healing to try, as 0,8.
+        calibration: Fit every point to this text, as --text of blr compress.
+        seed: Seeds to try; the spread over several, as 0,1, is shown.
+        max_tokens: Read only this many tokens of each text.
+        jobs: Work on this many points at once on each GPU, or on the CPU.
+        keep: Keep every checkpoint beside its figures.
     """
     from blr.compressor.base.progress import Progress
     from blr.compressor.cli.signals import stop_on_signals

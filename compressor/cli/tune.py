@@ -27,7 +27,7 @@ Table = Annotated[
     typer.Option(
         *("--output", "-o"),
         callback=values.place,
-        help="YAML file.",
+        help="Write this YAML file.",
         show_default="~/.cache/blr/tuned/GPU.yaml, which is read first",
     ),
 ]
@@ -37,7 +37,7 @@ Table = Annotated[
 def tune(
     output: Table = None, quiet: Quiet = False, format: FormatOption = Format.text, **options: Any
 ) -> None:
-    """Time every kernel variant on this GPU and write the table that layers choose by."""
+    """Time the kernels on this GPU, and write the table by which layers choose them."""
     asked: TuneOptions = of_text(TuneOptions, options)
     from blr.compressor.bench.checks import find_precision
     from blr.compressor.bench.shapes import check_structures, find_layers

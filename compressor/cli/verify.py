@@ -20,10 +20,10 @@ def verify(
     """Check every file of an output against its manifest; exit code 10 on a mismatch.
 
     Options:
-        signature: Signature of the folder by model_signing (extra sign).
-        public_key: Its signer's key, PEM.
-        identity: Or its signer's name, as sigstore knows it.
-        issuer: Who vouched for the name: a URL.
+        signature: Check this signature of the folder by model_signing (extra sign).
+        public_key: Public key of the signer, a PEM file.
+        identity: Name of the signer for sigstore, in place of a key.
+        issuer: URL of the provider that vouches for the name.
     """
     from blr.compressor.base.errors import UsageError
     from blr.compressor.commands.verify import verify_output, verify_text

@@ -44,12 +44,15 @@ UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that i
 
 @dataclass
 class Summary:
-    """What a compression achieved. Sizes in bytes. `became` says how many layers were made what;
-    `kept` counts those left dense on purpose; `cf` is the factor of both, `bits` what they store for
-    each weight, `share` what `layers` are of the model's parameters, `factor` how many times smaller
-    the whole model is; errors are means by layer type, `output_errors` on the calibration's text;
-    `spent` is what of `seconds` went into what; `check` is of `output/check.py`, `healed` of
-    `commands/heal.py`, `advice` what would lose less."""
+    """Result of a compression. Sizes are in bytes, times in seconds of this run.
+
+    `layers` counts replaced layers and `became` names their structures; `kept` counts those left dense.
+    `cf` is the compression factor of both, `bits` their stored bits a weight, `share` the replaced part
+    of the model's parameters, `factor` the compression of the whole model. `errors` and `output_errors`
+    (on the calibration text) are mean relative errors of weights and outputs by layer type. `spent` are
+    seconds by stage. `check` holds the measured loss (`output/check.py`), `healed` the result of
+    training (`commands/heal.py`), `advice` a way to lose less.
+    """
 
     output: str
     method: str

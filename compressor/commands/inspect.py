@@ -136,5 +136,6 @@ def inspect_text(result: dict[str, Any]) -> str:
     ]
     total = f"{len(rows)} layers, {result['dense_parameters']:,} -> {result['parameters']:,}"
     bits = f", {result['bits']:.3f} bits a weight" if result["bits"] else ""
-    ends = [f"{total} parameters, cf {result['cf']:.3f}{bits}", result.get("saved")]
+    fewer = f", {result['cf']:.3f} times fewer" if result["cf"] > 1 else ""
+    ends = [f"{total} parameters{fewer}{bits}", result.get("saved")]
     return aligned([head, *rows, *filter(None, ends)], numbers=(4, 5, 6, 7))

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class ExportSummary:
-    """What an export holds. Sizes in bytes; `gpu_chosen` says why it is for this `gpu`; `densified`
-    counts layers made dense because the table of the GPU says so; `untied_bytes` are those of a
-    quantized output head that was the embedding, which is stored as well; `plain` counts structured
-    layers that packing would not make smaller; `errors` maps layer type to the mean relative error that
-    quantization adds; `seconds` is the wall time; `check` says what was run, how far its results are
-    from the checkpoint's and what is lost beside it (`output/check.py`)."""
+    """Result of an export. Sizes are in bytes, `seconds` is the wall time.
+
+    `gpu_chosen` says why `gpu` is the target; `densified` counts layers that are faster dense there;
+    `untied_bytes` is the size of a quantized output head beside the embedding it was tied to; `plain`
+    counts layers that quantization would not make smaller; `errors` are mean relative errors of
+    quantization by layer type; `check` holds the measured loss (`output/check.py`)."""
 
     output: str
     kind: str
@@ -58,6 +58,7 @@ class ExportSummary:
     quantize_head: str | None
     untied_bytes: int
     plain: int
+    self_contained: bool
     seconds: float
     errors: dict[str, float] = field(default_factory=dict)
     check: dict[str, Any] | None = None
@@ -99,6 +100,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         quantize_head=options.quantize_head,
         untied_bytes=plan.untied_bytes,
         plain=plan.plain,
+        self_contained=options.self_contained,
         seconds=monotonic() - started,
         errors=run.errors(),
         check=run.checked,

@@ -32,21 +32,19 @@ class ExportOptions(RunSettings):
     """What `blr export` is asked for. `quantize` leaves the output head, which has a kind of its own.
 
     Options:
-        kind (--as): folder; pt2: a compiled forward pass of an encoder beside it; onnx: a graph; dense:
-            the ordinary checkpoint, for tools that know nothing of blr; plain: low-rank layers as two
-            linear ones each, for tools that look for those.
-        gpu: The GPU it is for, a name in configs/gpus.yaml. [this machine's, else h200]
-        batch: Sequences decoded at once, at most: 1 to 16.
-        context: Tokens of prompt and answer. [the model's maximum, 8192 at most]
-        dtype: bfloat16, float16 or float32. [as stored]
-        quantize: int8 or int4: weights in groups of 128, activations as before.
-        quantize_head: int8, int4 or none: the output head of a causal language model, with or without
-            --quantize; a head tied to the embedding gets weights of its own. [none]
-        kv_quantize: int8 or none: keys and values that the runtime keeps; int8 is half the memory.
-            [as the checkpoint's cache]
-        self_contained: Put kernels and decoding runtime into the folder, for machines without
-            blr-compress; without this it carries one file of plain torch.
-        text: Text on which the loss of a decoder is measured. [what a small model writes itself]
+        kind (--as): Form of the export: folder (kernels and runtime), pt2 (a compiled encoder beside
+            it), onnx (a graph), dense (an ordinary checkpoint), plain (low-rank layers as two linear
+            ones).
+        gpu: GPU to export for, a name in configs/gpus.yaml. [this machine's, else h200]
+        batch: Sequences decoded at once, 1 to 16.
+        context: Tokens of prompt and answer together. [the model's maximum, 8192 at most]
+        dtype: Store weights in bfloat16, float16 or float32. [as stored]
+        quantize: Store weights in int8 or int4, in groups of 128.
+        quantize_head: Store the output head of a decoder in int8 or int4, untied from the embedding;
+            or none. [none]
+        kv_quantize: Cache keys and values in int8, half the memory; or none. [as the checkpoint's cache]
+        self_contained: Put kernels and runtime into the folder, for machines without blr-compress.
+        text: Measure the loss of a decoder on this text. [what a small model writes itself]
     """
 
     kind: str = KINDS[0]

@@ -8,11 +8,10 @@ from typing import Any
 
 @dataclass
 class HealSummary:
-    """What healing achieved. `before` and `after` map each text to nats a token on its held-back
-    windows: `kl` from the teacher, and the loss of `student` and `teacher`. `seconds` is the wall time
-    of this run, `trained_seconds` that of training, earlier runs included, `tokens_per_second` the
-    median of the logged parts of this run; `check` says what was run of the output and how far its
-    results are from the dense model's (`output/check.py`)."""
+    """Result of healing. `before` and `after` hold, for the held-back windows of each text, the `kl`
+    from the teacher and the losses of `student` and `teacher`, in nats a token. `seconds` is the wall
+    time of this run, `trained_seconds` that of training in all runs, `tokens_per_second` the median of
+    this run; `check` holds the measured loss (`output/check.py`)."""
 
     output: str
     steps: int = 0

@@ -25,8 +25,8 @@ from blr.compressor.output.report import report_pages
 
 @dataclass(frozen=True)
 class Bar:
-    """What is done about the loss of `output`: over `MOST` nats it is refused, unless by `force`; from
-    `LARGE` on `warn` is told. `remedy`: what loses less, to be typed."""
+    """The loss that `output` may have: over `MOST` nats it is refused without `force`, from `LARGE` on
+    `warn` is called. `remedy`: options that lose less."""
 
     output: Path
     remedy: str
@@ -51,11 +51,11 @@ class OutputCheck:
     """Compares the model in a written folder with the one that it was made from.
 
     Args:
-        source: what the output is made from, dense or ours. It runs now, before any work.
-        reload: checks that every tensor of a written folder finds its place; the files that it wrote.
-        bar: what is done about a loss.
-        runs: whether to run them; otherwise `reload` is all.
-        text: gives what the loss of a decoder is measured on, None for text of the model's own.
+        source: checkpoint that the output is made from; its model runs now, before any work.
+        reload: loads a written folder, checks its tensors and returns the files that it wrote.
+        bar: the loss that the output may have.
+        runs: whether both models run; otherwise only `reload` is called.
+        text: returns the text that a decoder's loss is measured on; None for text of its own.
 
     Raises InputError, NumericsError: nothing can be said of what this model computes.
     """

@@ -48,7 +48,10 @@ def small_files(
     name = facts["source"]["name"]
     curves = facts.get("curves") or {}
     drawn = {m: {**r, "curve": thin_curve(curves[m])} if m in curves else r for m, r in records.items()}
-    about = {"name": name, "method": recipe.method, "cf": plan.cf, "versions": facts["run"]["versions"]}
+    run, text = facts["run"], " --text TEXT" if facts.get("calibration") else ""
+    about = {"name": name, "method": recipe.method, "cf": plan.cf, "versions": run["versions"]}
+    about["machine"] = {n: run[n] for n in ("device", "threads") if run.get(n) is not None}
+    about["command"] = f"blr compress {name} --recipe recipe.yaml{text}"
     return {
         **carried_files(source),
         "config.json": json_file(config),

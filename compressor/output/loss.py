@@ -4,7 +4,8 @@ One definition for every command. The loss is the logarithm of the perplexity af
 before: a difference of cross entropies, in nats a token, on the same windows, each token but the first
 of a window predicted from those before it in its window, as `blr eval` does (where a tokenizer begins
 texts with a token of its own, windows begin with it, and it is not predicted). Agreement is the share of
-predicted tokens for which both models find the same token the most likely.
+predicted tokens for which both models find the same token the most likely. The divergence from the dense
+model is measured on as many of the windows as its probabilities can be kept of.
 
 On text of the user's, the predicted token is the one in the text. On text that the model wrote itself,
 every token that it might have written there counts, as likely as it finds it: the perplexity before is
@@ -53,7 +54,9 @@ LEAST = 128  # tokens that say anything
 OWN = 1024  # tokens of the model's own text
 LENGTHS = {True: 64, False: 16}  # of its samples, by whether the model is small: every token is a pass
 OWN_BYTES = 1 << 32  # of weights, which every pass reads: larger models write none
-OWN_LOGITS = 1 << 26  # that are kept of own text
+OWN_LOGITS = 1 << 26  # of the dense model that are kept
+TAIL = (50, 90, 99, 100)  # percentiles of the divergence that are told
+WORST = 3  # windows that are named
 LOGITS = 1 << 26  # of all windows that run at once
 MOST_NATS = 600.0  # of a mean loss that a perplexity is told of: exp of 710 is beyond a float
 
@@ -173,12 +176,14 @@ def _beginning(folder: Path) -> Beginning:
 
 @dataclass(frozen=True)
 class Loss:
-    """`before` and `after` are perplexities, `agreement` a share; `tokens` were read in windows of
-    `window` tokens, the first of them token `first` of a text; `read` says in words what was read."""
+    """`before` and `after` are perplexities, `agreement` a share, `kl` as `divergence` gives it;
+    `tokens` were read in windows of `window` tokens, the first of them token `first` of a text; `read`
+    says in words what was read."""
 
     before: float
     after: float
     agreement: float
+    kl: dict[str, Any]
     tokens: int
     window: int
     read: str
@@ -195,6 +200,7 @@ class Loss:
         return {
             **{"read": self.read, "loss": self.nats, "agreement": self.agreement},
             "perplexity": {"before": self.before, "after": self.after},
+            "kl": self.kl,
             **{"tokens": self.tokens, "window": self.window, "first": self.first},
         }
 
@@ -214,11 +220,29 @@ class Unmeasured:
 @dataclass(frozen=True)
 class Predictions:
     """What a model predicts on a text: mean cross entropy in nats, and the most likely token [n, w - 1]
-    of every place. `logs` are the logarithms of all probabilities, of text that the model wrote."""
+    of every place. `logs` are the logarithms of all probabilities in the first windows, of the dense
+    model; `kl` [m, w - 1] are divergences there from what was expected, of another."""
 
     loss: float
     best: Tensor
-    logs: Tensor | None = None
+    logs: Tensor
+    kl: Tensor
+
+
+def divergence(kl: Tensor, room: int, first: int | None) -> dict[str, Any]:
+    """Mean and percentiles of Kullback-Leibler divergences [m, w], and the windows of the largest means
+    by the token where they begin, `room` tokens after each other from token `first` of a text on."""
+    found = kl.double().clamp(min=0.0)
+    shares = torch.tensor([n / 100 for n in TAIL], dtype=torch.float64)
+    tail = found.flatten().quantile(shares).tolist()
+    means = found.mean(-1)
+    worst = means.argsort(descending=True, stable=True)[:WORST].tolist()
+    return {
+        "mean": round(float(found.mean()), 6),
+        "tokens": kl.numel(),
+        "percentiles": {str(n): round(value, 6) for n, value in zip(TAIL, tail, strict=True)},
+        "worst": [{"token": (first or 0) + n * room, "kl": round(float(means[n]), 6)} for n in worst],
+    }
 
 
 class Measure:
@@ -236,8 +260,9 @@ class Measure:
         text, found = self.text, _answers(model, self.text, self.dense.logs, where)
         same = float((found.best == self.dense.best).double().mean())
         before, after = (math.exp(min(x, MOST_NATS)) for x in (self.dense.loss, found.loss))
-        sizes = text.tokens, text.windows.shape[1]
-        return Loss(before, after, same, *sizes, text.what, text.first)
+        window = text.windows.shape[1]
+        kl = divergence(found.kl, room_in(window, text.beginning), text.first)
+        return Loss(before, after, same, kl, text.tokens, window, text.what, text.first)
 
 
 def measure_of(source: Source, text: Text | None) -> Measure | Unmeasured | None:
@@ -281,22 +306,25 @@ def computing(source: Source) -> Any:
 def _answers(model: Any, text: Text, dense: Tensor | None, where: object) -> Predictions:
     """`dense`: the logarithms of the probabilities that are expected; None where this model's are."""
     idle = idle_predictions(text.beginning)
-    windows, parts = text.windows, list[tuple[Tensor, Tensor, Tensor | None]]()
-    config = model.config.get_text_config()
-    rows = max(LOGITS // (windows.shape[1] * config.vocab_size), 1)
+    windows, parts = text.windows, list[tuple[Tensor, Tensor, Tensor, Tensor]]()
+    size = windows.shape[1] * model.config.get_text_config().vocab_size
+    rows = max(LOGITS // size, 1)
+    kept = len(windows) if text.own else max(OWN_LOGITS // size, 1)
     for n, part in enumerate(windows.split(rows)):
         logs = run(model, {"input_ids": part})[:, idle:-1].log_softmax(-1)
-        wanted = None if dense is None else dense[n * rows : n * rows + rows]
-        losses = _of_own(logs, wanted) if text.own else _of_text(logs, part[:, idle + 1 :])
-        parts.append((losses, logs.argmax(-1), logs if text.own else None))
-    loss = float(torch.cat([losses for losses, _, _ in parts]).double().mean())
+        known = logs[: max(kept - n * rows, 0)]
+        wanted = known if dense is None else dense[n * rows : n * rows + rows]
+        losses = _crossed(logs, wanted) if text.own else _of_text(logs, part[:, idle + 1 :])
+        kl = _crossed(logs[: len(wanted)], wanted) - _crossed(wanted, wanted)
+        parts.append((losses, logs.argmax(-1), (known if dense is None else known[:0]).clone(), kl))
+    found, best, logs, kl = (torch.cat(column) for column in zip(*parts, strict=True))
+    loss = float(found.double().mean())
     if not math.isfinite(loss):
         raise NumericsError(
             f"{where}: a loss of {loss} on {text.what}, expected a finite number; choose another dtype "
             f"or a lower --cf ({NO_CHECK})"
         )
-    kept = torch.cat([logs for _, _, logs in parts if logs is not None]) if text.own else None
-    return Predictions(loss, torch.cat([best for _, best, _ in parts]), kept)
+    return Predictions(loss, best, logs, kl)
 
 
 def _of_text(logs: Tensor, tokens: Tensor) -> Tensor:
@@ -304,10 +332,9 @@ def _of_text(logs: Tensor, tokens: Tensor) -> Tensor:
     return -logs.gather(-1, tokens[..., None])[..., 0]
 
 
-def _of_own(logs: Tensor, expected: Tensor | None) -> Tensor:
-    """Cross entropies [m, w] with the distribution whose logarithms are `expected`, or with itself.
-    A token of probability 0, as padded vocabularies have, counts for nothing."""
-    expected = logs if expected is None else expected
+def _crossed(logs: Tensor, expected: Tensor) -> Tensor:
+    """Cross entropies [m, w] with the distribution whose logarithms are `expected`. A token of
+    probability 0, as padded vocabularies have, counts for nothing."""
     weighed = expected.exp() * logs
     return -torch.where(expected == -torch.inf, 0.0, weighed).sum(-1)
 

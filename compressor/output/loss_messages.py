@@ -1,4 +1,4 @@
-"""What is said of the loss of an output (`loss.py`), in words and rounded. No torch."""
+"""Messages about the loss of an output (`loss.py`), and its numbers rounded. No torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ TEXT = "--text TEXT (text of the kind that the model will read)"
 
 
 def told(facts: Mapping[str, Any]) -> str:
-    """The facts of a loss in a sentence without its end; of one that was not measured, why."""
+    """A sentence on a loss, without its full stop; of one that was not measured, why."""
     if "unmeasured" in facts:
         return f"not measured: {facts['unmeasured']}"
     before, after = (number(facts["perplexity"][name]) for name in ("before", "after"))
     windows = "" if facts.get("first") is None else f", in windows of {facts['window']}"
+    kl = f", mean KL {facts['kl']['mean']:.3f}" if "kl" in facts else ""  # not of earlier versions
     return (
-        f"{before} -> {after} on {facts['read']}{windows}: {facts['loss']:.3f} nats a token lost, the "
-        f"most likely token the same in {facts['agreement']:.1%} of places"
+        f"{before} -> {after} on {facts['read']}{windows}: {facts['loss']:.3f} nats a token lost{kl}, "
+        f"the same top-1 token in {facts['agreement']:.1%} of places"
     )
 
 
@@ -94,10 +95,9 @@ def better_healing(texts: bool) -> str:
 
 
 def advice(plan: Plan, source: Source, aware: bool) -> str | None:
-    """A line on fits that know the weights alone, of a model that continues text; None if they are
-    `aware` of a text or healed."""
+    """A line on fits of a decoder without a text; None if they are `aware` of a text or healed."""
     writes = str((source.config.get("architectures") or [""])[0]).endswith(("CausalLM", "LMHeadModel"))
     fewer = any(layer.spec.parameters < layer.spec.dense_parameters for layer in plan.layers)
     if aware or not (writes and fewer):
         return None
-    return "these fits know the weights alone; with --text TEXT the loss is several times smaller"
+    return "fitted without a text; with --text TEXT the loss is several times smaller"

@@ -12,6 +12,7 @@ from html import escape
 from math import isfinite
 from typing import Any
 
+from blr.compressor.base.tables import size_text
 from blr.compressor.output.loss_messages import number, told
 from blr.compressor.output.svg import Cell, Series, chart, heatmap, legend
 
@@ -93,14 +94,14 @@ def _tiles(data: Mapping[str, Any]) -> str:
     dense, size = (sum(_sizes_of(t)[n] for t in data["types"]) for n in range(2))
     smaller = f"{dense / size:.3g} times smaller, {len(data['layers'])} layers" if size else ""
     tiles = [
-        ("Replaced weights", f"{_short(dense)} → {_short(size)}", smaller),
+        ("Replaced weights", f"{size_text(dense)} → {size_text(size)}", smaller),
         ("Stored bits a weight", _number(totals.get("bits"), ".4g"), "scales and corrections counted"),
     ]
     if measured := loss.get("perplexity"):
         before, after = (number(measured[name]) for name in ("before", "after"))
         tiles[1:1] = [
             ("Perplexity", f"{before} → {after}", f"{loss['loss']:.3f} nats a token lost"),
-            ("Same most likely token", f"{loss['agreement']:.1%}", "in this share of places"),
+            ("Same top-1 token", f"{loss['agreement']:.1%}", "of places"),
         ]
     items = "".join(
         f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><i>{escape(more)}</i></div>'
@@ -113,14 +114,26 @@ def _perplexity(found: Any) -> str:
     if not found:
         return ""
     rows = [(k, float(v), number(v), n) for n, (k, v) in enumerate(found.get("perplexity", {}).items())]
-    return f'<h2>Perplexity</h2><p class="said">{escape(told(found))}.</p>{_bars(rows)}'
+    said = f'<h2>Perplexity</h2><p class="said">{escape(told(found))}.</p>{_bars(rows)}'
+    return said + (_tail(found["kl"], found.get("first")) if "kl" in found else "")
+
+
+def _tail(kl: Mapping[str, Any], first: int | None) -> str:
+    """How far single tokens are from the dense model's prediction, and where that is the worst."""
+    names = {"50": "half of the tokens", "90": "9 in 10", "99": "99 in 100", "100": "all"}
+    rows = [(f"{names[n]}, at most", v, f"{v:.4g}", 1) for n, v in kl["percentiles"].items()]
+    text = f"<h3>KL to the dense model, nats a token</h3>{_bars(rows)}"
+    if first is None:
+        return text
+    places = ", ".join(f"token {x['token']:,} ({x['kl']:.3f})" for x in kl["worst"])
+    return f'{text}<p class="said">The worst windows begin at {places}.</p>'
 
 
 def _where(data: Mapping[str, Any]) -> str:
     """Errors and sizes of all layers as pictures: a row for each type, a column for each block."""
     text = ""
     for key, what in (("weighted_error", "layer outputs"), ("error", "weights")):
-        if found := [x for x in data["layers"] if _known(x.get(key))]:
+        if found := [x for x in data["layers"] if known(x.get(key))]:
             text += f"<h3>Relative error of the {what}</h3>"
             text += heatmap([_cell(layer, key, f"error {layer[key]:.4f}") for layer in found], colour=1)
     shares = [_share(layer) for layer in data["layers"]]
@@ -150,8 +163,8 @@ def _sizes(types: Sequence[Mapping[str, Any]]) -> str:
     rows = list[tuple[str, float, str, int]]()
     for n, entry in enumerate(types):
         dense, size = _sizes_of(entry)
-        rows.append((f"{entry['type']} before", float(dense), _short(dense), 7))
-        rows.append(("after", float(size), f"{_short(size)} ({size / dense:.1%})", n))
+        rows.append((f"{entry['type']} before", float(dense), size_text(dense), 7))
+        rows.append(("after", float(size), f"{size_text(size)} ({size / dense:.1%})", n))
     return f"<h2>Bytes before and after</h2>{_bars(rows)}"
 
 
@@ -190,14 +203,14 @@ def _spectra(data: Mapping[str, Any]) -> str:
 
 def _line(layer: Mapping[str, Any], colour: int) -> Series:
     curve, most = layer["curve"], min(layer["shape"])
-    first = next((value for value in curve if _known(value) and value > 0), None)
+    first = next((value for value in curve if known(value) and value > 0), None)
     if first is None:
         return Series(layer["module"], [])
     span = (most - 1) / max(len(curve) - 1, 1)
     points = [
         (1 + n * span, value / first)
         for n, value in enumerate(curve)
-        if _known(value) and value > first * 1e-8
+        if known(value) and value > first * 1e-8
     ]
     rank = layer["equal_rank"]
     x, y = min(points, key=lambda point: abs(point[0] - rank))
@@ -206,7 +219,7 @@ def _line(layer: Mapping[str, Any], colour: int) -> Series:
 
 
 def _plan(data: Mapping[str, Any]) -> str:
-    key = next((k for k in ERRORS if any(_known(x.get(k)) for x in data["layers"])), "error")
+    key = next((k for k in ERRORS if any(known(x.get(k)) for x in data["layers"])), "error")
     head = ("module", "structure", "rank or pattern", "parameters", "bits", ERRORS[key], "rule")
     rows = [
         (
@@ -260,21 +273,14 @@ def _bars(rows: Sequence[tuple[str, float, str, int]]) -> str:
     return f'<div class="bars">{items}</div>' if items else ""
 
 
-def _known(value: Any) -> bool:
+def known(value: Any) -> bool:
+    """Whether a value is a finite number."""
     return isinstance(value, int | float) and isfinite(value)
 
 
 def _number(value: Any, form: str) -> str:
     """As `form` says; a dash for what earlier versions did not record."""
-    return format(value, form) if _known(value) else "–"
-
-
-def _short(size: int) -> str:
-    """A number of bytes, as 1.24 MB."""
-    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= one:
-            return f"{size / one:.3g}\N{NO-BREAK SPACE}{unit}"
-    return f"{size}\N{NO-BREAK SPACE}B"
+    return format(value, form) if known(value) else "–"
 
 
 def _words(value: Any) -> str:

@@ -12,7 +12,7 @@ from statistics import mean
 from typing import Any
 
 from blr.compressor.checkpoint.extras import REPORT
-from blr.compressor.output.page import report_html
+from blr.compressor.output.page import known, report_html
 from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.structures.specs import Spec
 
@@ -122,13 +122,9 @@ def mean_errors(kind: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, flo
     """Of the layers of a type: the means of what is known."""
     found = dict[str, float | None]()
     for name in ("error", "weighted_error"):
-        known = [x[name] for x in layers if x["type"] == kind and _known(x.get(name))]
-        found[name] = _round(mean(known)) if known else None
+        values = [x[name] for x in layers if x["type"] == kind and known(x.get(name))]
+        found[name] = _round(mean(values)) if values else None
     return found
-
-
-def _known(value: Any) -> bool:
-    return isinstance(value, int | float) and isfinite(value)
 
 
 def _round(value: float) -> float | None:

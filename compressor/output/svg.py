@@ -1,4 +1,4 @@
-"""Small plots as inline SVG: bars, dots and lines, readable on light and dark pages.
+"""Small plots as inline SVG: dots, lines and heat maps, readable on light and dark pages.
 
 No library, no script: strings whose numbers are rounded, so that the same data gives the same
 bytes. Colours are the CSS variables --c0 … --c7, --ink, --faint and --line of the page.
@@ -20,7 +20,8 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one colour: a line (`joined`) or dots. `marks` are points to stress, with text."""
+    """Points of one colour: a line (`joined`) or dots. `marks` are points to stress, with a text that a
+    pointer shows, or that stands beside them (`named`)."""
 
     name: str
     points: Sequence[Point]
@@ -28,25 +29,7 @@ class Series:
     colour: int = 0
     marks: Sequence[tuple[float, float, str]] = ()
     titles: Sequence[str] = field(default_factory=tuple)
-
-
-def bars(rows: Sequence[tuple[str, float, str]], colours: Sequence[int] | None = None) -> str:
-    """Horizontal bars. `rows`: label, value (not negative), text beside the bar; `colours` of the
-    bars, one after the other by default."""
-    widest = max((value for _, value, _ in rows), default=1.0) or 1.0
-    label = 16 + 8 * max((len(name) for name, _, _ in rows), default=1)
-    room = WIDTH - label - 190
-    parts = []
-    for n, (name, value, text) in enumerate(rows):
-        y, length = n * BAR, max(room * value / widest, 1.0)
-        colour = (n if colours is None else colours[n]) % COLOURS
-        parts.append(
-            f'<text x="{label - 8}" y="{y + 15}" text-anchor="end">{escape(name)}</text>'
-            f'<rect x="{label}" y="{y + 3}" width="{length:.1f}" height="{BAR - 7}" rx="2" '
-            f'fill="var(--c{colour})"/>'
-            f'<text x="{label + length + 7:.1f}" y="{y + 15}">{escape(text)}</text>'
-        )
-    return _svg("".join(parts), len(rows) * BAR + 4)
+    named: bool = False
 
 
 def chart(
@@ -71,7 +54,7 @@ def chart(
     axes = _y_axis(ticks, lambda t: at_y(10**t if log else t), log)
     axes += _x_axis(_ticks(x_low, x_high), at_x, (x_low, x_high), height)
     axes += _labels(x_label, y_label, height)
-    return _framed(_svg(axes + "".join(_drawn(one, at_x, at_y) for one in series), height))
+    return _framed(picture(axes + "".join(_drawn(one, at_x, at_y) for one in series), height))
 
 
 @dataclass(frozen=True)
@@ -111,7 +94,7 @@ def heatmap(cells: Sequence[Cell], colour: int = 0) -> str:
     drawn += (
         f'<text class="tick" x="{label - 8}" y="{len(rows) * BAR + 14}" text-anchor="end">block</text>'
     )
-    return _framed(_svg(drawn, len(rows) * BAR + 20))
+    return _framed(picture(drawn, len(rows) * BAR + 20))
 
 
 def legend(names: Sequence[tuple[str, int]]) -> str:
@@ -144,6 +127,12 @@ def _drawn(one: Series, at_x: Callable[[float], float], at_y: Callable[[float], 
             f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="4" fill="{colour}" stroke="var(--page)">'
             f"<title>{escape(text)}</title></circle>"
         )
+        if one.named:
+            right = at_x(x) > WIDTH / 2
+            drawn += (
+                f'<text class="tick" x="{at_x(x) + (-8 if right else 8):.1f}" y="{at_y(y) - 6:.1f}" '
+                f'text-anchor="{"end" if right else "start"}">{escape(text)}</text>'
+            )
     return drawn
 
 
@@ -195,7 +184,8 @@ def _decades(low: float, high: float) -> list[float]:
     return [float(n) for n in reversed(range(last, first - step, -step))]
 
 
-def _svg(body: str, height: int) -> str:
+def picture(body: str, height: int) -> str:
+    """The elements in `body` as an SVG of the usual width."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">{body}</svg>'
     )

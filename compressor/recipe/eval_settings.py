@@ -19,24 +19,23 @@ class EvalSettings:
     """Texts, pairs or tasks, and how a model is judged by them.
 
     Options:
-        text: Text file or .jsonl: perplexity of a decoder on it; repeatable.
-        sts: CSV of sentence pairs and scores: Spearman of an encoder on it.
-        tasks: Tasks of lm-evaluation-harness, as hellaswag,arc_easy (extra eval).
+        text: Measure the perplexity of a decoder on this text file or .jsonl; repeatable.
+        sts: Measure the Spearman correlation of an encoder on this CSV of sentence pairs and scores.
+        tasks: Run these tasks of lm-evaluation-harness, as hellaswag,arc_easy (extra eval).
         tasks_path: Folder of more task files (YAML).
-        shots: Examples in a task's prompt. [as the task says]
-        limit: Documents a task at most.
-        window: Tokens a window of the texts. [512, or the model's most]
-        stride: Tokens between windows. [the window]
-        max_tokens: Only the first tokens.
-        skip_tokens: Not the first tokens. [read them all]
-        batch: Windows or sentences at once.
-        dtype: Dtype to compute in.
-        device: auto, cpu, cuda or cuda:N.
-        threads: CPU threads to compute with.
-            [OMP_NUM_THREADS, or the cores that affinity and quota leave]
+        shots: Examples in the prompt of a task. [as the task says]
+        limit: Documents of a task at most.
+        window: Tokens of a window of text. [512, or the model's most]
+        stride: Tokens from one window to the next. [the window]
+        max_tokens: Read only this many tokens of a text.
+        skip_tokens: Leave out the first tokens of a text. [read them all]
+        batch: Windows or sentences computed at once.
+        dtype: Compute in this dtype.
+        device: Compute on auto, cpu, cuda or cuda:N.
+        threads: Compute with this many CPU threads. [OMP_NUM_THREADS, or all free cores]
         trust_remote_code: Run modeling code found in the checkpoint.
-        verify: Hash what is read of an output of blr, against its manifest.
-        offline: Never open a socket.
+        verify: Compare files written by blr with their manifest while they are read.
+        offline: Read nothing from the network.
     """
 
     text: tuple[Path, ...] = ()

@@ -38,36 +38,37 @@ class HealOptions(RunSettings):
         micro: windows that a process takes a pass; None what fits.
 
     Options:
-        data (--text, --data): Text, .jsonl or data set, repeatable; self: the teacher's own text. [self]
-        mix: Share of the teacher's own text beside yours. [0.67]
-        own_tokens: Tokens of own text to write.
+        data (--text, --data): Train on this text file, .jsonl or data set; repeatable; self is text that
+            the teacher writes. [self]
+        mix: Share of text that the teacher writes, beside yours. [0.67]
+        own_tokens: Tokens that the teacher writes.
             [by the budget, at most 16777216 on a GPU, 65536 on a CPU]
-        vary: Share of tokens replaced where a text is read for the fourth time and on, lest it be learnt
-            by heart. [0.2; 0 for --loss lm and encoders]
-        minutes: Minutes of training. [3]
-        epochs: Passes over the text instead.
-        steps: Steps instead.
-        rate (--lr): Rate a step, relative to the root mean square of each tensor.
-        batch: Tokens a step, of all processes. [64 windows on a GPU, 8 on a CPU]
-        window: Tokens a window.
-        loss: kl: distance from the teacher's answers; lm: loss on the text.
-        top_k: Compare only the teacher's K likeliest tokens. [all]
-        hidden: Weight of the distance between the blocks' outputs.
+        vary: From the fourth epoch on, replace this share of the tokens at random, against overfitting.
+            [0.2; 0 for --loss lm and encoders]
+        minutes: Train for this many minutes. [3]
+        epochs: Read the text this many times, in place of --minutes.
+        steps: Take this many optimizer steps, in place of --minutes.
+        rate (--lr): Learning rate, relative to the root mean square of each tensor.
+        batch: Tokens of a step, over all processes. [64 windows on a GPU, 8 on a CPU]
+        window: Tokens of a window.
+        loss: Minimize kl, the divergence from the teacher, or lm, the loss on the text.
+        top_k: Compare only the K tokens that the teacher finds likeliest. [all]
+        hidden: Weight of the distance between outputs of blocks, beside --loss.
             [4; 1 for encoders, 0 with --loss lm]
-        train: Some of factors, norms, biases, dense, embeddings, head.
-        lora: Train additions of this rank to every layer, merged in the end, not factors. [factors]
-        warmup: Share of the run in which the rate rises.
+        train: Parameters to train: some of factors, norms, biases, dense, embeddings, head.
+        lora: Train low-rank additions of this rank, merged at the end, in place of factors. [factors]
+        warmup: Share of the run in which the learning rate rises.
         clip: Largest norm of the gradient.
-        patience: Stop after so many tenths of the run without a new best.
-        checkpointing: Less memory: keep only the inputs of the blocks. [where it would not fit a GPU]
-        compile: torch.compile blocks and loss.
-        fsdp: Share both models out over the processes (FSDP2), so that none holds all.
+        patience: Stop after this many tenths of the run without a better result.
+        checkpointing: Save memory: keep only the inputs of the blocks. [where it would not fit a GPU]
+        compile: Compile blocks and loss with torch.compile.
+        fsdp: Divide both models over the processes (FSDP2), so that none holds all.
             [where they would not fit a GPU]
-        track: Also log to tensorboard, wandb or another of accelerate's. [none]
-        save_minutes: Minutes between saved states.
-        seed: Seed of own text and of the order of windows.
-        device: auto, cpu, cuda or cuda:N.
-        force: Go on with a teacher that does not fit, and write a result that loses over one nat.
+        track: Also log to tensorboard, wandb or another tracker of accelerate. [none]
+        save_minutes: Save the state every so many minutes.
+        seed: Seed of the teacher's text and of the order of windows.
+        device: Compute on auto, cpu, cuda or cuda:N.
+        force: Take a teacher that does not fit, and write a result that loses over 1 nat a token.
     """
 
     teacher_name: str = ""

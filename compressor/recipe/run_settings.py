@@ -15,16 +15,15 @@ class RunSettings:
     `max_shard_size` is in bytes.
 
     Options:
-        threads: CPU threads to compute with.
-            [OMP_NUM_THREADS, or the cores that affinity and quota leave]
-        max_shard_size: Largest shard, as 500MB or 5GB.
+        threads: Compute with this many CPU threads. [OMP_NUM_THREADS, or all free cores]
+        max_shard_size: Largest file of weights, as 500MB or 5GB.
         revision: Branch, tag or commit on the hub. [main]
         overwrite: Replace an output folder that blr wrote.
-        restart: Discard what an interrupted run left.
-        allow_pickle: Read pytorch_model.bin (weights only).
-        check: Run what was written, and measure its loss, before it is committed.
-        force: Write what loses over 1 nat a token of a decoder, too.
-        offline: Never open a socket.
+        restart: Discard the work of an interrupted run, and start again.
+        allow_pickle: Read weights from pytorch_model.bin, too.
+        check: Run the output and measure its loss before it appears.
+        force: Write the output even if it loses over 1 nat a token.
+        offline: Read nothing from the network.
     """
 
     source_name: str
@@ -50,7 +49,7 @@ class CompressSettings(RunSettings):
     training after the fits.
 
     Options:
-        device: auto, cpu, cuda or cuda:N.
+        device: Compute on auto, cpu, cuda or cuda:N.
     """
 
     calibration: str | None = None

@@ -142,41 +142,41 @@ class Recipe(RecipeFields):
         sequential: fit each layer to the inputs that the compressed layers before it give.
 
     Options:
-        method (--method, -m): svd, monarch, blast, ks (Kronecker-sparse); dense, to --quantize.
-            [svd; dense for --quantize alone]
-        cf: Compression factor of the replaced layers, over 1. [2 of a structure]
-        rank: Fixed rank in place of --cf.
-        blocks: Blocks b of Monarch and BLAST. [4 for Monarch, 16 for BLAST]
-        pattern: Kronecker-sparse chain: '(1,192,48,2)(2,48,192,1)' or butterfly.
-            [the least predicted error]
-        pivot: svd held by rows of its own: the same function in r(o + i - r) numbers. [no-pivot]
-        heads: Attention by svd: whole, grouped:G, per-head or auto. [whole]
-        kv_rank: Rank of k and v, of each group of heads; the cache of keys and values then holds ranks.
-            [none]
-        kv_cf: The same by how much smaller the cache becomes; 1 with --kv-quantize. [none]
-        kv_quantize: int8, or int4 for the lesser three quarters: what such a cache holds its ranks in.
-            [none]
-        quantize: int8, int4, int3, int2 or fp8: what dense weights are stored in, or --method's factors.
-            [none; int4 of a correction]
-        group: Numbers that share a scale: 128, 64, 32. [128; a row of fp8]
-        base: int2, int3, int4 or int8: dense weights stored so, which --method corrects. [none]
-        bpw: Bits a weight in all, in place of --rank: of a --base and its correction.
-        tokens_per_second: In place of sizes: the most bits that decode one sequence so fast on --gpu
-            (predicted).
-        gpu: GPU that times are predicted for, as configs/gpus.yaml. [this machine's, else h200]
-        couplings: BLAST's couplings in int8, or none. [int8 of a correction]
-        solver: BLAST: varpro or precgd. [varpro]
+        method (--method, -m): Structure of the replaced layers: svd, monarch, blast or ks
+            (Kronecker-sparse); dense changes only the storage. [svd; dense for --quantize alone]
+        cf: Make the replaced layers this many times smaller, counted in parameters. [2]
+        rank: Give every replaced layer this rank, in place of --cf.
+        blocks: Divide Monarch and BLAST layers into this many blocks. [4 for Monarch, 16 for BLAST]
+        pattern: Factors of Kronecker-sparse layers: '(1,192,48,2)(2,48,192,1)' or butterfly.
+            [the pattern of the least predicted error]
+        pivot: Store r*r fewer numbers in each svd layer of rank r, at the same outputs. [no-pivot]
+        heads: Split attention layers for svd: whole, grouped:G, per-head or auto. [whole]
+        kv_rank: Reduce K and V of each group of heads to this rank, and cache the ranks. [none]
+        kv_cf: Make the KV cache this many times smaller, in place of --kv-rank.
+            [none; 1 with --kv-quantize]
+        kv_quantize: Cache these ranks in int8, or in int4 all but the most important quarter. [none]
+        quantize: Store dense weights, or the factors of --method, in int8, int4, int3, int2 or fp8.
+            [none; int4 for a correction]
+        group: Let this many numbers share a scale: 128, 64 or 32. [128; a row for fp8]
+        base: Store the dense weights in int2, int3, int4 or int8, and let --method correct them. [none]
+        bpw: Bits a weight that --base and its correction take together, in place of --rank.
+        tokens_per_second: Take the largest size that is predicted to decode one sequence at this speed.
+        gpu: GPU that times are predicted for, a name in configs/gpus.yaml. [this machine's, else h200]
+        couplings: Store the couplings of BLAST in int8, or none. [int8 in a correction]
+        solver: Solver of BLAST: varpro or precgd. [varpro]
         rounds: Rounds or steps of the solver. [the solver's]
-        include: Only modules matching this glob; repeatable.
-        exclude: Not the modules matching this glob; repeatable.
-        dtype: Stored dtype of the factors. [the weight's own]
+        include: Compress only modules whose name matches this glob; repeatable.
+        exclude: Keep modules whose name matches this glob dense; repeatable.
+        dtype: Store the factors in this dtype. [the weight's own]
         seed: Seed of solvers that start at random. [0]
-        samples: Calibration windows or sentences at most. [256]
-        seq_len: Tokens a calibration window. [512]
-        mix: Share of the calibration that is the model's own text. [none]
-        allocation: uniform, or sensitivity, which needs --text. [sensitivity if it can be]
-        refit: Epochs of the joint refit of each block. [2 on a GPU, 4 of packed weights, 0 on a CPU]
-        finish: Epochs of a last pass, which trains all blocks together to predict as dense.
+        samples: Calibrate with at most this many windows or sentences. [256]
+        seq_len: Tokens of a calibration window. [512]
+        mix: Let the model write this share of the calibration text itself. [none]
+        allocation: Share out ranks: uniform, or by sensitivity, which needs --text.
+            [sensitivity if it can be]
+        refit: Epochs of training each block after its fits.
+            [2 on a GPU, 4 of packed weights, 0 on a CPU]
+        finish: Epochs of a last pass that trains all blocks together to predict as the dense model.
             [8 on a GPU with the room, else 0]
     """
 

@@ -244,10 +244,13 @@ def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = (
                 "choose another --output"
             )
         _check_name(output)
-        if not parent.is_dir():
-            raise OutputError(f"{parent}: no such folder to write {output.name} into; create it first")
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise OutputError(f"{parent}: not writable; choose an output folder you can write to")
+        place = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())
+        if not place.is_dir():
+            raise OutputError(
+                f"{place}: a file, no folder to write {output.name} into; choose another --output"
+            )
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise OutputError(f"{place}: not writable; choose an output folder you can write to")
         if os.path.lexists(output):
             _check_occupied(output, overwrite)
 

@@ -62,6 +62,7 @@ class Workspace:
 
     def __enter__(self) -> Workspace:
         with storage_errors(self.output.parent):
+            self.output.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             try:
                 self._enter()

@@ -11,6 +11,7 @@ from running import Invoke
 from typer.testing import CliRunner
 
 from blr.compressor.cli import app
+from blr.compressor.cli.from_fields import ADVANCED
 
 pytestmark = pytest.mark.fast
 
@@ -72,13 +73,13 @@ OPTIONS = [
 
 
 def flat(text: str) -> str:
-    """Without the breaks of lines and words that a terminal of some width needs."""
-    return "".join(text.split())
+    """Without spaces and the frames of panels."""
+    return "".join(text.replace("│", "").split())
 
 
 @pytest.fixture(scope="module")
 def shown() -> dict[tuple[str, ...], str]:
-    runner = CliRunner()
+    runner = CliRunner(env={"COLUMNS": "2000"})  # a line an option
     return {path: flat(runner.invoke(app, [*path, "--help"]).stdout) for path in EVERY}
 
 
@@ -114,10 +115,21 @@ def test_every_default_shows(
         assert entry.startswith(f"[default:{flat(str(getattr(default, 'value', default)))}")
 
 
-@pytest.mark.parametrize("group", [(), ("bench",), ("recipes",)])
+@pytest.mark.parametrize("group", [("bench",), ("recipes",)])
 def test_a_command_left_out_is_answered_by_all_there_are(group: tuple[str, ...], invoke: Invoke) -> None:
     """In the lines of the help, on standard error: nothing was done."""
     code, out, err = invoke(*group)
-    assert (code, out) == (2, "") and err.startswith("Usage: ") and err.count("\n") > 5
+    assert (code, out) == (2, "") and err.strip().startswith("Usage: ") and err.count("\n") > 5
     inside = {path[-1] for path in EVERY if path[:-1] == group and path}
-    assert inside and all(f"\n  {name} " in err for name in inside)
+    assert inside and all(f"\n│ {name} " in err for name in inside)
+
+
+def test_blr_alone_shows_what_to_start_with(invoke: Invoke) -> None:
+    code, out, err = invoke()
+    assert (code, out) == (2, "")
+    assert all(f"  blr {name} " in err for name in ("compress", "heal", "eval")) and err.count("\n") < 10
+
+
+def test_compress_shows_few_options_first() -> None:
+    panels = [getattr(option, "rich_help_panel", None) for option in EVERY["compress",].params]
+    assert 10 < panels.count(None) <= 1 + 16 and set(panels) == {None, ADVANCED}

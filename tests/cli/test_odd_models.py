@@ -292,7 +292,7 @@ def test_the_model_inside_leaves_its_layers_to_the_head(
         ("export", "out", "-o", "exported", "--as", kind),
     ):
         ended = limited.run(*command, cwd=tmp_path)
-        assert ended.code == 0 and "check: loaded and run" in ended.out, ended.err
+        assert ended.code == 0 and "loaded and run" in ended.out, ended.err
 
 
 # --- Hints of code --------------------------------------------------------------------------------

@@ -137,8 +137,8 @@ def test_read_only_folder(killer: Killer, dense: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("missing/out", "no such folder to write out into"),
-        ("file/out", "no such folder"),
+        ("file/out", "a file, no folder to write out into"),
+        ("file/more/out", "a file, no folder to write out into"),
         ("file", "exists and is not a folder"),
         ("link", "a link, whose place a finished folder would take"),
         ("root", "which this run replaces"),
@@ -162,6 +162,11 @@ def test_impossible_output(
         assert refused.code == 5 and refused.stderr.count("\n") == 1
         assert message in refused.stderr or (options and "not written by blr" in refused.stderr)
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_folders_around_an_output_are_made(killer: Killer, dense: Path, tmp_path: Path) -> None:
+    assert killer.run("compress", dense, "-o", "new/models/out", *OPTIONS, cwd=tmp_path).code == 0
+    assert files(tmp_path / "new/models/out")
 
 
 def test_empty_folder_is_taken(killer: Killer, dense: Path, tmp_path: Path) -> None:

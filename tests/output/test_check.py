@@ -109,4 +109,4 @@ def test_what_the_command_says(tmp_path: Path) -> None:
     assert json.loads(blr(*asked, "--no-check").out)["check"] is None
     save_pico("distilbert", tmp_path / "other")
     said = blr("compress", tmp_path / "other", "-o", tmp_path / "text", "-q").out
-    assert "check: loaded and run on 16 tokens, " in said
+    assert "loaded and run on 16 tokens, " in said

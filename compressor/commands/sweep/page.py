@@ -115,7 +115,8 @@ def _series(result: dict[str, Any], colours: dict[str, int], key: str, text: int
             for place, p in zip(places, points, strict=True)
             if p["name"] in result["frontier"]
         ]
-        found.append(Series(kind, places, joined=plain, colour=colour, marks=best, titles=titles))
+        drawn = Series(kind, places, joined=plain, colour=colour, marks=best, titles=titles, named=True)
+        found.append(drawn)
     return found
 
 
@@ -154,7 +155,8 @@ def table_rows(result: dict[str, Any]) -> list[Sequence[str]]:
     head = ["", "point", "bits"]
     for name in names:
         head += [f"loss in {name}", "of plain"]
-    rows: list[Sequence[str]] = [[*head, "tokens/s (predicted)", "seconds"]]
+    paced = len({point["speed"] for point in result["points"]}) > 1  # else launches alone decide
+    rows: list[Sequence[str]] = [[*head, *["tokens/s (predicted)"] * paced, "seconds"]]
     for point in sorted(result["points"], key=lambda point: point["bits"]):
         cells = [
             "*" if point["name"] in result["frontier"] else "",
@@ -166,7 +168,7 @@ def table_rows(result: dict[str, Any]) -> list[Sequence[str]]:
             cells.append(f"{loss:.4f}" if wide is None else f"{loss:.4f} ({wide:.4f})")
             cells.append("" if share is None else f"{share:.2f}")
         speed = "" if point["speed"] is None else f"{point['speed']:,.0f}"
-        rows.append([*cells, speed, f"{point['seconds']:.0f}"])
+        rows.append([*cells, *[speed] * paced, f"{point['seconds']:.0f}"])
     return rows
 
 

@@ -1,0 +1,89 @@
+"""What compress, heal and export say at their end: labelled lines, aligned, in colour on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from shlex import quote
+from typing import Any
+
+from blr.compressor.base.tables import size_text
+from blr.compressor.output.loss_messages import number
+
+Line = tuple[str, str]
+
+
+def laid_out(lines: Iterable[Line]) -> str:
+    """Lines with their labels in a column; those without a text are left out."""
+    shown = [(label, text) for label, text in lines if text]
+    width = 2 + max(len(label) for label, _ in shown)
+    cells = [(f"{label}:".ljust(width), text) for label, text in shown]
+    if sys.stdout.isatty():
+        cells = [(f"\x1b[36m{label}\x1b[0m", text) for label, text in cells]
+    return "\n".join(label + text for label, text in cells)
+
+
+def size_line(summary: Mapping[str, Any]) -> Line:
+    """Bytes of all weights before and after."""
+    before, after = summary["bytes_before"], summary["bytes_after"]
+    factor, word = (before / after, "smaller") if before >= after else (after / before, "larger")
+    change = f"the whole model {factor:.3f} times {word}"
+    return "size", f"{size_text(before)} -> {size_text(after)}, {change}"
+
+
+def check_lines(found: Mapping[str, Any] | None) -> list[Line]:
+    """What running an output showed (`output/check.py`)."""
+    if found is None:
+        return [("check", "not run, perplexity not measured")]
+    ran = f"loaded and run on {found['ran']}, relative difference of its outputs {found['distance']:.4f}"
+    if "unmeasured" in found:
+        return [("perplexity", f"not measured: {found['unmeasured']}"), ("check", ran)]
+    return [*_loss_lines(found), ("check", ran)] if "loss" in found else [("check", ran)]
+
+
+def _loss_lines(found: Mapping[str, Any]) -> list[Line]:
+    before, after = (number(found["perplexity"][name]) for name in ("before", "after"))
+    lost = f"{found['loss']:.3f} nats a token; mean KL {found['kl']['mean']:.3f} from the dense model, "
+    same = f"the same top-1 token in {found['agreement']:.1%} of places"
+    return [("perplexity", f"{before} -> {after} on {found['read']}"), ("loss", lost + same)]
+
+
+def healed_lines(summary: Mapping[str, Any]) -> list[Line]:
+    """Of a training (`healing/summary.py`); none of no training."""
+    if not summary.get("steps"):
+        return []
+    speed = summary["tokens"] / max(summary["trained_seconds"], 1e-9)
+    best = f"best after step {summary['best_step']:,}"
+    if summary["best_step"] == 0:
+        best = "nothing was better than the start, which is written"
+    trained = f"{summary['parameters']:,} parameters, {summary['steps']:,} steps, {summary['tokens']:,} "
+    trained += f"tokens, {speed:,.0f} a second; {best}"
+    held = [
+        (
+            "held back",
+            f"{'own text' if name == 'self' else name}: {_change(before, summary['after'][name])}",
+        )
+        for name, before in summary["before"].items()
+    ]
+    return [("trained", trained), *held]
+
+
+def _change(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """Of the figures of one text."""
+    names = {"distance": "1 - cosine of embeddings", "states": "error of hidden states"}
+    if "distance" not in before:
+        names = {"kl": "KL", "student": "loss"}
+    said = ", ".join(f"{what} {before[n]:.4f} -> {after[n]:.4f}" for n, what in names.items())
+    return said if "distance" in before else f"{said} (dense {before['teacher']:.4f})"
+
+
+def time_line(summary: Mapping[str, Any]) -> Line:
+    """Of the run, and of what took a second or more, in the order in which it began."""
+    spent = summary.get("spent", {})
+    told = ", ".join(f"{what} {seconds:.0f}" for what, seconds in spent.items() if seconds >= 1)
+    return "time", f"{summary['seconds']:.1f} s" + (f" ({told})" if told else "")
+
+
+def next_line(command: str, output: str, *rest: str) -> Line:
+    """The command to type next, on the folder that was written."""
+    return "next", " ".join(("blr", command, quote(output), *rest))
