@@ -11,10 +11,7 @@ from torch import Tensor
 
 from blr.kernels.decode.gemv.reference import ACTIVATIONS, gemv
 
-# Rows from which tensor cores multiply plain weights (`kernels/decode/skinny`), and inputs are prepared
-# by a launch of their own; and packed weights, of which CUDA cores multiply few rows faster.
-PLAIN_FROM = 2
-PACKED_FROM = 3
+SEVERAL = 2  # rows from which tensor cores multiply (`kernels/decode/skinny`)
 
 
 @dataclass(frozen=True)

@@ -19,49 +19,43 @@ Run = Callable[[], Any]
 LONG = 4096  # columns of rows in int4 that are not in pairs
 
 
-def stages(segments: Sequence[AnySegment], *, add: bool = False, **options: Any) -> Run:
-    """The function that runs stages, each stored or added to its result. options: of `grouped`.
+def stages(
+    segments: Sequence[AnySegment], *, add: bool = False, activation: str = "", **options: Any
+) -> Run:
+    """The function that runs stages, each stored or added to its result, or with an activation
+    ``act(gate) ⊙ up`` of two. options: of `grouped`.
 
     Where products of bytes pay, it is those of `kernels/decode/integer`. Else corrections are added by
     a launch of their first stages and then of the layers.
     """
     if packed := _in_words(segments):
-        return _bytewise(packed, options, add=add)
+        return _bytewise(packed, options, add=add, activation=activation)
+    if activation and any(map(_long, segments)):
+        return _beside(segments, activation, options)
     runs = _firsts(segments, options)
-    if add:
+    if activation:
+        runs.append(partial(dual, *segments, activation=activation, **options))
+    elif add:
         runs += [partial(add_to, s, **options) for s in segments]
     else:
         runs.append(partial(grouped, segments, **options))
-    return lambda: [run() for run in runs]
+    return partial(_in_turn, *runs)
 
 
-def pair(gate: AnySegment, up: AnySegment, *, activation: str, **options: Any) -> Run:
-    """The function that runs `dual`, and the corrections of both as `stages` does."""
-    words = _in_words((gate, up))
-    if words:
-        return _bytewise(words, options, activation=activation)
-    if _apart(gate, up):
-        return _beside(gate, up, activation, options)
-    runs = _firsts((gate, up), options)
-    runs.append(partial(dual, gate, up, activation=activation, **options))
-    return lambda: [run() for run in runs]
-
-
-def _apart(gate: AnySegment, up: AnySegment) -> bool:
+def _long(s: AnySegment) -> bool:
     """Whether gate and up are faster as rows of one launch, their product by another: on an H200 one of
     2 × 14336 rows takes 44 us as a pair in int4 and 31 as rows; corrected, in int2, 43 and 35."""
-    packed = [s for s in (gate, up) if isinstance(s, QuantizedSegment)]
-    long = any((s.bits == 4 and s.K >= LONG) or s.correction is not None for s in packed)
-    return long
+    packed = isinstance(s, QuantizedSegment)
+    return packed and ((s.bits == 4 and s.K >= LONG) or s.correction is not None)
 
 
-def _beside(gate: AnySegment, up: AnySegment, activation: str, options: dict[str, Any]) -> Run:
+def _beside(segments: Sequence[AnySegment], activation: str, options: dict[str, Any]) -> Run:
     from blr.kernels.decode.gemv.gate import gate as run
 
-    width = up.y.shape[1]
-    both = torch.empty(len(up.x), 2 * width, dtype=torch.float32, device=up.x.device)
-    halves = [replace(s, y=y) for s, y in zip((gate, up), both.split(width, 1), strict=True)]
-    last = partial(run, both, up.y, activation=activation, pdl=options.get("pdl", False))
+    y = segments[1].y
+    both = torch.empty(len(y), 2 * y.shape[1], dtype=torch.float32, device=y.device)
+    halves = [replace(s, y=part) for s, part in zip(segments, both.chunk(2, 1), strict=True)]
+    last = partial(run, both, y, activation=activation, pdl=options.get("pdl", False))
     return partial(_in_turn, stages(halves, **options), last)
 
 
