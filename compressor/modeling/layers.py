@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.after_import import after_import
 from blr.compressor.modeling.float8 import float8_product, forget_scales, prepare_layer
-from blr.compressor.modeling.packed import Packed, packed_factor
+from blr.compressor.modeling.packed import Packed, has_gradient, packed_factor
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
 from blr.compressor.modeling.stages import Corrections, Stage, correction_of, stages_of
 from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec, spec_from_dict
@@ -31,8 +31,7 @@ from blr.kernels.layers.kronecker.op import kronecker_linear
 from blr.kernels.layers.lowrank.op import lowrank_linear
 from blr.kernels.layers.lowrank.reference import grouped_lowrank_linear
 from blr.kernels.layers.monarch.op import monarch_linear
-
-WHOLE = 1 << 27  # weights dequantized at once: an output head of 128256 x 4096 takes four turns
+from blr.kernels.layers.packed.op import WHOLE, packed_linear
 
 
 @dataclass(frozen=True)
@@ -109,6 +108,13 @@ class KernelLinear(modeling_blr.StructuredLinear):
             if factor is None or factor.names == (name,):
                 raise
             return self.factor(name)
+
+    def factor(self, name: str) -> Tensor:
+        """The factor ``U``, ``factors.0``, …, dense."""
+        held = self.held[name]
+        if held.storage == "integer":
+            return held.arranged(self.packed(name).dequantized())
+        return super().factor(name)
 
     def ordered(self) -> list[Tensor]:
         """Factors and indices in the order of the spec."""
@@ -253,16 +259,13 @@ class QuantizedLinear(KernelLinear):
         return self.factor("weight")
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., i] -> [..., o], with at most `WHOLE` weights dequantized at a time."""
-        w, step = self.packed(), rows_at_once(self.in_features)
+        """[..., i] -> [..., o]."""
+        w = self.packed()
         if w.fp8 and (found := float8_product(self, x, self.bias)) is not None:
             return found
-        if step >= self.out_features:
+        if w.fp8 or has_gradient(w.scale) or x.dtype != w.scale.dtype:
             return linear(x, w.dequantized(), self.bias)
-        parts = zip(w.packed.split(step), w.scale.split(step), strict=True)
-        made = (w._replace(packed=packed, scale=scale).dequantized() for packed, scale in parts)
-        y = torch.cat([linear(x, weight) for weight in made], -1)
-        return y if self.bias is None else y + self.bias
+        return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group)
 
 
 class CorrectedLinear(modeling_blr.CorrectedLinear):

@@ -131,10 +131,8 @@ class Storage:
 def _empty_packed(factor: Factor) -> tuple[Tensor, ...]:
     *rows, K = factor.stored_shape
     groups = -(-K // factor.group) if factor.group else 1
-    width, kind = (
-        groups * factor.group * factor.bits // 8,
-        torch.int8 if factor.bits == 8 else torch.uint8,
-    )
+    width = groups * factor.group * factor.bits // 8
+    kind = torch.int8 if factor.bits == 8 else torch.uint8
     if factor.storage == "float8":
         width, kind = K, E4M3
     return torch.zeros(*rows, width, dtype=kind), torch.zeros(*rows, groups)
@@ -194,7 +192,10 @@ class Factor:
 
     def dense(self, *stored: Tensor) -> Tensor:
         """The dense tensor of what is stored; of float factors a view."""
-        matrix = STORAGES[self.storage].read(self, *stored)
+        return self.arranged(STORAGES[self.storage].read(self, *stored))
+
+    def arranged(self, matrix: Tensor) -> Tensor:
+        """The same of the matrix that is stored."""
         if not self.axes:
             return matrix
         if self.tile:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.modeling_blr import (
     E4M3,
     Factor,
     StructuredLinear,
-    dequantize,
     dequantize_float8,
     unpack,
 )
+from blr.kernels.common.registration import is_traced
 from blr.kernels.decode.quantized.formats import GROUP
 from blr.kernels.decode.quantized.segments import Narrow
+from blr.kernels.layers.packed.op import dequantize
 
 EXPORT_BITS = (4, 8)  # what `blr export` rounds plain weights to, in groups of `GROUP`
 
@@ -51,12 +54,20 @@ class Packed(NamedTuple):
 
     def dequantized(self) -> Tensor:
         """[..., R, K] in the dtype of the scales."""
-        read = dequantize_float8 if self.fp8 else dequantize
-        return read(self, self.packed, self.scale)
+        if self.fp8:
+            return dequantize_float8(self, self.packed, self.scale)
+        if has_gradient(self.scale) or is_traced() or torch.compiler.is_compiling():
+            return modeling_blr.dequantize(self, self.packed, self.scale)
+        return dequantize(self.packed, self.scale, self.bits, self.K, self.scale.dtype, self.group)
 
     def blocks(self) -> Packed:
         """The same with an axis of blocks."""
         return self._replace(packed=blocked(self.packed), scale=blocked(self.scale))
+
+
+def has_gradient(scale: Tensor) -> bool:
+    """Whether scales are trained here, which plain torch does."""
+    return scale.requires_grad and torch.is_grad_enabled()
 
 
 def packed_factor(layer: StructuredLinear, name: str) -> Packed:

@@ -155,7 +155,7 @@ def test_captured(name: str, device: str, work: Path, judge: Judge) -> None:
 def compare(name: str, device: str, work: Path) -> Iterator[Row]:
     encoder, source, folder = ENCODERS[name], source_of(work, name), work / "exported" / name
     folder.parent.mkdir(exist_ok=True)
-    blr("export", source, "-o", folder, "--quiet")
+    blr("export", source, "-o", folder, "--self-contained", "--quiet")
     calls, files = inputs_of(encoder), [str(folder) + end for end in (".inputs", ".outputs")]
     torch.save(calls, files[0])
     generates, extra = encoder.task == "AutoModelForCausalLM", encoder.extra

@@ -124,7 +124,8 @@ def test_copies_on_the_cpu(method: str, work: Path, judge: Judge) -> None:
 def test_quantized(method: str, kind: str, device: str, work: Path, judge: Judge) -> None:
     """Tokens of the export on the CPU, by the runtime if there is a GPU."""
     folder, ids = work / f"{method}-{kind}", expected(work, method).rows[0].ids
-    blr("export", compressed(work, method), "-o", folder, "--quantize", kind, "--quiet")
+    given = ("--quantize", kind, "--self-contained", "--quiet")
+    blr("export", compressed(work, method), "-o", folder, *given)
     job = {"folder": str(folder), "calls": [([ids], NEW)]}
     (right,), (found,) = (
         fresh(GENERATE, {**job, "device": place})[0]["calls"] for place in ("cpu", device)

@@ -54,7 +54,7 @@ def exported(work: Path, method: str, gpu: str) -> Path:
     def make(copy: Path) -> None:
         made = work / "made" / name
         made.parent.mkdir(exist_ok=True)
-        given = ("--gpu", gpu, "--batch", BATCH, "--context", CONTEXT, "--quiet")
+        given = ("--gpu", gpu, "--batch", BATCH, "--context", CONTEXT, "--self-contained", "--quiet")
         blr("export", source, "-o", made, *given)
         shutil.copytree(made, copy)
         shutil.rmtree(made)

@@ -1,0 +1,99 @@
+"""Linear layer on a weight in few bits, ``y = x Wᵀ + bias``: the operator `blr::packed_linear`.
+
+Weights become plain numbers at every call, by a kernel where there is one, and are gone after it: the
+backward pass makes them again. It gives the gradient of x and of the bias; scales are trained through
+`blr.kernels.decode.quantized.reference`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from blr.kernels.common.available import kernel_device
+from blr.kernels.common.inlining import called
+from blr.kernels.common.registration import apply, autocast, register, rows
+from blr.kernels.decode.quantized.reference import dequantize as reference
+
+WHOLE = 1 << 27  # weights that are plain at once: an output head of 128256 x 4096 takes four turns
+
+
+def dequantize(
+    packed: Tensor, scale: Tensor, bits: int, K: int, dtype: torch.dtype, group: int
+) -> Tensor:
+    """Weights [..., R, K] in `dtype` of `packed` [..., R, bytes] and `scale` [..., R, groups]."""
+    if not kernel_device(packed) or dtype == torch.float64 or not packed.numel():
+        return reference(packed, scale, bits, K, dtype, group)
+    from blr.kernels.layers.packed.triton import dequantize as run
+
+    return run(packed, scale, bits, K, dtype, group)
+
+
+def packed_linear(
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int
+) -> Tensor:
+    """The product with a weight [R, K] of `bits` 8, 4, 3 or 2 in groups of `group`.
+
+    Args:
+        x: [..., K], any float dtype. packed: [R, bytes]. scale: [R, groups]. bias: [R] or None.
+
+    Returns:
+        [..., R] in the dtype of `x`.
+    """
+    x, bias = autocast((x, bias))
+    y = apply(_LINEAR, rows(x), packed, scale, bias, bits, group)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _forward(
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int
+) -> Tensor:
+    K, step = x.shape[1], max(WHOLE // max(x.shape[1], 1), 1)
+    if step >= len(packed):
+        return linear(x, dequantize(packed, scale, bits, K, x.dtype, group), bias)
+    parts = zip(packed.split(step), scale.split(step), strict=True)
+    y = torch.cat([linear(x, dequantize(*part, bits, K, x.dtype, group)) for part in parts], 1)
+    return y if bias is None else y.add_(bias)
+
+
+def _plain(
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int
+) -> Tensor:
+    return linear(x, reference(packed, scale, bits, x.shape[1], x.dtype, group), bias)
+
+
+def _fake(
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int
+) -> Tensor:
+    return x.new_empty(x.shape[0], packed.shape[0])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, packed, scale, _, *ctx.form = inputs
+    ctx.width = x.shape[1]
+    ctx.save_for_backward(packed, scale)
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    (packed, scale), (bits, group) = ctx.saved_tensors, ctx.form
+    for_x, *_, for_bias = ctx.needs_input_grad[:4]
+    dx = None
+    if for_x:
+        step = max(WHOLE // max(ctx.width, 1), 1)
+        parts = zip(g.split(step, 1), packed.split(step), scale.split(step), strict=True)
+        made = (a @ dequantize(q, s, bits, ctx.width, g.dtype, group) for a, q, s in parts)
+        dx = functools.reduce(torch.add, made)
+    return dx, None, None, g.sum(0) if for_bias else None, None, None
+
+
+_LINEAR = called(
+    register(
+        "packed_linear",
+        "(Tensor x, Tensor packed, Tensor scale, Tensor? bias, int bits, int group) -> Tensor",
+        *(_forward, _fake, _setup, _backward, _plain),
+    )
+)

@@ -1,0 +1,81 @@
+"""Weights in few bits as plain numbers, by one kernel at about the memory's speed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blr.kernels.common.launching import launch
+from blr.kernels.decode.quantized.formats import CURVE, OFFSET, PLANES
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("these kernels need triton") from error
+
+BEND = tl.constexpr(CURVE[3])
+WHOLE = tl.constexpr(0x4B000000)  # 2^23 in float32, whose last bit is worth 1
+ROWS = 16  # of a program, which has one group of each
+
+
+@triton.jit
+def number_of(code, MIDDLE: tl.constexpr):
+    """An integer from 0 to 2^23 - 1 minus MIDDLE in float32, without the slow conversion of integers."""
+    return (code | WHOLE).to(tl.float32, bitcast=True) - 8388608.0 - MIDDLE
+
+
+@triton.jit
+def dequantize_kernel(
+    words, word_row, scale, scale_row, y, y_row, rows, K,
+    BITS: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr, MIDDLE: tl.constexpr,
+    CURVED: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """y [rows, K] of packed words: levels times scales in float32, rounded once. A program owns BR rows
+    of one group. LOW: bits of the lowest plane."""
+    EACH: tl.constexpr = GROUP * LOW // 32  # words of the lowest plane
+    group = tl.program_id(1)
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    there = row < rows
+    held = row.to(tl.int64)
+    factor = tl.load(scale + held * scale_row + group, mask=there, other=0.0).to(tl.float32)
+    inside = tl.arange(0, GROUP)[None, :]
+    at = words + held[:, None] * word_row + group * (GROUP * BITS // 32)
+    code = tl.load(at + inside % EACH, mask=there[:, None], other=0) >> (inside // EACH * LOW)
+    if BITS == 8:
+        number = ((code << 24) >> 24).to(tl.float32)
+    else:
+        code = code & ((1 << LOW) - 1)
+        if BITS == 3:
+            HIGH: tl.constexpr = GROUP // 32  # words of the highest plane
+            bit = tl.load(at + EACH + inside % HIGH, mask=there[:, None], other=0) >> (inside // HIGH)
+            code = code | ((bit & 1) << 2)
+        number = number_of(code, MIDDLE)
+    if CURVED:
+        number = number * (1.0 + BEND * number * number)
+    column = group * GROUP + inside
+    found = (number * factor[:, None]).to(y.dtype.element_ty)
+    tl.store(y + held[:, None] * y_row + column, found, mask=there[:, None] & (column < K))
+
+
+def dequantize(
+    packed: Tensor, scale: Tensor, bits: int, K: int, dtype: torch.dtype, group: int
+) -> Tensor:
+    """`blr.kernels.decode.quantized.reference.dequantize` in one launch: [..., R, K] in `dtype`.
+
+    Args:
+        packed: [..., R, bytes], rows of stride 1. scale: [..., R, groups], any float dtype.
+    """
+    shape = (*packed.shape[:-1], K)
+    words = packed.reshape(-1, packed.shape[-1]).view(torch.int32)
+    scale = scale.reshape(-1, scale.shape[-1])
+    y = torch.empty(len(words), K, dtype=dtype, device=packed.device)
+    constants = {"BITS": bits, "GROUP": group, "LOW": PLANES[bits][0], "MIDDLE": OFFSET[bits]}
+    launch(
+        dequantize_kernel,
+        (-(-len(words) // ROWS), -(-K // group)),
+        (words, words.stride(0), scale, scale.stride(0), y, y.stride(0), len(words), K),
+        {**constants, "CURVED": bits in CURVE, "BR": ROWS},
+        num_warps=4,
+    )
+    return y.view(shape)

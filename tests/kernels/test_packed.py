@@ -1,0 +1,71 @@
+"""Weights in few bits as plain numbers: the kernel in the interpreter, and the layer's operator."""
+
+import pytest
+import torch
+from tolerances import TOLERANCES
+
+from blr.kernels.decode.quantized.reference import dequantize as reference
+from blr.kernels.decode.quantized.reference import quantize
+from blr.kernels.layers.packed.op import packed_linear
+
+
+def weight(bits: int, group: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    w = torch.randn(rows, columns, generator=torch.Generator().manual_seed(bits + group))
+    packed, scale = quantize(w, bits, torch.float32, group)
+    scale[0], scale[1] = 0.0, -scale[1]
+    return packed, scale
+
+
+@pytest.mark.parametrize("columns", [256, 200, 33])
+@pytest.mark.parametrize("group", [128, 64, 32])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_same_numbers(bits: int, group: int, columns: int) -> None:
+    """The kernel gives the numbers of the reference, also of scales that are zero or negative, of rows
+    that are no whole tile, and of columns that end inside a group."""
+    from blr.kernels.layers.packed.triton import dequantize
+
+    packed, scale = weight(bits, group, 19, columns)
+    found = dequantize(packed, scale, bits, columns, torch.float32, group)
+    assert torch.equal(found, reference(packed, scale, bits, columns, torch.float32, group))
+    stacked = dequantize(packed[None], scale[None], bits, columns, torch.float32, group)
+    assert torch.equal(stacked[0], found)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite(bad: float) -> None:
+    """A scale or an input that is not finite gives what the dense weight gives."""
+    packed, scale = weight(4, 32, 8, 64)
+    scale[2, 1] = bad
+    x = torch.randn(3, 64)
+    x[1, 5] = bad
+    dense = reference(packed, scale, 4, 64, torch.float32, 32)
+    found = packed_linear(x, packed, scale, None, 4, 32)
+    torch.testing.assert_close(found, x @ dense.T, equal_nan=True)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("bits", [4, 3])
+def test_gradients(bits: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of inputs and bias, as through the dense weight; also where it is made part by part."""
+    packed, scale = weight(bits, 64, 40, 96)
+    dense = reference(packed, scale, bits, 96, torch.float32, 64)
+    g, found, expected = torch.randn(2, 5, 40), [], []
+    monkeypatch.setattr("blr.kernels.layers.packed.op.WHOLE", 96 * 16)
+    for product, into in ((lambda x, b: packed_linear(x, packed, scale, b, bits, 64), found),
+                          (lambda x, b: torch.nn.functional.linear(x, dense, b), expected)):  # fmt: skip
+        x = torch.randn(2, 5, 96, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        b = torch.ones(40, requires_grad=True) if biased else None
+        y = product(x, b)
+        y.backward(g)
+        into += [y.detach(), x.grad, *([b.grad] if b is not None else [])]
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= TOLERANCES[torch.float32] * other.norm()
+
+
+def test_compiled_without_a_break() -> None:
+    """`torch.compile` sees one operator."""
+    packed, scale = weight(2, 32, 16, 64)
+    x = torch.randn(3, 64)
+    run = torch.compile(lambda x: packed_linear(x, packed, scale, None, 2, 32) + 1, fullgraph=True)
+    expected = x @ reference(packed, scale, 2, 64, torch.float32, 32).T + 1
+    torch.testing.assert_close(run(x), expected)
