@@ -35,18 +35,17 @@ def stages(
     runs = _firsts(segments, options)
     if activation:
         runs.append(partial(dual, *segments, activation=activation, **options))
-    elif add:
-        runs += [partial(add_to, s, **options) for s in segments]
     else:
-        runs.append(partial(grouped, segments, **options))
+        runs.append(partial(grouped, segments, add=add, **options))
     return partial(_in_turn, *runs)
 
 
 def _long(s: AnySegment) -> bool:
     """Whether gate and up are faster as rows of one launch, their product by another: on an H200 one of
     2 × 14336 rows takes 44 us as a pair in int4 and 31 as rows; corrected, in int2, 43 and 35."""
-    packed = isinstance(s, QuantizedSegment)
-    return packed and ((s.bits == 4 and s.K >= LONG) or s.correction is not None)
+    if isinstance(s, Segment):
+        return False
+    return (s.bits == 4 and s.K >= LONG) or s.correction is not None
 
 
 def _beside(segments: Sequence[AnySegment], activation: str, options: dict[str, Any]) -> Run:
@@ -69,16 +68,18 @@ def grouped(
     *,
     gain: Tensor | None = None,
     eps: float = 0.0,
+    add: bool = False,
     pdl: bool = False,
 ) -> None:
-    """`segments.grouped` of either kind, of z that are there; neighbours of a format in one launch."""
+    """`segments.grouped` of either kind, of z that are there; neighbours of a format in one launch. add:
+    to what the results hold."""
     for (bits, _), found in groupby(segments, key=_format):
         launch: Callable[..., None]
         if bits:
             from blr.kernels.decode.quantized.grouped import grouped as launch
         else:
             from blr.kernels.decode.gemv.grouped import grouped as launch
-        launch(list(found), gain=gain, eps=eps, pdl=pdl)
+        launch(list(found), gain=gain, eps=eps, add=add, pdl=pdl)
 
 
 def dual(gate: AnySegment, up: AnySegment, **options: Any) -> None:
@@ -93,21 +94,6 @@ def dual(gate: AnySegment, up: AnySegment, **options: Any) -> None:
     else:
         from blr.kernels.decode.quantized.grouped import dual as launch
     launch(gate, up, **options)
-
-
-def add_to(s: AnySegment, *, gain: Tensor | None = None, eps: float = 0.0, pdl: bool = False) -> None:
-    """The stage of a segment without a mix, added to what its result holds."""
-    options: dict[str, Any] = {"bias": s.bias, "part": s.part, "gain": gain, "eps": eps, "pdl": pdl}
-    options |= {"residual": s.y, "out": s.y}
-    if isinstance(s, Segment):
-        from blr.kernels.decode.gemv.launch import gemv
-
-        gemv(s.x, s.w, **options)
-    else:
-        from blr.kernels.decode.quantized.launch import gemv_quantized
-
-        options |= {"group": s.group, "correction": s.correction}
-        gemv_quantized(s.x, s.packed, s.scale, s.bits, s.K, **options)
 
 
 def _format(s: AnySegment) -> tuple[int, int]:
