@@ -77,8 +77,9 @@ class Binder:
         )
 
     def _order(self, part: StagePart) -> tuple[int, int] | None:
-        """The order in which packed weights read a stage's target, if they are skinny products."""
-        return part.order if self.triton and self.rows >= SEVERAL else None
+        """The order in which packed weights read a stage's target, if tensor cores surely take them."""
+        least = SEVERAL if part.order is None or part.order[0] == 4 else SEVERAL + 1
+        return part.order if self.triton and self.rows >= least else None
 
     def _stages(self, phase: Phase) -> Run:
         segments = [self._segment(part) for part in phase.parts]
@@ -92,11 +93,11 @@ class Binder:
         options = {**norm, "add": phase.add, "activation": phase.activation, "pdl": self.pdl}
         targets = {part.target for part in phase.parts}
         self.ordered.difference_update(targets)
-        if self.rows >= SEVERAL and (run := self._tensor_cores(phase, segments, **options)):
-            return run
-        from blr.kernels.decode.quantized.either import stages
+        from blr.kernels.decode.quantized.either import pays_twice, stages
 
-        return stages(segments, **options)
+        several = self.rows >= SEVERAL and not pays_twice(segments)
+        run = self._tensor_cores(phase, segments, **options) if several else None
+        return run or stages(segments, **options)
 
     _dual = _stages
 

@@ -138,3 +138,23 @@ def test_packed_stages_behind_plain_ones(
         decoder.prefill(ids)
         found.append(decoder.step(token))
     assert float((found[0] - found[1]).norm() / found[0].norm()) < TOLERANCES[torch.float16]
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+@pytest.mark.parametrize("kind", ["int2", "dense2"])
+def test_two_rows_of_few_bits_run_one_after_the_other(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By products of bytes, wherever those take them; the others on tensor cores."""
+    from blr.kernels.decode.integer import form
+
+    monkeypatch.setattr(form, "pays", lambda segments: True)
+    monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 1)
+    settings = {"method": "dense", "quantize": "int2"} if kind == "dense2" else KINDS[kind]
+    model = _model(tmp_path, {**settings, "group": 64}).half()
+    found = []
+    for ops in ("torch", "triton"):
+        decoder = Decoder(model, batch=2, context=8, ops=ops)
+        decoder.prefill(torch.tensor([[5, 9, 3], [7, 2, 8]]))
+        found.append(decoder.step(torch.tensor([4, 6])))
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < TOLERANCES[torch.float16]
