@@ -1,6 +1,6 @@
 """Writes a synthetic sharded checkpoint of a published shape: random bfloat16 weights, no download.
 
-    python scripts/make_checkpoint.py llama-3.2-1b /tmp/llama-1b
+    python scripts/make_checkpoint.py 1b /tmp/llama-1b
 
 For measuring memory and time; the weights mean nothing, and are others where there is a GPU. Spectra
 fall as k^-0.5, as trained weights roughly do.
@@ -16,48 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-SHAPES = {
-    "llama-3.2-1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-    },
-    "smollm2-135m": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-    },
-    "llama-3.1-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "tie_word_embeddings": False,
-    },
-    "llama-7b": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "vocab_size": 32000,
-        "tie_word_embeddings": False,
-    },
-}
+from blr.compressor.bench.models import known_models
 
 
 def weight(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
@@ -84,12 +43,14 @@ def layer(config: dict, n: int, generator: torch.Generator) -> dict[str, torch.T
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=known_models())
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, help="fewer decoder layers than the model has")
     parser.add_argument("--tokenizer", type=Path, help="a checkpoint whose tokenizer is copied")
     arguments = parser.parse_args()
-    config = {**SHAPES[arguments.shape], "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+    config |= known_models()[arguments.shape]
+    config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     config["num_hidden_layers"] = arguments.layers or config["num_hidden_layers"]
     config |= {"dtype": "bfloat16", "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
     arguments.folder.mkdir(parents=True)

@@ -1,12 +1,13 @@
 """Runs the blocks of README.md and the guides, and compares what they print with what the pages say.
 
-Usage: python scripts/readme.py [PAGE …] [--write]
+Usage: python scripts/readme.py [PAGE …] [--write] [--demo FILE]
 
 A page is one shell in a folder of its own that shows the repository's files. Blocks fenced as ``bash``
 are typed into it, those fenced as ``python`` are given to python, and a ``yaml`` block becomes the file
 named before it. A ``text`` block behind one of these is its standard output: ``…`` stands for anything
 in a line, or for any lines, and numbers may be 10% off. Other fences are not run. ``--write`` puts what
-was printed into the pages and keeps the lines that agree.
+was printed into the pages and keeps the lines that agree. ``--demo`` compares what `scripts/demo.sh`
+printed, FILE, with the README's table of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +33,7 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 TOLERANCE = 0.1
 LIMIT = 900  # seconds a page
 ANY = "…"
+SETTINGS = {"HF_HUB_OFFLINE": "1", "COLUMNS": "110", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -95,17 +99,28 @@ def program(found: list[Block], logs: Path) -> str:
     return "\n".join(["set -eu", *steps, f"touch {logs}/end"])
 
 
-def run(found: list[Block], folder: Path) -> None:
+@contextmanager
+def commands() -> Iterator[str]:
+    """The PATH of shells whose `blr` is the one beside this Python, which forks for each command."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-P", str(ROOT / "scripts/forking.py"), folder]
+        with subprocess.Popen(command, env=os.environ | SETTINGS, stdout=subprocess.PIPE) as server:
+            server.stdout.readline()
+            try:
+                yield f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+            finally:
+                server.kill()
+
+
+def run(found: list[Block], folder: Path, path: str) -> None:
     """Type a page's blocks into a shell in `folder`."""
     (folder / "logs").mkdir()
     work = folder / "work"
     work.mkdir()
     for name in ("README.md", "tests", "scripts", "recipes", "configs"):
         (work / name).symlink_to(ROOT / name)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    settings = {"PATH": path, "HF_HUB_OFFLINE": "1", "COLUMNS": "110", "OMP_NUM_THREADS": "1"}
     command = ["timeout", str(LIMIT), "bash", "-c", program(found, folder / "logs")]
-    subprocess.run(command, cwd=work, env=os.environ | settings, check=False)
+    subprocess.run(command, cwd=work, env=os.environ | SETTINGS | {"PATH": path}, check=False)
 
 
 def judged(found: list[Block], logs: Path) -> list[tuple[Block, str, list[str]]]:
@@ -134,12 +149,19 @@ def rewritten(text: str, wrong: list[tuple[Block, str, list[str]]]) -> str:
     return text
 
 
-def checked(page: Path, write: bool) -> bool:
+def missing_rows(page: str, printed: list[str]) -> list[str]:
+    """The rows of the README's table of the demo that it has not printed."""
+    table = page.partition("| the demo's end")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [line.replace("|", " ").strip() for line in table] or ["a table of the demo"]
+    return [row for row in rows if not any(same(row, line) for line in printed)]
+
+
+def checked(page: Path, write: bool, path: str) -> bool:
     """Run a page and report on it; whether all was as it says."""
     text, began = page.read_text("utf-8"), time.monotonic()
     found = blocks(text)
     with tempfile.TemporaryDirectory() as folder:
-        run(found, Path(folder))
+        run(found, Path(folder), path)
         logs = Path(folder) / "logs"
         wrong, ended = judged(found, logs), (logs / "end").exists()
     name = page.relative_to(ROOT)
@@ -157,11 +179,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pages", nargs="*", type=Path)
     parser.add_argument("--write", action="store_true", help="put what was printed into the pages")
+    parser.add_argument("--demo", type=Path, help="what scripts/demo.sh has printed")
     asked = parser.parse_args()
+    lines = asked.demo.read_text("utf-8").splitlines() if asked.demo else []
+    missing = missing_rows(PAGES[0].read_text("utf-8"), lines) if asked.demo else []
+    for row in missing:
+        print(f"README.md: the demo has not printed {row!r}, or other numbers")
     pages = [page.resolve() for page in asked.pages] or PAGES
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        right = list(pool.map(lambda page: checked(page, asked.write), pages))
-    return 0 if all(right) else 1
+    with commands() as path, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        right = list(pool.map(lambda page: checked(page, asked.write, path), pages))
+    return 0 if all(right) and not missing else 1
 
 
 if __name__ == "__main__":

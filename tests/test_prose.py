@@ -77,3 +77,12 @@ def test_lines_agree_up_to_small_differences(expected: str, printed: str, right:
     assert readme.same(expected, printed) is right
     assert readme.agree([expected, "…"], [printed, "more", "lines"]) is right
     assert not readme.agree([expected], [])
+
+
+def test_the_table_of_the_demo_is_compared_with_what_it_prints() -> None:
+    page = "| the demo's end | MB | perplexity |\n|---|---|---|\n| dense | 4.73 | 16.80 |\n\n| a | 1 |"
+    head, row = "on tests/data/sample.txt     MB   perplexity", "dense          4.73        17.1"
+    assert readme.missing_rows(page, [head, row]) == []
+    assert readme.missing_rows(page, [head, row.replace("17", "27")])
+    assert readme.missing_rows("no table", [row])
+    assert len(readme.missing_rows((ROOT / "README.md").read_text("utf-8"), [])) == 3

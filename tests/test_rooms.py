@@ -116,3 +116,8 @@ def test_every_folder_of_modules_is_in_the_wheel() -> None:
     tops = ("compressor", "kernels", "configs", "recipes")
     folders = {path.parent for top in tops for path in (ROOT / top).rglob("*.py")}
     assert {f"blr.{'.'.join(f.relative_to(ROOT).parts)}" for f in folders} <= listed
+
+
+def test_every_test_is_where_pytest_looks() -> None:
+    files = (path for path in (ROOT / "tests").rglob("*.py") if "\ndef test_" in path.read_text("utf-8"))
+    assert [path.name for path in files if not path.name.startswith("test_")] == []

@@ -34,9 +34,8 @@ from blr.compressor.bench.models import (
     BenchModel,
     Models,
     cache_bytes,
-    find_model,
+    find_models,
     prompt,
-    refuse_large,
     weight_bytes,
 )
 from blr.compressor.bench.options import DecodeOptions
@@ -173,9 +172,12 @@ class DecodeCases:
         """Fill in floors, and `speedup` over the dense baseline or transformers on a checkpoint."""
         base = next((r.ms for r in rows if r.arm in (BASELINE, FOLDER_ARMS[0])), None)
         for row in rows:
-            if row.ms is not None and base is not None:
+            if row.ms is None:
+                continue
+            row.tokens_per_second = row.batch * 1e3 / row.ms
+            if base is not None:
                 row.speedup = base / row.ms
-            if row.ms is not None and self.copy_tbps is not None and row.bytes is not None:
+            if self.copy_tbps is not None and row.bytes is not None:
                 row.floor_ms = row.bytes / self.copy_tbps * 1e-9
                 row.fraction = row.floor_ms / row.ms
 
@@ -220,9 +222,7 @@ def run_decode(options: DecodeOptions, progress: Progress) -> tuple[BenchReport,
     device = pick_device(options.device)
     options = current(options, progress)
     cases = DecodeCases(options, device)
-    models = [(model, chosen_arms(model, options.arms)) for model in map(find_model, options.models)]
-    widths = {model.name: model.settings.get("hidden_size", 0) for model, _ in models}
-    refuse_large(device, widths, "time --models pico or a checkpoint folder")
+    models = [(m, chosen_arms(m, options.arms)) for m in find_models(options.models, device)]
     settings = {k: v for k, v in asdict(options).items() if v is not None}
     report = BenchReport("bench decode", settings, DecodeRow, decode_summary, decode_text)
     harness = Harness(report, progress, device, options.rounds, options.seconds)

@@ -1,8 +1,8 @@
 """Arms × cases: every arm is checked, those that are right take turns, a row says what came of each.
 
 A *case* is one question, such as one layer at one number of tokens; its *arms* are ways to compute the
-same thing. All of `blr bench`, `blr tune` and `scripts/bench` is cases for this harness. There is no
-time of an arm whose result was not found right, and none of arms that did not run in turn.
+same thing. All of `blr bench` and `blr tune` is cases for this harness. There is no time of an arm whose
+result was not found right, and none of arms that did not run in turn.
 """
 
 from __future__ import annotations

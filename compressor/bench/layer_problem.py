@@ -191,7 +191,7 @@ def random_factors(
 ) -> tuple[Tensor, ...]:
     """Factors whose product keeps the size of its input, and indices of any order, as of `spec`."""
     factors = [
-        gaussian(shape, _terms(name, shape), precision, device, seed + n)
+        gaussian(shape, summed(name, shape), precision, device, seed + n)
         for n, (name, shape) in enumerate(spec.shapes().items())
     ]
     return (*factors, *(random_order(count, device) for (count,) in spec.indices().values()))
@@ -203,7 +203,7 @@ def random_order(count: int, device: torch.device) -> Tensor:
     return torch.randperm(count, generator=random, dtype=torch.int32).to(device)
 
 
-def _terms(name: str, shape: Sequence[int]) -> int:
+def summed(name: str, shape: Sequence[int]) -> int:
     """How many products each output of a factor sums."""
     if name.startswith("factors."):
         return shape[2]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.base.errors import CapabilityError, UsageError
-from blr.compressor.bench.layer_problem import random_order
+from blr.compressor.bench.layer_problem import float8_layer, random_order, summed
 from blr.compressor.bench.shapes import LayerShape, specs_for
 from blr.compressor.exporting.pack import quantizable, quantize_head, quantize_model
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
+from blr.compressor.modeling.float8 import prepare_float8
+from blr.compressor.modeling.float8_makers import share_rows
 from blr.compressor.modeling.fused import fuse
 from blr.compressor.modeling.layers import CorrectedLinear, StructuredLinear
 from blr.compressor.modeling.models import replace_layers
 from blr.compressor.modeling.shared_input import share_siblings
-from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, LowRankSpec, QuantizedSpec, Spec
+from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, LowRankSpec, QuantizedSpec
 from blr.kernels.common.orders import order_of
 from blr.kernels.decode.quantized.formats import BITS
 
 STRUCTURES = {"lowrank": "svd", "pivoted": "pivoted", "monarch": "monarch", "blast": "blast"}
+FP8 = "fp8"
 OWN = "own"  # a checkpoint as it is
 CORRECTED = "corrected"  # dense weights in few bits and a low-rank correction
 FEW_BITS = {f"int{bits}": bits for bits in BITS}
@@ -59,6 +62,14 @@ def known(file: str) -> dict[str, dict[str, Any]]:
 def known_models() -> dict[str, dict[str, Any]]:
     """Settings of a LlamaConfig by name."""
     return known("bench-decode.yaml")
+
+
+def find_models(names: Sequence[str], device: torch.device) -> list[BenchModel]:
+    """Models by name or folder. Raises UsageError as `find_model`, CapabilityError as `refuse_large`."""
+    found = [find_model(name) for name in names]
+    widths = {model.name: model.settings.get("hidden_size", 0) for model in found}
+    refuse_large(device, widths, "time --models pico or a checkpoint folder")
+    return found
 
 
 def find_model(name: str) -> BenchModel:
@@ -103,7 +114,7 @@ class Models:
     ends: tuple[nn.Module, nn.Module] | None = None  # embedding and head of all random models
 
     def get(self, structure: str, kind: str = "", plain: bool = False, head: str = "") -> Any:
-        """The model in a structure ("dense", "lowrank", …, "own") and kind ("", "int8", …).
+        """The model in a structure ("dense", "lowrank", …, "own") and kind ("", "fp8", "int8", …).
 
         `plain`: with low-rank layers as two nn.Linear each, on the same weights. `head`: the kind of
         the output head.
@@ -113,16 +124,14 @@ class Models:
             self.built[key] = self._build(structure, kind, plain, head)
         return self.built[key]
 
-    def fresh(self, structure: str) -> Any:
-        """A model in a structure that nobody else has, to be changed."""
-        return self._build(structure, "", False, "")
-
     def _build(self, structure: str, kind: str, plain: bool, head: str) -> Any:
         if plain and structure == "lowrank":
             return two_linears(self.get(structure), self._empty())
         model = self._loaded() if structure == OWN else self._random(structure)
         if structure == CORRECTED:
             correct_model(model, FEW_BITS[kind], self.rank)
+        elif kind == FP8:
+            to_float8(model)
         elif kind:
             quantize_model(model, FEW_BITS[kind])
         if head:
@@ -202,25 +211,16 @@ def _allocate(module: nn.Module, name: str, tensor: Tensor, device: torch.device
     if not isinstance(module, StructuredLinear) or name == "bias":
         return torch.empty_like(tensor, device=device)
     order = order_of(name, tensor.dim())
-    physical = torch.empty([tensor.shape[a] for a in order], dtype=tensor.dtype, device=device)
-    return physical.permute(tuple(order.index(axis) for axis in range(len(order))))
+    return torch.empty_permuted(tensor.shape, order, dtype=tensor.dtype, device=device)
 
 
 def _deviation(module: nn.Module, name: str, tensor: Tensor) -> float | None:
     """Standard deviation that gives a weight unit gain; None for a gain."""
     if isinstance(module, StructuredLinear):
-        return _contracted(module.spec, name) ** -0.5
+        return float(summed(name, tensor.shape) ** -0.5)
     if tensor.dim() == 1:
         return None
     return 1.0 if isinstance(module, nn.Embedding) else tensor.shape[-1] ** -0.5
-
-
-def _contracted(spec: Spec, name: str) -> int:
-    """How many terms a product with this factor sums."""
-    shape = spec.shapes()[name]
-    if name == "S":
-        return shape[1]
-    return max(prod(shape[axis] for axis in order_of(name, len(shape))[-1:]), 1)
 
 
 def two_linears(model: Any, empty: Any) -> Any:
@@ -274,6 +274,21 @@ def corrected_layer(layer: Any, bits: int, rank: int) -> CorrectedLinear:
         made = CorrectedLinear(CorrectedSpec(base, correction), layer.bias is not None)
     made.to(weight.dtype).load_state_dict(tensors, assign=True)
     return made.requires_grad_(False).train(layer.training)
+
+
+def to_float8(model: Any) -> Any:
+    """`model` with all linear layers but the head in float8, in place."""
+    head = model.get_output_embeddings()
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, StructuredLinear) or (type(layer) is nn.Linear and layer is not head):
+            parent, _, child = name.rpartition(".")
+            plain = getattr(layer, "spec", None) or DenseSpec(layer.in_features, layer.out_features)
+            factors = {factor: getattr(layer, factor).detach() for factor in plain.shapes()}
+            bias = None if layer.bias is None else layer.bias.detach()
+            setattr(model.get_submodule(parent), child, float8_layer(plain, factors, bias))
+    share_rows(model)
+    prepare_float8(model)
+    return model
 
 
 def weight_bytes(model: Any) -> int:

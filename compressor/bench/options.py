@@ -86,7 +86,7 @@ class BenchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions(BenchOptions):
-    """`blr bench layers`.
+    """Layers of published models: dense, plain torch, torch.compile and ours, interleaved.
 
     Options:
         models: Comma-separated, of configs/bench-shapes.yaml. [llama-7b; gpt2-s on a CPU]
@@ -137,7 +137,7 @@ class StructuredOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(StructuredOptions):
-    """`blr bench decode`.
+    """Decoding of whole models: transformers compiled, ours dense, structured and quantized.
 
     Options:
         models: Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders.
@@ -168,7 +168,7 @@ class DecodeOptions(StructuredOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions(StructuredOptions):
-    """`blr bench prefill`.
+    """Prompts through whole models in transformers: dense and structured, bf16 and float8.
 
     Options:
         models: Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders.
@@ -192,7 +192,7 @@ class PrefillOptions(StructuredOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions(ModelOptions):
-    """`blr bench memory`.
+    """Memory and time of a forward pass: dense, low rank as it is, and ours within a bound.
 
     Options:
         models: Some of bert-base, roberta-base, llama-7b, llama-3.1-8b, pico-bert, pico-llama.

@@ -16,38 +16,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from blr.compressor.base.device import float_dtype, pick_device
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
 from blr.compressor.bench.checks import WrongResult, relative_error
 from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
-from blr.compressor.bench.layer_problem import float8_layer
-from blr.compressor.bench.models import (
-    OWN,
-    STRUCTURES,
-    BenchModel,
-    Models,
-    find_model,
-    prompt,
-    refuse_large,
-)
+from blr.compressor.bench.models import FP8, OWN, STRUCTURES, BenchModel, Models, find_models, prompt
 from blr.compressor.bench.options import PrefillOptions
 from blr.compressor.bench.results import BenchReport, PrefillRow, prefill_text
 from blr.compressor.bench.timing import wall_ms
 from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured
 from blr.compressor.modeling.extended import Extension
-from blr.compressor.modeling.float8 import prepare_float8
-from blr.compressor.modeling.float8_makers import share_rows
 from blr.compressor.modeling.fused import fuse
-from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.masks import unmasked
-from blr.compressor.structures.specs import DenseSpec
 from blr.kernels.common.available import kernels_on
 from blr.kernels.fp8.op import STRUCTURES as FLOAT8
 
-DENSE, FP8 = "dense", "fp8"
+DENSE = "dense"
 COMPILED, GRAPH, RUNTIME = "compiled", "graph", "runtime"  # ways beside eager, which is ""
 SHAPE_ARMS = (DENSE, *STRUCTURES, *(f"{name}-{FP8}" for name in FLOAT8))
 FOLDER_ARMS = (OWN,)
@@ -87,7 +74,6 @@ class PrefillModels:
     cf: float
     blocks: int
     batch: int
-    built: dict[str, Any] = field(default_factory=dict)
     graphs: dict[int, ForwardGraphs] = field(default_factory=dict)  # by the id of a built model
     decoders: dict[int, Any] = field(default_factory=dict)  # likewise
     calls: dict[int, Any] = field(default_factory=dict)  # of compiled layers, by their id
@@ -97,12 +83,8 @@ class PrefillModels:
 
     def get(self, arm: str) -> Any:
         """The model of an arm."""
-        structure = arm.removesuffix(f"-{FP8}")
-        if arm == structure:
-            return self.models.get(structure)
-        if arm not in self.built:
-            self.built[arm] = to_float8(self.models.fresh(structure))
-        return self.built[arm]
+        structure, _, kind = arm.partition("-")
+        return self.models.get(structure, kind)
 
     def inputs(self, model: Any, tokens: int) -> Tensor:
         """What is timed."""
@@ -168,21 +150,6 @@ def fused(model: Any) -> Any:
     made = deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     fuse(made)
     return made
-
-
-def to_float8(model: Any) -> Any:
-    """`model` with all linear layers but the head in float8, in place."""
-    head = model.get_output_embeddings()
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, StructuredLinear) or (type(layer) is nn.Linear and layer is not head):
-            parent, _, child = name.rpartition(".")
-            plain = getattr(layer, "spec", None) or DenseSpec(layer.in_features, layer.out_features)
-            factors = {factor: getattr(layer, factor).detach() for factor in plain.shapes()}
-            bias = None if layer.bias is None else layer.bias.detach()
-            setattr(model.get_submodule(parent), child, float8_layer(plain, factors, bias))
-    share_rows(model)
-    prepare_float8(model)
-    return model
 
 
 @dataclass
@@ -272,9 +239,7 @@ def run_prefill(options: PrefillOptions, progress: Progress) -> tuple[BenchRepor
     """
     device = pick_device(options.device)
     cases = PrefillCases(options, device)
-    models = [(model, chosen_arms(model, options.arms)) for model in map(find_model, options.models)]
-    widths = {model.name: model.settings.get("hidden_size", 0) for model, _ in models}
-    refuse_large(device, widths, "time --models pico or a checkpoint folder")
+    models = [(m, chosen_arms(m, options.arms)) for m in find_models(options.models, device)]
     report = BenchReport("bench prefill", asdict(options), PrefillRow, prefill_summary, prefill_text)
     harness = Harness(report, progress, device, options.rounds, options.seconds)
     return report, harness.run([case for model, arms in models for case in cases.of(model, arms)])

@@ -119,14 +119,6 @@ class DecodeRow(Timed):
     fraction: float | None = None
     equal_tokens: int | None = None
 
-    def fill(self, found: Spread) -> None:
-        super().fill(found)
-        self.tokens_per_second = self.batch * 1e3 / found.ms
-
-    def fail(self, status: str, note: str) -> None:
-        super().fail(status, note)
-        self.tokens_per_second = None
-
 
 @dataclass
 class MemoryRow(Timed):

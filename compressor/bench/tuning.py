@@ -7,7 +7,7 @@ layer among them; `tuning_rules.py` chooses among what came out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ import torch
 
 from blr.compressor.base.device import device_name, pick_device
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.bench.harness import Arm, Case, Harness, stoppable
+from blr.compressor.bench.harness import Arm, Case
 from blr.compressor.bench.layer_problem import KernelTimer, LayerProblem, our_layout, problem_of
-from blr.compressor.bench.results import WRONG, versions
+from blr.compressor.bench.results import WRONG, LayerRow, versions
 from blr.compressor.bench.shapes import LayerShape, specs_for
 from blr.compressor.bench.tuning_float8 import float8_candidates, layer_cases, product_cases
 from blr.compressor.bench.tuning_rules import Candidate, Measured, TunedPoint, merged, rules_of
@@ -71,16 +71,22 @@ class Tuning:
         timers: one a precision. points: what was measured so far. refused: arms that gave wrong numbers.
     """
 
-    harness: Harness
     timers: Sequence[KernelTimer]
     structures: Sequence[str] = TUNED
     tokens: Sequence[int] = FULL
     points: list[TunedPoint] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
-    def cases(self, layers: Sequence[LayerShape]) -> Iterator[tuple[Case, Measured]]:
-        """Each layer in each structure, dtype and number of tokens, timed beside the dense layer, and
-        what tables call it."""
+    def cases(self, layers: Sequence[LayerShape]) -> list[Case]:
+        """Each layer in each structure, dtype and number of tokens, timed beside the dense layer; what
+        comes out right is kept as a point."""
+        return [self.kept(*each) for each in self._cases(layers)]
+
+    def kept(self, case: Case, measured: Measured) -> Case:
+        """A case of which a point is made once it is timed. `measured`: what tables call it."""
+        return replace(case, finish=partial(self._keep, case.title, measured))
+
+    def _cases(self, layers: Sequence[LayerShape]) -> Iterator[tuple[Case, Measured]]:
         plain = [name for name in self.structures if name != FLOAT8]
         for timer in self.timers:
             for layer in layers:
@@ -99,28 +105,11 @@ class Tuning:
         measured = folder, laid_shape(spec), dtype, n
         return Case(title, lambda: list(arms()), around=timer.case), measured
 
-    def run(self, case: Case, measured: Measured) -> None:
-        """Time one case and keep what came out right."""
-        rows = self.harness.run_case(case)
-        times = {row.arm: row.ms for row in rows if row.ms is not None}
+    def _keep(self, title: str, measured: Measured, rows: Sequence[LayerRow]) -> None:
         wrong = (row for row in rows if row.status == WRONG)
-        self.refused += [f"{case.title}: {row.arm} is wrong ({row.note})" for row in wrong]
+        self.refused += [f"{title}: {row.arm} is wrong ({row.note})" for row in wrong]
+        times = {row.arm: row.ms for row in rows if row.ms is not None}
         self.points.append(TunedPoint(*measured, times))
-
-    def measure(self, layers: Sequence[LayerShape]) -> str | None:
-        """Run all cases, none of them started after the harness's seconds.
-
-        Returns:
-            Why it ended early, if it did. Raises Stopped on a stopping signal.
-        """
-        cases = list(self.cases(layers))
-        with stoppable(), self.harness.progress.layers(len(cases), "timing") as starting:
-            for done, (case, measured) in enumerate(cases):
-                if self.harness.is_over():
-                    return f"the seconds were spent after {done} of {len(cases)} cases"
-                starting(case.title)
-                self.run(case, measured)
-        return None
 
     def _arms(
         self, timer: KernelTimer, layer: LayerShape, spec: Spec, n: int, title: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,66 +79,30 @@ def finish(report: BenchReport, code: int, output: Path | None, format: Format) 
         raise typer.Exit(code)
 
 
-@bench_app.command("layers")
-@taking(setting_options(LayerOptions))
-def layers(
-    output: OutputOption = None,
-    quiet: Quiet = False,
-    format: FormatOption = Format.text,
-    **options: Any,
-) -> None:
-    """Layers of published models: dense, plain torch, torch.compile and ours, interleaved."""
-    asked = of_text(LayerOptions, options)
-    layer_work(asked, cpu=False)  # what is wrong is told before torch is imported
-    progress = begun(output, quiet)
-    from blr.compressor.bench.layers import run_layers
+def add(name: str, settings: type) -> None:
+    """The command `name`: it runs `bench.NAME.run_NAME`, and its help is the docstring of `settings`."""
 
-    finish(*run_layers(asked, progress), output, format)
-
-
-@bench_app.command("decode")
-@taking(setting_options(DecodeOptions))
-def decode(
-    output: OutputOption = None,
-    quiet: Quiet = False,
-    format: FormatOption = Format.text,
-    **options: Any,
-) -> None:
-    """Decoding of whole models: transformers compiled, ours dense, structured and quantized."""
-    asked = of_text(DecodeOptions, options)
-    progress = begun(output, quiet)
-    from blr.compressor.bench.decode import run_decode
-
-    finish(*run_decode(asked, progress), output, format)
+    @bench_app.command(name, help=(settings.__doc__ or "").partition("\n")[0])
+    @taking(setting_options(settings))
+    def command(
+        output: OutputOption = None,
+        quiet: Quiet = False,
+        format: FormatOption = Format.text,
+        **options: Any,
+    ) -> None:
+        asked = of_text(settings, options)
+        if isinstance(asked, LayerOptions):
+            layer_work(asked, cpu=False)  # what is wrong is told before torch is imported
+        progress = begun(output, quiet)
+        run = getattr(import_module(f"blr.compressor.bench.{name}"), f"run_{name}")
+        report, code = run(asked, progress)
+        finish(report, code, output, format)
 
 
-@bench_app.command("prefill")
-@taking(setting_options(PrefillOptions))
-def prefill(
-    output: OutputOption = None,
-    quiet: Quiet = False,
-    format: FormatOption = Format.text,
-    **options: Any,
-) -> None:
-    """Prompts through whole models in transformers: dense and structured, bf16 and float8."""
-    asked = of_text(PrefillOptions, options)
-    progress = begun(output, quiet)
-    from blr.compressor.bench.prefill import run_prefill
-
-    finish(*run_prefill(asked, progress), output, format)
-
-
-@bench_app.command("memory")
-@taking(setting_options(MemoryOptions))
-def memory(
-    output: OutputOption = None,
-    quiet: Quiet = False,
-    format: FormatOption = Format.text,
-    **options: Any,
-) -> None:
-    """Memory and time of a forward pass: dense, low rank as it is, and ours within a bound."""
-    asked = of_text(MemoryOptions, options)
-    progress = begun(output, quiet)
-    from blr.compressor.bench.memory import run_memory
-
-    finish(*run_memory(asked, progress), output, format)
+for name, settings in (
+    ("layers", LayerOptions),
+    ("decode", DecodeOptions),
+    ("prefill", PrefillOptions),
+    ("memory", MemoryOptions),
+):
+    add(name, settings)

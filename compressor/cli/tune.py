@@ -54,7 +54,7 @@ def tune(
     progress = Progress(quiet)
     progress.loading()
     from blr.compressor.bench import tuning as library
-    from blr.compressor.bench.harness import Harness, Stopped
+    from blr.compressor.bench.harness import Harness
     from blr.compressor.bench.layer_problem import KernelTimer
     from blr.compressor.bench.results import BenchReport
     from blr.compressor.bench.timing import ARM_SECONDS
@@ -68,13 +68,12 @@ def tune(
     rounds, tokens = (5, library.QUICK) if asked.quick else (10, library.FULL)
     harness = Harness(BenchReport("tune", {}), progress, target, rounds, asked.seconds, ARM_SECONDS)
     timers = [KernelTimer(target, find_precision(name)) for name in asked.dtype]
-    tuning = library.Tuning(harness, timers, asked.structures, tokens)
-    try:
-        stopped = tuning.measure(layers)
-    except Stopped as stop:
+    tuning = library.Tuning(timers, asked.structures, tokens)
+    code, stopped = harness.run(tuning.cases(layers)), harness.report.stopped
+    if code:
         done = f"{len(tuning.points)} cases were timed, nothing was written"
-        report_now(f"stopped by {stop.name}; {done}", 128 + stop.number)
-        raise typer.Exit(128 + stop.number) from None
+        report_now(f"stopped by {stopped}; {done}", code)
+        raise typer.Exit(code)
     try:
         result = tuning.write(path, gpu, target)
     except BlrError:

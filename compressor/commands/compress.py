@@ -44,18 +44,12 @@ UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that i
 
 @dataclass
 class Summary:
-    """What a compression achieved. Sizes in bytes.
-
-    `became` says how many layers were made what; `kept` counts layers that were left dense on purpose;
-    `cf` is the factor of `layers` and `kept` ones, `bits` what they store for each weight, `share` what
-    `layers` are of the model's parameters, `factor` how many times smaller the whole model is; `errors`
-    maps layer type to the mean relative error of its weights, `output_errors` to that of its outputs on
-    the calibration's text, where there was one; `seconds` is the wall time of this run and `spent` what
-    of it went into what, in the first process, the loading of libraries last;
-    `check` says what was run of the output, how far its results are from the dense model's and what it
-    loses (`output/check.py`), `healed` what training it brought (`commands/heal.py`), `advice` what
-    would lose less.
-    """
+    """What a compression achieved. Sizes in bytes. `became` says how many layers were made what;
+    `kept` counts those left dense on purpose; `cf` is the factor of both, `bits` what they store for
+    each weight, `share` what `layers` are of the model's parameters, `factor` how many times smaller
+    the whole model is; errors are means by layer type, `output_errors` on the calibration's text;
+    `spent` is what of `seconds` went into what; `check` is of `output/check.py`, `healed` of
+    `commands/heal.py`, `advice` what would lose less."""
 
     output: str
     method: str
@@ -84,14 +78,9 @@ def compress(
     folder: Path, recipe: Recipe, output: Path, settings: Settings, progress: Progress
 ) -> Summary | None:
     """Write the compressed checkpoint of `folder` to `output`, resuming what an earlier run left.
-
-    Everything that can be checked from headers is checked before torch is imported. `output` is
-    absent until it is complete. Where there are several processes (`base/process_environment.py`) all of
-    them call this: they fit layers, and the first does the rest and alone gets a summary.
-
-    Raises:
-        BlrError: any of its kinds; the work done so far stays in ``<output>.blr-partial``.
-    """
+    What headers tell is checked before torch is imported. Of several processes all call this: they
+    fit layers, and the first does the rest and alone gets a summary. Raises BlrError; the work done
+    so far stays in ``<output>.blr-partial``."""
     started = monotonic()
     progress.loading()
     settings = replace(settings, threads=use_threads(settings.threads, environment.local_count()))
@@ -113,8 +102,7 @@ def compress(
 
 @dataclass(frozen=True)
 class Fitted:
-    """Factors and record by module; what was `measured`: facts of the `calibration`, and the sensitivity
-    curve of each module under `curves`; and refitted norms by tensor."""
+    """Factors and record by module; `calibration` and `curves` as measured; refitted norms by tensor."""
 
     results: dict[str, Any]
     measured: dict[str, Any] = field(default_factory=dict)
@@ -205,7 +193,6 @@ class CompressRun(FolderRun):
         return OutputCheck(self.source, reload, bar, settings.check, held)
 
     def work(self, read: str) -> FolderContents | None:
-        """Fit the layers."""
         fitted, source = self._fit(read), self.source
         if not self.processes.first:
             return None
@@ -225,7 +212,7 @@ class CompressRun(FolderRun):
             ),
         )
 
-    def facts(self, read: str) -> dict[str, Any]:
+    def facts(self, read: str) -> dict[str, object]:
         return {**self.made, "input_sha256": read}
 
     def _fit(self, read: str) -> Fitted:
@@ -248,10 +235,10 @@ class CompressRun(FolderRun):
         sized = Compression(self.source, self.plan, self.recipe, chosen_gpu(None)[0], calibrated)
         return disk_bytes(sized) + (disk_beside(sized, self.settings) if self.settings.heal else 0)
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Weights are not in it: each layer's key covers its own, or all where statistics depend on
-        them."""
+    def fingerprint(self) -> dict[str, object]:
+        """Without weights: a layer's key covers its own, or all where statistics depend on them."""
         from blr.compressor.base.device import pick_device
+        from blr.compressor.text.reading import calibration_digest
 
         settings, device = self.settings, pick_device(self.settings.device).type
         return {
@@ -261,7 +248,7 @@ class CompressRun(FolderRun):
             "max_shard_size": settings.max_shard_size,
             "device": device,
             "threads": settings.threads if device == "cpu" else None,
-            "calibration": _calibration(settings),
+            "calibration": None if (text := settings.calibration) is None else calibration_digest(text),
             "heal": settings.heal,
             "versions": versions(),
         }
@@ -284,7 +271,6 @@ class CompressRun(FolderRun):
         }
 
     def summary(self, seconds: float) -> Summary:
-        """Of this run."""
         source, output, records = self.source, self.workspace.output, read_records(self.workspace.output)
         plan = as_recorded(self.plan, records)
         before = sum(entry.parameters for entry in source.entries.values())
@@ -315,15 +301,6 @@ class CompressRun(FolderRun):
         )
 
     def _spent(self, seconds: float) -> dict[str, float]:
-        """What of so many went into what."""
         spent = self.progress.spent
         rest = {"libraries and the rest": max(seconds - sum(spent.values()), 0.0)}
         return {what: round(time, 1) for what, time in (spent | rest).items()}
-
-
-def _calibration(settings: Settings) -> str | None:
-    if settings.calibration is None:
-        return None
-    from blr.compressor.text.reading import calibration_digest
-
-    return calibration_digest(settings.calibration)

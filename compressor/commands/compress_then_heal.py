@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
 from blr.compressor.checkpoint.source import Source
@@ -13,6 +13,7 @@ from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.planning.forecast_healing import kept_bytes
 from blr.compressor.recipe.heal_settings import SELF, HealOptions, check_options, healing_steps
+from blr.compressor.recipe.run_settings import CompressSettings
 from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -24,15 +25,10 @@ if TYPE_CHECKING:
 
 
 class Healing:
-    """The training after a compression of `source`.
+    """The training after a compression of `source`. Raises BlrError, before any work, for a model
+    that cannot be healed or a text that is too short."""
 
-    Its text is that of the calibration, mixed with the model's own, or the latter alone.
-
-    Raises:
-        BlrError: a model that cannot be healed, or a text that is too short; before any work.
-    """
-
-    def __init__(self, source: Source, settings: Any) -> None:
+    def __init__(self, source: Source, settings: CompressSettings) -> None:
         from blr.compressor.healing.data import reading_of
 
         self.teacher = Checkpoint(source, {}, compressed=False)
@@ -53,12 +49,8 @@ class Healing:
         progress: Progress,
         processes: Processes,
     ) -> HealSummary:
-        """Train the compressed checkpoint in `folder` and make the output of it.
-
-        Args:
-            check: what the output must pass, in the first process.
-            read: digest of all that the compression read.
-        """
+        """Train the compressed checkpoint in `folder` and make the output, which must pass `check` in
+        the first process; `read` is the digest of all that the compression read."""
         started = monotonic()
         student = open_checkpoint(folder)
         place = processes, workspace, progress
@@ -68,7 +60,7 @@ class Healing:
         return run.summary(monotonic() - started)
 
 
-def options_of(settings: Any) -> HealOptions:
+def options_of(settings: CompressSettings) -> HealOptions:
     """What `blr heal` would be asked for the same as a compression (`compress.Settings`)."""
     text = settings.calibration
     return check_options(
@@ -85,16 +77,15 @@ def options_of(settings: Any) -> HealOptions:
     )
 
 
-def steps_of(settings: Any, recipe: Recipe, device: str) -> list[str]:
-    """The steps of a compression (`compress.Settings`) on a kind of device, with those of the healing
-    behind it; a last pass may turn out to have no room."""
+def steps_of(settings: CompressSettings, recipe: Recipe, device: str) -> list[str]:
+    """The steps of a compression on a kind of device, with those of the healing behind it."""
     from blr.compressor.fitting.engine import expected
 
     steps = [READING, *expected(recipe, settings.calibration, device), WRITING, CHECKING]
     return steps + (healing_steps(options_of(settings)) if settings.heal else [])
 
 
-def disk_beside(sized: Compression, settings: Any) -> int:
+def disk_beside(sized: Compression, settings: CompressSettings) -> int:
     """Bytes on disk that a healing takes beside its compression: what that gives, and its own state."""
     layers, source = sized.plan.layers, sized.source
     whole = sum(entry.nbytes for entry in source.entries.values())

@@ -34,10 +34,8 @@ Pair: TypeAlias = tuple[str, str, float]  # two sentences and their score
 
 @dataclass(frozen=True)
 class Perplexity:
-    """`perplexity` over `tokens` predicted tokens, each seen with at most `window` − 1 before it.
-
-    `beginning` holds the token ids that every window begins with; their predictions are not counted.
-    """
+    """`perplexity` over `tokens` predicted ones; windows begin with `beginning`, which is not
+    counted."""
 
     perplexity: float
     tokens: int
@@ -53,11 +51,8 @@ class Spearman:
     pairs: int
 
 
-def evaluate_folder(folder: Path, asked: EvalSettings, progress: Progress) -> dict[str, Any]:
-    """What `asked` says of the model in `folder`, JSON-ready; what is read is checked before the model.
-
-    Raises as `read_tokens`, `read_pairs`, `load_model`, `perplexity`, `sts_spearman` and `run_tasks`.
-    """
+def evaluate_folder(folder: Path, asked: EvalSettings, progress: Progress) -> dict[str, object]:
+    """What `asked` says of the model, JSON-ready; what is read is checked before the model."""
     pairs = read_pairs(asked.sts) if asked.sts else []
     if asked.sts:
         check_embeds(folder)
@@ -81,7 +76,7 @@ def _of_texts(
     model: Any, tokenizer: Any, tokens: list[Tensor], asked: EvalSettings, progress: Progress
 ) -> dict[str, Any]:
     """The result on one text, or those on several."""
-    size = asked.window or fitting_window(model, USUAL_WINDOW)
+    size = asked.window or min(USUAL_WINDOW, context_of(model.config.to_dict()))
     begins = beginning_of(tokenizer)
     how = size, asked.stride or size, asked.batch, progress, begins
     counted = _counted(size, asked.stride, tokenizer.convert_ids_to_tokens(list(begins)))
@@ -102,21 +97,12 @@ def _counted(window: int, stride: int | None, begins: list[str]) -> str:
 
 
 def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None, skip: int = 0) -> Tensor:
-    """Token ids [n] of a text, .jsonl or .json file, without special tokens, without the first `skip`,
-    cut to `max_tokens`.
-
-    Raises InputError for a file that is missing, empty, malformed or not UTF-8.
-    """
+    """Token ids [n] of a text, without the first `skip`, cut to `max_tokens`. Raises InputError."""
     text = read_whole_text(path, MAX_BYTES)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][skip:][:max_tokens]
     if len(ids) < 2:
         raise InputError(f"{path}: {len(ids)} tokens, expected at least 2; give a longer text")
     return torch.tensor(ids)
-
-
-def fitting_window(model: Any, most: int) -> int:
-    """`most` tokens, or as many as the model has positions for."""
-    return min(most, context_of(model.config.to_dict()))
 
 
 @torch.inference_mode()
@@ -129,17 +115,11 @@ def perplexity(
     progress: Progress,
     beginning: Beginning = (),
 ) -> Perplexity:
-    """exp of the mean negative log-likelihood of `ids` [n] under a causal model.
-
-    A window is the `beginning` that the model's tokenizer gives a text and further tokens of `ids`,
-    `window` in all. Windows start every `stride` tokens of `ids`, so that none is left out. A token is
-    scored in the first window that has it with something before it. So without a beginning the first
-    token of a window is not scored where none overlap; with one all of `ids` are. With a smaller stride
-    a token has at least as many before it as windows overlap. The beginning is not scored.
-
-    Raises InputError for a window longer than the model's context or without room for text, or ids that
-    the model has not; NumericsError for a loss that is no finite number.
-    """
+    """exp of the mean negative log-likelihood of `ids` [n] under a causal model, in windows of
+    `window` tokens with the tokenizer's `beginning`, one every `stride` tokens. A token is scored in
+    the first window that has it with something before it; the beginning is not. Raises InputError for
+    a window that does not fit, or ids that the model has not, NumericsError for a loss that is no
+    finite number."""
     limit = context_of(model.config.to_dict())
     if window > limit:
         remedy = "take a shorter one, or leave --window out"
@@ -174,8 +154,7 @@ def _exponential(loss: float) -> float:
 def _stack(
     ids: Tensor, starts: list[int], room: int, stride: int, begins: bool
 ) -> list[tuple[Tensor, int]]:
-    """Rows of up to `room` tokens of equal length and count of newly scored tokens together, as
-    ([m, w], fresh); where no beginning is before it (`begins`), a row's first token cannot be scored."""
+    """Rows of equal length and count of newly scored tokens together, as ([m, w], fresh)."""
     groups: dict[tuple[int, int], list[Tensor]] = {}
     for start in starts:
         row = ids[start : start + room]
@@ -213,10 +192,7 @@ def sts_spearman(
     progress: Progress,
     head: Sentences | None = None,
 ) -> Spearman:
-    """Spearman correlation on the `pairs` of an STS file (`read_pairs`).
-
-    Sentences are embedded as `head` says, without one by the mean of the last hidden states.
-    """
+    """Spearman correlation on `pairs`, whose sentences `head` embeds (None: by their mean states)."""
     sentences = [s for first, second, _ in pairs for s in (first, second)]
     head = head or Sentences()
     embeddings = embed(model, tokenizer, sentences, batch, progress, head).double()
@@ -239,11 +215,7 @@ def rank_correlation(cosine: Tensor, gold: Tensor) -> float:
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """Sentence pairs and scores of a CSV file; a first row whose last cell is no number, nor
-    inf or nan, is its header.
-
-    Raises InputError for a file that is missing or has other rows.
-    """
+    """Sentence pairs and scores of a CSV file, with or without a header. Raises InputError."""
     text = read_text(path, MAX_BYTES)
     try:
         rows = [row for row in csv.reader(StringIO(text, newline="")) if row]
@@ -266,7 +238,12 @@ def read_pairs(path: Path) -> list[Pair]:
 
 
 def embed(
-    model: Any, tokenizer: Any, sentences: list[str], batch: int, progress: Progress, head: Sentences
+    model: Any,
+    tokenizer: Any,
+    sentences: list[str],
+    batch: int,
+    progress: Progress,
+    head: Sentences,
 ) -> Tensor:
     """Sentence embeddings [n, d] as `head` pools them, computed in batches of similar length."""
     order = sorted(range(len(sentences)), key=lambda n: len(sentences[n]))

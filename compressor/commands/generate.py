@@ -57,11 +57,9 @@ class Generation:
 def generate(
     model: Any, tokenizer: Any, prompt: str, sampling: Sampling, stream: TextIO | None = None
 ) -> Generation:
-    """Generate and, if `stream` is given, write the text there as it is produced.
-
-    Raises UsageError: a prompt without tokens; CapabilityError: one that leaves no room in the model's
-    context; NumericsError: logits that choose no token.
-    """
+    """Generate and write the text to `stream`, if given, as it is produced. Raises UsageError: a
+    prompt without tokens; CapabilityError: no room in the model's context; NumericsError: logits that
+    choose no token."""
     inputs = encode_prompt(tokenizer, _text(prompt), model)
     length = inputs["input_ids"].shape[1]
     context = context_of(model.config.to_dict())
@@ -84,10 +82,7 @@ def generate(
 
 
 def _text(prompt: str) -> str:
-    """`prompt` as text: bytes that the locale has no characters for are taken as UTF-8.
-
-    Raises UsageError for what is none.
-    """
+    """`prompt` as text: bytes that the locale lacks are taken as UTF-8. Raises UsageError for others."""
     if is_text(prompt):
         return prompt
     try:
@@ -138,11 +133,8 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """Decoding by the fused runtime, one sequence.
-
-    `bytes_a_token` are the weights and cache that a token reads; `copy_bandwidth` is what a copy on
-    this GPU reaches, in bytes read and written a second, and `fraction` what decoding has of it.
-    """
+    """Decoding by the fused runtime, one sequence: bytes of weights and cache that a token reads,
+    bytes that a copy reads and writes a second, and the `fraction` of that which decoding has."""
 
     tokens_per_second: float
     bytes_a_token: int
@@ -152,10 +144,7 @@ class Profile:
 
 
 def default_dtype(folder: Path, device: str) -> str:
-    """The dtype to compute in when none is asked for: float32; for an export on a GPU, as stored.
-
-    Raises InputError, CapabilityError.
-    """
+    """The dtype to compute in when none is asked for: float32; for an export on a GPU, as stored."""
     config = read_config(folder)
     table = config.get("blr")
     stored = config.get("dtype") or config.get("torch_dtype")
@@ -173,10 +162,7 @@ def check_profile(device: str) -> None:
 
 
 def profile(model: Any, tokenizer: Any, prompt: str, steps: int = 20) -> Profile:
-    """Time the stages of the tokens that follow `prompt`.
-
-    Raises CapabilityError for a model or a prompt that the fused runtime does not take.
-    """
+    """Time the stages of the tokens behind `prompt`. Raises CapabilityError."""
     decoder = _decoder(model)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     try:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from blr.compressor.healing.output import Packed
     from blr.compressor.healing.sharding import Sharding
     from blr.compressor.healing.state import State
-    from blr.compressor.healing.student_and_teacher import Pair
+    from blr.compressor.healing.student_and_teacher import TrainedPair
     from blr.compressor.output.check import OutputCheck
     from blr.compressor.output.produce import FolderContents
     from blr.compressor.text.own import OwnText
@@ -45,14 +45,8 @@ def heal(
     folder: Path, teacher: Path, output: Path, options: HealOptions, progress: Progress
 ) -> HealSummary | None:
     """Write the compressed checkpoint in `folder` to `output`, trained to answer as `teacher` does.
-
-    Everything that headers tell is checked first; `output` is absent until it is complete, and an
-    interrupted run goes on from the state it saved last. Under `accelerate launch` every process
-    calls this; the first one writes, and it alone gets a summary.
-
-    Raises:
-        BlrError: any of its kinds.
-    """
+    What headers tell is checked first; an interrupted run goes on from the state it saved last. Of
+    several processes all call this, and the first writes and alone gets a summary. Raises BlrError."""
     started = monotonic()
     options = check_options(options)
     from blr.compressor.base.processes import Processes
@@ -75,8 +69,7 @@ def heal(
 
 @dataclass
 class HealRun(FolderRun):
-    """One healing. `reading` is made here where there is none; `state` and `told`, what is told of the
-    training, are there once it is done."""
+    """One healing. `state` and `told`, what is told of the training, are there once it is done."""
 
     checkpoint: Checkpoint
     teacher: Checkpoint
@@ -120,14 +113,13 @@ class HealRun(FolderRun):
         return make_check(self.checkpoint, self.teacher, self._read(), self.options, *place)
 
     def work(self, read: str) -> FolderContents | None:
-        """Train."""
         if self.processes.first:
             self.workspace.claim({METRICS})
         self.teacher_digest, self.doubted = self.processes.told((self.teacher_digest, self.doubted))
         pair, data = self._train(read)
         return self._contents(pair, data, read) if self.processes.first else None
 
-    def _train(self, read: str) -> tuple[Pair, Data]:
+    def _train(self, read: str) -> tuple[TrainedPair, Data]:
         from blr.compressor.healing.output import round_layers
         from blr.compressor.healing.student_and_teacher import load_pair, load_teacher, task_of
         from blr.compressor.healing.trainer import StatePlace, Trainer
@@ -158,7 +150,7 @@ class HealRun(FolderRun):
         batch_windows(self.options, found, self.processes.device.type == "cuda", self.processes.count)
         return found
 
-    def _whole(self, pair: Pair, how: Any) -> Pair:
+    def _whole(self, pair: TrainedPair, how: Any) -> TrainedPair:
         """A pair that was shared out, whole on the CPU in the first process."""
         import torch
 
@@ -196,12 +188,12 @@ class HealRun(FolderRun):
             return
         import torch
 
-        from blr.compressor.planning.forecast_healing import Crew, predicted, words
+        from blr.compressor.planning.forecast_healing import GpuGroup, predicted, words
 
         room = min(self.processes.gather(torch.cuda.mem_get_info(device)[0]))
         card = find_gpu("h200")  # its speed is not told: that of this one is measured in a moment
-        crew = Crew(self.processes.count, bool(self.options.fsdp), room)
-        found = predicted(self.teacher.source, self.checkpoint.specs, self.options, card, crew)
+        group = GpuGroup(self.processes.count, bool(self.options.fsdp), room)
+        found = predicted(self.teacher.source, self.checkpoint.specs, self.options, card, group)
         said = words(found, device_name(device), speed=False)
         if not found.fits:
             raise CapabilityError(said)
@@ -211,14 +203,14 @@ class HealRun(FolderRun):
         self.options = replace(self.options, checkpointing=kept, fsdp=shared, micro=micro)
 
     @contextmanager
-    def _tracked(self) -> Iterator[Callable[[dict[str, Any]], None]]:
+    def _tracked(self) -> Iterator[Callable[[dict[str, object]], None]]:
         """What is told of every logged line."""
         from blr.compressor.healing.tracking import Tracking
 
         name = self.options.track if self.processes.first else None
         tracking = Tracking(name or "", self.workspace.output.name, self.progress)
 
-        def tell(line: dict[str, Any]) -> None:
+        def tell(line: dict[str, object]) -> None:
             self._tell(line)
             tracking.log(line)
 
@@ -249,7 +241,6 @@ class HealRun(FolderRun):
         return make_data(reading, self.options, author)
 
     def _parameters(self) -> int:
-        """Of the teacher."""
         return sum(entry.parameters for entry in self.teacher.source.entries.values())
 
     def _tell(self, line: dict[str, Any]) -> None:
@@ -262,7 +253,7 @@ class HealRun(FolderRun):
             with open(self.workspace.partial / METRICS, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def _contents(self, pair: Pair, data: Data, read: str) -> FolderContents:
+    def _contents(self, pair: TrainedPair, data: Data, read: str) -> FolderContents:
         from blr.compressor.healing import output
         from blr.compressor.output.produce import FolderContents
         from blr.compressor.workspace.shards import assign_shards
@@ -276,9 +267,8 @@ class HealRun(FolderRun):
         files = output.small_files(self.checkpoint, better, packed, self.told, self.state.log)
         return FolderContents(shards, workspace.journal.reader(source), files)
 
-    def _told(self, pair: Pair, data: Data, hidden: float) -> dict[str, Any]:
-        """What the card, the report and the summary tell of the training, in which the blocks' outputs
-        weighed `hidden`."""
+    def _told(self, pair: TrainedPair, data: Data, hidden: float) -> dict[str, object]:
+        """What is told of the training, in which the blocks' outputs weighed `hidden`."""
         state, options = self.state, self.options
         assert state is not None
         return {
@@ -296,7 +286,7 @@ class HealRun(FolderRun):
             **{"seed": options.seed, "batch": data.tokens, "window": data.window},
         }
 
-    def facts(self, read: str) -> dict[str, Any]:
+    def facts(self, read: str) -> dict[str, object]:
         try:
             earlier = read_manifest(self.checkpoint.source.folder)
         except OutputError:  # one without its manifest
@@ -320,7 +310,7 @@ class HealRun(FolderRun):
         written = own_tokens(self.options, self._read(), self._parameters(), gpu)
         return disk_bytes(self.checkpoint.source, self.checkpoint.specs, self.options, written)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Without the number of processes."""
         from blr.compressor.healing.data import text_digests
 

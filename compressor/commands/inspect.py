@@ -27,11 +27,8 @@ MOST_BITS = 1e6  # a weight: more than any rank makes of it
 
 
 def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
-    """One row a structured layer and the totals; with `verify` the weights are hashed, which are not
-    read otherwise.
-
-    Raises InputError when `folder` is not an output of `blr compress`, or not as its manifest says.
-    """
+    """One row a structured layer and the totals; with `verify` the weights are hashed. Raises
+    InputError when `folder` is not an output of `blr compress`, or not as its manifest says."""
     check_is_output(folder, "one that blr compress wrote")
     check_listed(folder, "all" if verify else "small")
     try:
@@ -77,15 +74,13 @@ def _packed(records: dict[str, Any], export: dict[str, Any]) -> dict[str, Any]:
     return records | {name: _record(name, spec) for name, spec in packed.items()}
 
 
-def _record(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+def _record(name: str, spec: dict[str, object]) -> dict[str, object]:
     return {"type": name.rpartition(".")[2], "spec": spec, "error": None, "notes": []}
 
 
 def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
-    """`width` is that of a number, in bits, in a layer whose record says none.
-
-    Raises ValueError and others for a record that no `blr` has written.
-    """
+    """`width` is that of a number, in bits, where the record says none. Raises ValueError and others
+    for no record of `blr`."""
     check_name(name, Path(LAYERS))
     spec = spec_from_dict(record["spec"])
     shapes = ((spec.in_features, spec.out_features), *spec.shapes().values())
@@ -111,7 +106,7 @@ def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
     }
 
 
-def _check_said(name: str, record: dict[str, Any]) -> None:
+def _check_said(name: str, record: dict[str, object]) -> None:
     kind, notes = record["type"], record["notes"]
     for error in (record["error"], record.get("weighted_error")):
         measured = isinstance(error, int | float) and type(error) is not bool and math.isfinite(error)

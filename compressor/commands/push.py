@@ -18,6 +18,7 @@ from blr.compressor.base.errors import HubError, InputError, UsageError
 from blr.compressor.base.quoting import named_line, quote
 from blr.compressor.checkpoint.extras import CARD
 from blr.compressor.checkpoint.regular import check_is_folder, inside, read_json, read_text, refuse
+from blr.compressor.commands.judged import Judged
 from blr.compressor.loading.resolve import REPOSITORY, is_offline
 from blr.compressor.output.card import read_front, write_front
 from blr.compressor.workspace.manifest import (
@@ -39,8 +40,7 @@ WEIGHTS = re.compile(r"(?:model|pytorch_model)[\w.-]*\.(?:safetensors|bin)(?:\.i
 
 @dataclass(frozen=True)
 class Push:
-    """What is put where. `files` are names in the repository to contents, or to the file that has them;
-    `front` is the head of the card."""
+    """What is put where: names in the repository to contents, or to the file that has them."""
 
     folder: Path
     repository: str
@@ -50,20 +50,15 @@ class Push:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
         sizes = (len(f) if isinstance(f, bytes) else f.stat().st_size for f in self.files.values())
         return sum(sizes)
 
 
 def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> Push:
-    """Verify `folder` and make its card and manifest; nothing of it is changed, no socket is opened.
-
-    Args:
-        repository: owner/name. metrics: JSON that `blr eval --format json` gave for it.
-
-    Raises UsageError: no name of a repository; OutputError, VerifyError: no output of blr, or one that
-    has changed; InputError: metrics that cannot be read.
-    """
+    """Verify `folder` and make its card and manifest, with what `blr eval --format json` gave as
+    `metrics`; nothing is changed, no socket opened. Raises UsageError: no name of a repository;
+    OutputError, VerifyError: no output of blr, or a changed one; InputError: metrics that cannot be
+    read."""
     if not _is_repository(repository):
         raise UsageError(f"{quote(repository, 120)}: expected owner/name, as the hub has them")
     check_is_folder(folder, "one that blr wrote")
@@ -90,12 +85,8 @@ def _is_repository(name: str) -> bool:
 
 
 def send(push: Push, *, private: bool, revision: str | None, message: str) -> str:
-    """Make the repository if there is none and commit all files at once, without what an earlier output
-    of blr has there beside them; the commit's address.
-
-    Raises HubError: offline, no token, refused, or not reached; public where `private` is asked for, or
-    with weights of something else.
-    """
+    """Make the repository if there is none and commit all files at once, without what an earlier
+    output of blr left there; the commit's address. Raises HubError."""
     if is_offline():
         remedy = "unset HF_HUB_OFFLINE, or look at it with --dry-run"
         raise HubError(f"{push.repository}: offline, expected the network; {remedy}")
@@ -133,8 +124,8 @@ def _hub_errors(repository: str) -> Iterator[None]:
 
 
 def _stale(push: Push, api: Any, there: set[str], revision: str | None) -> list[str]:
-    """Files of the repository that an earlier output left and this one has not: transformers would load
-    its weights, if they lie in other files, before these. Raises HubError for weights of others."""
+    """Files of the repository that an earlier output left and this one has not: transformers would
+    load its weights. Raises HubError for weights of others."""
     listed: set[str] = set()
     if MANIFEST in there:
         with _hub_errors(push.repository):
@@ -185,11 +176,8 @@ class Account(Told):
     input_sha256: str | None = None
 
 
-def _made(manifest: dict[str, Any], path: Path) -> str:
-    """The command that makes the folder again, and with what; of exports and healed ones the latter.
-
-    Raises InputError for an account that no `blr` has written.
-    """
+def _made(manifest: dict[str, object], path: Path) -> str:
+    """The command that makes the folder again. Raises InputError for an account that is not of `blr`."""
     told = {name: value for name, value in manifest.items() if value is not None}
     account = fitted(told, Account, path, "compress it again")
     run, source = account.run, account.source
@@ -202,12 +190,12 @@ def _made(manifest: dict[str, Any], path: Path) -> str:
     return f"{MADE}\n{where}\n```\n{command}{lines}\n```\n{read}"
 
 
-def _index(repository: str, path: Path, folder: Path) -> list[dict[str, Any]]:
+def _index(repository: str, path: Path, folder: Path) -> list[dict[str, object]]:
     """The `model-index` of a card: what `blr eval` measured of `folder`, in the hub's terms."""
     from huggingface_hub import EvalResult
     from huggingface_hub.repocard_data import eval_results_to_model_index
 
-    found = fitted(read_json(path, MAX_BYTES), Metrics, path, MEASURE, MEASURED)
+    found = fitted(read_json(path, MAX_BYTES), Judged, path, MEASURE, MEASURED)
     _check_judged(found, path, folder)
     rows = list(_measured(found))
     if not rows:
@@ -216,32 +204,7 @@ def _index(repository: str, path: Path, folder: Path) -> list[dict[str, Any]]:
     return eval_results_to_model_index(repository.partition("/")[2], results)
 
 
-class Figure(Told):
-    """Of one text."""
-
-    text: str
-    perplexity: float
-
-
-class JudgedOutput(Told):
-    """What was judged."""
-
-    name: str | None = None
-    digest: str | None
-
-
-class Metrics(Told):
-    """What `blr eval --format json` prints."""
-
-    checkpoint: JudgedOutput | None = None
-    text: str = "text"
-    perplexity: float | None = None
-    texts: list[Figure] = Field(default_factory=list)
-    tasks: dict[str, dict[str, float]] = Field(default_factory=dict)
-    spearman: float | None = None
-
-
-def _check_judged(found: Metrics, path: Path, folder: Path) -> None:
+def _check_judged(found: Judged, path: Path, folder: Path) -> None:
     """Raise InputError for figures of another model, where they say of which they are."""
     judged = found.checkpoint
     if judged is not None and judged.digest != computing_digest(folder):
@@ -249,10 +212,9 @@ def _check_judged(found: Metrics, path: Path, folder: Path) -> None:
         raise InputError(f"{path}: figures of {name}, expected those of {folder}; run blr eval on that")
 
 
-def _measured(found: Metrics) -> Iterator[tuple[str, str, str, float]]:
+def _measured(found: Judged) -> Iterator[tuple[str, str, str, float]]:
     """Task, data, metric and value of everything in a result of `blr eval`."""
-    alone = [] if found.perplexity is None else [Figure(text=found.text, perplexity=found.perplexity)]
-    for row in found.texts or alone:
+    for row in found.perplexities:
         yield "text-generation", Path(row.text).name, "perplexity", row.perplexity
     for task, metrics in found.tasks.items():
         for metric, value in metrics.items():
@@ -261,15 +223,14 @@ def _measured(found: Metrics) -> Iterator[tuple[str, str, str, float]]:
         yield "sentence-similarity", "sts", "spearman", found.spearman
 
 
-def _lacks(front: dict[str, Any]) -> Iterator[str]:
+def _lacks(front: dict[str, object]) -> Iterator[str]:
     """What the hub, or a licence, wants said and the card does not say."""
     for key, why in (("license", "its source's card names none"), ("base_model", "it has no hub id")):
         if not front.get(key):
             yield f"the card says no {key}: {why}; add it on the hub, or compress from the hub id"
 
 
-def printed(push: Push) -> dict[str, Any]:
-    """For the command's result."""
+def printed(push: Push) -> dict[str, object]:
     return {
         "repository": push.repository,
         "files": len(push.files),

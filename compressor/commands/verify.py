@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from blr.compressor.base.errors import InputError, VerifyError
 from blr.compressor.checkpoint.regular import read_json
@@ -13,12 +12,9 @@ from blr.compressor.checkpoint.source import check_is_output
 from blr.compressor.workspace.manifest import MANIFEST, MAX_BYTES, saved_by, verify_manifest
 
 
-def verify_output(folder: Path) -> dict[str, Any]:
-    """How many files were checked, and against what.
-
-    Raises VerifyError: something differs; OutputError: a folder that neither `blr` nor a model of ours
-    wrote; InputError: no folder, or malformed files in one that transformers saved.
-    """
+def verify_output(folder: Path) -> dict[str, object]:
+    """How many files were checked, and against what. Raises VerifyError: something differs;
+    OutputError: no output of ours; InputError: malformed files."""
     check_is_output(folder, "one that blr wrote")
     saved = None if os.path.lexists(folder / MANIFEST) else _saved(folder)
     if saved is not None:
@@ -26,8 +22,7 @@ def verify_output(folder: Path) -> dict[str, Any]:
     return {"output": str(folder), "files": verify_manifest(folder), "ok": True}
 
 
-def verify_text(result: dict[str, Any]) -> str:
-    """`verify_output` in a line."""
+def verify_text(result: dict[str, object]) -> str:
     if "saved" in result:
         return (
             f"{result['output']}: {result['saved']}, which leaves no digests to compare: "

@@ -36,10 +36,8 @@ Handing = Callable[[Tensor], Any]  # what a block gives whose states are these
 
 
 def check_blocks(model: BlockModel, ids: Tensor) -> None:
-    """Learn what the blocks of `model` hand on, and that they are the model, by tokens `ids` [1, w].
-
-    Raises CapabilityError if they are not.
-    """
+    """Learn what the blocks of `model` hand on, by tokens `ids` [1, w]. Raises CapabilityError if one
+    after the other they are not the model."""
     arguments = {"input_ids": ids[:, :PROBE].to(model.device)}
     try:
         with torch.no_grad():
@@ -83,7 +81,7 @@ def logits_behind(model: BlockModel, hidden: Tensor) -> Tensor:
     last, rows = len(model) - 1, hidden if hidden.dim() == 3 else hidden[None]
 
     def run(part: Tensor) -> Tensor:
-        def passed(number: int, entering: Tensor, positional: Any, named: Any) -> Any:
+        def passed(number: int, entering: Tensor, positional: object, named: object) -> object:
             return model.handing(part if number == last else entering)
 
         ids = torch.zeros(part.shape[:2], dtype=torch.long, device=part.device)
@@ -127,11 +125,8 @@ def _refuse(model: BlockModel, found: str) -> None:
 
 def found_groups(block: nn.Module, names: set[str], batch: Batch) -> list[Group]:
     """Layers `names` of a loaded block that read the same tensor, in order of execution, with residual
-    streams.
-
-    Layers that are run more than once, on something else than the tokens of `batch`, or with no gradient
-    from what the block gives, are in none.
-    """
+    streams; none that run more than once, on something else than the tokens of `batch`, or with no
+    gradient."""
     with torch.enable_grad():
         seen = _Seen(block, names, batch)
         seen.output.sum().backward()
@@ -153,8 +148,8 @@ def with_residuals(block: nn.Module, groups: list[Group], batch: Batch) -> list[
 
 
 class _Seen:
-    """What one run of a block shows: `inputs` of its modules, in order of execution, of its `layers`
-    which input is theirs and what they give, its `output`. All is kept: the id of each is its own."""
+    """What one run of a block shows: `inputs` of its modules in order, of its `layers` which input is
+    theirs and what they give, its `output`. All is kept: the id of each is its own."""
 
     def __init__(self, block: nn.Module, names: set[str], batch: Batch) -> None:
         self.inputs: list[tuple[str, Tensor]] = []
@@ -167,7 +162,7 @@ class _Seen:
         ):
             self.output = run_block(block, state, batch)
 
-    def _enter(self, name: str, given: Any) -> None:
+    def _enter(self, name: str, given: object) -> None:
         if isinstance(given, Tensor):
             self.inputs.append((name, given))
 
@@ -179,8 +174,8 @@ class _Seen:
         self.layers.append((name, len(self.inputs) - 1, output))
 
     def group(self, names: tuple[str, ...]) -> Group:
-        """Layers of one input; a layer alone with the stream that it adds to, if any: x, where x + s y
-        is read by a later module or given by the block."""
+        """Layers of one input; a layer alone with the stream x that it adds to, where x + s y is read
+        later or given by the block."""
         layer = next((layer for layer in self.layers if layer[0] == names[0]), None)
         if layer is None or len(names) > 1:
             return Group(names)

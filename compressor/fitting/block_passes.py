@@ -20,13 +20,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named ones
 
 @dataclass
 class Batch:
-    """Hidden states [m, w, d] on their way through the blocks, with the other arguments of blocks
-    and the mask [m, w] of real tokens. `hidden` comes from the dense prefix, `student` from the
-    compressed one. Both stay on the device that `start` put them on, and are empty in processes that
-    do not own the batch. Blocks differ in what they are given where some attend to a window alone or
-    rotate otherwise: `kinds` says which of `arguments` is whose (one is all blocks'). `alone` is what
-    they are for one of the windows by itself, which tells what of them is a window's own. `idle`
-    positions at the start of every window predict no token of the text."""
+    """Hidden states [m, w, d] from the dense prefix (`hidden`) and the compressed one (`student`), empty
+    in processes that do not own the batch, with the mask [m, w] of real tokens. `kinds` says which of
+    `arguments` each block gets (one is all blocks'); `alone` is what they are for one window by itself.
+    `idle` positions at a window's start predict no token of the text."""
 
     hidden: Tensor
     student: Tensor
@@ -43,8 +40,7 @@ class Batch:
         return found
 
     def rows(self, values: Tensor) -> Tensor:
-        """Those [n, d] of real tokens of `values` [m, w, d], or [m w, d] and [m, 1, w, d] as some
-        modules take them; waits for no GPU."""
+        """Those [n, d] of real tokens of [m, w, d], [m w, d] or [m, 1, w, d]; waits for no GPU."""
         flat = values.flatten(0, -2)
         return flat if self._real is None else flat[self._real.to(flat.device)]
 
@@ -118,8 +114,7 @@ def window_rows(batch: Batch, windows: Tensor) -> Batch:
 
 
 def _rows(value: Tensor, alone: Tensor, windows: Tensor, count: int) -> Tensor:
-    """Those of some of `count` windows, of each of which `alone` has as many; all where it is not
-    larger for more windows."""
+    """Those of some of `count` windows, of which `alone` has one's; all where no window has its own."""
     if not value.dim() or not alone.dim() or len(value) != count * len(alone):
         return value
     each = value.unflatten(0, (count, len(alone)))
@@ -127,8 +122,7 @@ def _rows(value: Tensor, alone: Tensor, windows: Tensor, count: int) -> Tensor:
 
 
 def alike(batches: Sequence[Batch]) -> list[bool]:
-    """Which batches differ from the first in their hidden states alone: all of their tokens are real,
-    as many, and the blocks' other arguments are the same."""
+    """Which batches differ from the first in their hidden states alone."""
     first = batches[0]
     return [
         bool(batch.mask.all())
@@ -148,8 +142,6 @@ class Reached(Exception):
 
 
 class Blocks(nn.Module):
-    """All blocks in turn, run as one by `run_block`."""
-
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
@@ -178,8 +170,8 @@ def parted(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, 
 def in_place_of(blocks: nn.ModuleList, run: StandIn) -> Iterator[None]:
     """Meanwhile every block is run by `run`, from its number, its states and all it is called with."""
 
-    def stand_in(number: int) -> Callable[..., Any]:
-        def forward(*positional: Any, **named: Any) -> Any:
+    def stand_in(number: int) -> Callable[..., object]:
+        def forward(*positional: object, **named: object) -> object:
             return run(number, parted(positional, named)[0], positional, named)
 
         return forward
@@ -197,14 +189,14 @@ def in_place_of(blocks: nn.ModuleList, run: StandIn) -> Iterator[None]:
 def watched(
     modules: Mapping[str, nn.Module], enter: Watch | None = None, leave: Watch | None = None
 ) -> Iterator[None]:
-    """Meanwhile, whenever one of `modules` runs, `enter` is told its name and its first input, unless
-    that has a name, and `leave` what it gives."""
+    """Meanwhile, whenever one of `modules` runs, `enter` is told its name and first positional input,
+    and `leave` what it gives."""
 
-    def before(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def before(name: str, module: nn.Module, inputs: tuple[object, ...]) -> None:
         if enter is not None and inputs:
             enter(name, inputs[0])
 
-    def behind(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def behind(name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         if leave is not None:
             leave(name, output)
 

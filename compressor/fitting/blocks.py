@@ -55,14 +55,10 @@ NORMS = (  # what the last one is called
 
 
 class BlockModel:
-    """A checkpoint whose blocks are loaded one at a time in float32 on `device`.
-
-    `handing` makes of hidden states what a block gives; `plain` says that a norm and a head follow the
-    last one; by `sample`, a batch at the first, is found what the family's table does not say (groups,
-    residual streams); it takes `width` tokens at once.
-
-    Raises CapabilityError for a family without blocks.
-    """
+    """A checkpoint whose blocks are loaded one at a time in float32 on `device`. `handing` makes of
+    hidden states what a block gives; `plain`: a norm and a head follow the last one; `sample` is a batch
+    by which groups and residual streams are found, `width` the tokens it takes at once. Raises
+    CapabilityError for a family without blocks."""
 
     def __init__(self, source: Source, family: Family, device: torch.device) -> None:
         if family.blocks is None:
@@ -78,7 +74,7 @@ class BlockModel:
         self.handing: Handing = lambda hidden: hidden
         self.sample: Batch | None = None
         self.width = PROBE
-        self.plain = bool(family.groups) or self._norm() is not None
+        self.plain = bool(family.groups) or bool(self._behind())
         self._groups: dict[int, list[Group]] = {}
 
     def __len__(self) -> int:
@@ -106,8 +102,7 @@ class BlockModel:
             move_buffers(module, self.device)
 
     def groups(self, block: nn.Module) -> list[Group]:
-        """The family's groups that are in `block`, by what of them it has, or those found in it; with
-        residual streams once `sample` is there."""
+        """The groups of `block`, by table or as found; with residual streams once `sample` is there."""
         names, number = {name for name, _ in block.named_modules()}, getattr(block, NUMBER)
         groups = [part for group in self.family.groups if (part := group.within(names))]
         if self.sample is None:
@@ -155,8 +150,7 @@ class BlockModel:
         self.sample = self.batch({"input_ids": few.to(self.device)}, every)
 
     def batch(self, arguments: dict[str, Tensor], mask: Tensor) -> Batch:
-        """What enters the first block where the model is given `arguments`, of which `mask` [m, w] are
-        real tokens."""
+        """What enters the first block for `arguments` of the model; `mask` [m, w] are real tokens."""
         hidden, given = self._entering(arguments)
         found, kinds = distinct(given)
         least = int(mask.sum(1).argmin())  # whose mask is no shortcut if any is none
@@ -167,8 +161,9 @@ class BlockModel:
 
     def run(self, arguments: dict[str, Tensor]) -> Any:
         """What the model gives, without a cache and without advice."""
+        cache = {"use_cache": False} if self.model.can_generate() else {}
         with quiet_transformers():
-            return self.model(**arguments, **_without_cache(self.model))
+            return self.model(**arguments, **cache)
 
     def _entering(self, arguments: dict[str, Tensor]) -> tuple[Tensor, list[Arguments]]:
         """The states that enter the first block, and what every block is given beside its states."""
@@ -198,17 +193,15 @@ class BlockModel:
 
     def _normed(self, hidden: Tensor) -> Tensor:
         """What lies beside the blocks and behind them: the last norm, and OPT's projection."""
-        norm, project = self._norm(), getattr(self._beside(), "project_out", None)
-        hidden = hidden if norm is None else norm(hidden)
-        return hidden if project is None else project(hidden)
+        for part in self._behind():
+            hidden = part(hidden)
+        return hidden
 
-    def _beside(self) -> nn.Module:
-        return self.model.get_submodule(self.path.rpartition(".")[0])
-
-    def _norm(self) -> Any:
-        """The last norm, None where there is none."""
-        beside = self._beside()
-        return next((getattr(beside, name) for name in NORMS if hasattr(beside, name)), None)
+    def _behind(self) -> list[nn.Module]:
+        """The last norm and the projection behind it, as far as there are such."""
+        beside = self.model.get_submodule(self.path.rpartition(".")[0])
+        norm = next((getattr(beside, name) for name in NORMS if hasattr(beside, name)), None)
+        return [part for part in (norm, getattr(beside, "project_out", None)) if part is not None]
 
     @cached_property
     def _converted(self) -> Parts | None:
@@ -239,8 +232,7 @@ class BlockModel:
         return move_buffers(module, self.device).requires_grad_(False)
 
     def _weight(self, name: str, made: Mapping[str, Tensor]) -> Tensor:
-        """A parameter of a block, of those `made` or as stored. Raises InputError if the checkpoint has
-        it not."""
+        """A parameter of a block, of those `made` or as stored. Raises InputError if there is none."""
         if name in made:
             return self._placed(made[name])
         if name in self.names or name in self.model.all_tied_weights_keys:
@@ -270,7 +262,3 @@ def move_buffers(module: nn.Module, device: torch.device) -> nn.Module:
             if buffer is not None and buffer.device.type != "meta":
                 setattr(part, name, buffer.to(device))
     return module
-
-
-def _without_cache(model: Any) -> dict[str, Any]:
-    return {"use_cache": False} if model.can_generate() else {}

@@ -58,8 +58,7 @@ Replan = Callable[[dict[str, list[float]] | None], Plan]
 
 @dataclass
 class Outcome:
-    """Factors by module, the plan they follow, what to say about the calibration, and norms that were
-    refitted, by tensor."""
+    """Factors by module, their plan, facts of the calibration, curves, refitted norms by tensor."""
 
     results: dict[str, Result]
     plan: Plan
@@ -69,16 +68,9 @@ class Outcome:
 
 
 def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = "") -> Outcome:
-    """Fit every planned layer to the activations that `text` causes.
-
-    Args:
-        replan: makes the plan from measured sensitivities (None: uniform).
-        text: a file or data set name, as `read_calibration` takes it.
-        weights: digest of all weights: statistics depend on those of other layers, too.
-
-    Raises:
-        InputError, HubError, CapabilityError, NumericsError.
-    """
+    """Fit every planned layer to the activations that `text` causes. `replan` makes the plan from
+    measured sensitivities (None: uniform); `weights` is the digest of all weights, on which statistics
+    depend."""
     source, recipe, target = work.source, work.recipe, work.target
     model = BlockModel(source, family_of(source), target)
     timed = work.progress.timed
@@ -126,8 +118,7 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
 
 
 def expected(recipe: Recipe, text: str | None, device: str) -> list[str]:
-    """The steps of fitting by `recipe` to `text` (None: to the weights alone) on a kind of `device`, by
-    what their bars say."""
+    """The steps of fitting by `recipe` to `text` (None: to the weights alone) on a kind of `device`."""
     if text is None:
         return [FITTING]
     own = [WRITING_OWN] * bool(is_own(text) or recipe.mix)
@@ -151,10 +142,7 @@ def read_text(
     source: Source, samples: int, seq_len: int, name: str, packed: bool, offline: bool
 ) -> tuple[Any, Calibration | None]:
     """The tokenizer of `source`, and the calibration's text in windows of `seq_len`, unless it is the
-    model's own.
-
-    Raises as `read_calibration`, and InputError for tokens that the model does not have.
-    """
+    model's own. Raises as `read_calibration`, and InputError for tokens that the model does not have."""
     from blr.compressor.loading.load import load_tokenizer
 
     tokenizer = load_tokenizer(
@@ -200,8 +188,7 @@ def _measure(work: Work, model: BlockModel, batches: list[Any], key: str, replan
 
 
 def _rows(recipe: Recipe, replan: Replan) -> set[str]:
-    """Modules whose fits weigh the rows of outputs alone, whatever their ranks will be; none where the
-    sensitivities choose bits, too."""
+    """Modules whose fits weigh rows of outputs alone; none where sensitivities choose bits, too."""
     if recipe.bpw is not None:
         return set()
     return {planned.layer.module for planned in replan(None).layers if not is_whole(planned.spec)}
@@ -221,11 +208,8 @@ def _outside(work: Work, plan: Plan, done: dict[str, Result]) -> dict[str, Resul
 
 
 def with_own_text(work: Work, tokenizer: Any, seq_len: int, text: Calibration | None) -> Calibration:
-    """Windows of `seq_len` tokens, `samples` of the recipe at most: the share `mix` of them is own
-    text, all if there is no `text`.
-
-    To write it the whole model is loaded, once; what it wrote is kept in the journal.
-    """
+    """Windows of `seq_len` tokens, of which the share `mix` is own text, all without a `text`. To write
+    it the whole model is loaded, once; what it wrote is kept in the journal."""
     samples = work.recipe.samples
     count = samples if text is None else max(1, round(work.recipe.mix * samples))
     beginning = beginning_of(tokenizer)
@@ -236,8 +220,8 @@ def with_own_text(work: Work, tokenizer: Any, seq_len: int, text: Calibration | 
 
 
 def _write(work: Work, tokenizer: Any, seq_len: int, count: int, beginning: Beginning) -> Tensor:
-    """[count, seq_len] with the beginning of a text; the token at random that each sample starts from is
-    left out where the context has room for that."""
+    """[count, seq_len] with the beginning of a text, without the random token that samples start from
+    where the context has room."""
     folder, device = work.source.folder, work.target
     model = load_computing(folder, "AutoModelForCausalLM", device)
     length = min(seq_len + ROOM, context_of(model.config.to_dict()))

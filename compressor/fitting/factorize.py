@@ -44,10 +44,7 @@ NOISE = {None: 5e-4, 8: 1e-3, 4: 0.005, 3: 0.02, 2: 0.1}
 
 @dataclass(frozen=True)
 class Work:
-    """The weights, the recipe, and where finished layers are kept.
-
-    device: torch's name of one, or "auto". offline: texts come from no hub.
-    """
+    """The weights, the recipe, and where finished layers are kept."""
 
     source: Source
     recipe: Recipe
@@ -58,12 +55,10 @@ class Work:
 
     @cached_property
     def processes(self) -> Processes:
-        """Those of this run. Raises as `Processes`."""
         return Processes(self.device)
 
     @property
     def target(self) -> torch.device:
-        """The device to compute on."""
         return self.processes.device
 
     def missing(self, keys: list[str]) -> list[str]:
@@ -72,8 +67,7 @@ class Work:
         return self.processes.told(lacking)
 
     def share(self, costs: Mapping[str, float], compute: Callable[[str], None]) -> None:
-        """Have every key in the journal: `compute` stores what is under one; each process computes some,
-        by their predicted costs."""
+        """Have every key in the journal: each process computes some, by their predicted costs."""
         owners = share_out(list(costs.values()), self.processes.count)
         for key, owner in zip(costs, owners, strict=True):
             if owner == self.processes.rank:
@@ -87,8 +81,7 @@ Result = tuple[dict[str, TensorEntry], dict[str, Any]]  # stored factors by suff
 
 @dataclass(frozen=True)
 class LayerJob:
-    """One layer to factorize and everything that determines its factors. `processes` are those that fit
-    it together, if not one alone."""
+    """One layer to factorize; `processes` fit it together, if not one alone."""
 
     planned: PlannedLayer
     recipe: Recipe
@@ -110,10 +103,8 @@ class LayerJob:
         return getattr(torch, self.recipe.dtype) if self.recipe.dtype else weight.dtype
 
     def key(self, weight: str, prefix: str = "") -> str:
-        """The journal's name for the factors of the weight whose bytes have that SHA-256.
-
-        `prefix` is the digest of what else they depend on: calibration and the layers before.
-        """
+        """The journal's name for the factors of a weight with that SHA-256; `prefix` is the digest of
+        what else they depend on."""
         return layer_key(
             prefix=prefix,
             weight=weight,
@@ -127,18 +118,13 @@ class LayerJob:
         )
 
 
-def machine(device: torch.device) -> list[Any]:
-    """What of a device the bits of results depend on: on the CPU the number of threads, and whether
-    kernels run."""
+def machine(device: torch.device) -> list[object]:
+    """What of a device the bits of results depend on."""
     return [device.type, torch.get_num_threads() if device.type == "cpu" else None, kernels_on(device)]
 
 
 def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
-    """Factors of every planned layer, from the journal where it has them.
-
-    Returns:
-        Module name to its stored factors and record (spec, type, relative error, notes).
-    """
+    """Stored factors and record of every planned layer by module, from the journal where it has them."""
     planned = [LayerJob(each, work.recipe, work.target) for each in plan.layers]
     jobs = dict(zip(keys_of(work, planned), planned, strict=True))
     costs = {key: predicted_cost(jobs[key].planned.spec) for key in work.missing(list(jobs))}
@@ -166,7 +152,6 @@ def layer_seed(seed: int, module: str) -> int:
 
 
 def _layer(work: Work, job: LayerJob, key: str) -> None:
-    """Factorize one layer into the journal."""
     with layer_errors(job):
         tensors, record = factorize(work.source.load_tensor(job.layer.entry), job)
     work.journal.store(key, tensors, record)
@@ -182,16 +167,9 @@ def _kept(work: Work, job: LayerJob, key: str) -> Result:
     return {suffix: factors[suffix] for suffix in job.planned.spec.stored()}, record
 
 
-def factorize(weight: Tensor, job: LayerJob) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Fit one layer.
-
-    Args:
-        weight: as stored, [o, i], or [i, o] if the layer is transposed.
-
-    Returns:
-        Factors in the stored dtype, contiguous on the CPU, and the layer's record. The error is
-        that of the stored factors, rounding included.
-    """
+def factorize(weight: Tensor, job: LayerJob) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """Fit one layer to its stored `weight`: factors as stored, on the CPU, and the record, with the
+    error of what is stored."""
     work = moved(weight, job.device, working_dtype(job.device))
     work = work.mT.contiguous() if job.layer.transposed else work
     spec, notes = job.planned.spec, list[str]()
@@ -208,18 +186,10 @@ def factorize(weight: Tensor, job: LayerJob) -> tuple[dict[str, Tensor], dict[st
 
 
 def keep_factors(
-    job: LayerJob, weight: Tensor, factors: Mapping[str, Tensor], record: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Round fitted factors to the dtype they are stored in and measure what that gives.
-
-    Args:
-        weight: as stored. factors: by the names of ``spec.stored()``, packed ones as they are.
-        record: what is already known of the layer, kept.
-
-    Returns:
-        Tensors on the CPU, contiguous, and the layer's record with its type, spec, error and bits a
-        weight.
-    """
+    job: LayerJob, weight: Tensor, factors: Mapping[str, Tensor], record: dict[str, object]
+) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """Round fitted factors (packed ones are as they are) to the dtype they are stored in, on the CPU,
+    and add type, spec, error and bits a weight to the layer's `record`."""
     spec, dtype = job.planned.spec, job.stored_dtype(weight)
     tensors = {name: _stored(factors[name], dtype) for name in spec.stored()}
     check_range(tensors)
@@ -237,8 +207,7 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def layer_errors(job: LayerJob) -> Iterator[None]:
-    """Name the layer in the errors of its factorization: NumericsError, and CapabilityError where
-    memory ran out."""
+    """Name the layer in the errors of its fit: NumericsError, or CapabilityError without memory."""
     try:
         yield
     except NumericsError as error:

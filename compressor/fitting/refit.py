@@ -56,15 +56,9 @@ FINISH_RATE = 0.003  # the same of the last pass
 
 
 class Refitting(TrainingLoop):
-    """Moves what is `trained` of `block` in place.
-
-    Args:
-        trained: parameters of the block, stored as they are or rounded.
-        batches: their `student` states enter the block, each with the process that owns the batch.
-        targets: dense outputs [m, w, d] of this process's batches, by number.
-        metric: Fisher information [d, d] of the block's output, or None for plain squares.
-        rate: of a tensor's root mean square, a step; None for the usual one.
-    """
+    """Moves what is `trained` of `block` in place, whose `batches` enter as their `student` states;
+    `targets` are the dense outputs [m, w, d] of this process's batches, `metric` is the Fisher
+    information [d, d] of the output (None: plain squares), `rate` of a tensor's root mean square."""
 
     def __init__(
         self,
@@ -90,8 +84,8 @@ class Refitting(TrainingLoop):
         self.held = held or self.train_on
 
     def run(self, epochs: int, seed: int, advance: Callable[[int], None] = lambda _: None) -> Errors:
-        """Train for so many epochs, of each of which `advance` is told, and keep the best; the batches'
-        order follows from `seed`. Returns the error on the held-back batches before and after."""
+        """Train for so many epochs, telling `advance` of each, in an order that follows from `seed`, and
+        keep the best. Returns the error on the held-back batches before and after."""
         order, count = torch.Generator().manual_seed(seed), len(self.train_on)
         drawn = [torch.randperm(count, generator=order).tolist() for _ in range(epochs)]
         self.order, self.advance = [self.train_on[n] for epoch in drawn for n in epoch], advance
@@ -150,7 +144,10 @@ class Refitting(TrainingLoop):
         def part(at: int) -> dict[str, Tensor]:
             if parts > 1 or not self._replayed(n, student, target):
                 self._part(batch, student, target, windows[at], batch.tokens)
-            return {"all": torch.cat([_gradient(parameter).flatten() for parameter in self.parameters])}
+            found = [(p, p.grad) for p in self.parameters]
+            return {
+                "all": torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in found])
+            }
 
         total = sum_in_order(self.processes, parts, part, ["all"])["all"]
         sizes = [parameter.numel() for parameter in self.parameters]
@@ -197,10 +194,6 @@ class Refitting(TrainingLoop):
         return missed.square().sum() / tokens
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
 def rates_of(masters: Sequence[Tensor], shares: Sequence[float], rate: float) -> list[float]:
     """`rate` × the root mean square of each master × its share."""
     sizes = torch.stack([m.detach().square().mean().sqrt() for m in masters]).tolist()
@@ -221,11 +214,7 @@ def _root(metric: Tensor) -> Tensor:
 
 def finish_blocks(run: FitRun, starts: list[Batch]) -> None:
     """Train the run's students together, keep what comes out in the journal, and take it as the results.
-
-    Args:
-        starts: of every batch, the states that enter the first block; `run.batches` hold those that
-            leave the last of the dense model.
-    """
+    `starts` enter the first block; `run.batches` hold what leaves the last dense one."""
     work, settings = run.work, [run.finish, FINISH]
     keys = [
         layer_key(finish=settings, prefix=run.prefix, block=student.index) for student in run.students
@@ -274,10 +263,8 @@ def logit_bytes(model: BlockModel) -> int:
 
 
 def finish_epochs(asked: int | None, usual: int, model: BlockModel, batches: list[Batch]) -> int:
-    """How many there are to be: those `asked` for, else `usual` on a GPU that has the room.
-
-    Raises CapabilityError: they are asked for, but the model has no logits, or the GPU not the room.
-    """
+    """Those `asked` for, else `usual` on a GPU that has the room. Raises CapabilityError if the model
+    has no logits, or the GPU not the room, for epochs asked for."""
     if asked == 0 or (asked is None and model.device.type != "cuda"):
         return 0
     if not model.model.can_generate():
@@ -302,7 +289,6 @@ def _room(device: torch.device) -> float:
 
 
 def _bytes(model: BlockModel, batches: list[Batch]) -> float:
-    """Predicted."""
     tokens = max(batch.mask.numel() for batch in batches)
     weights = sum(p.numel() for p in model.blocks.parameters())
     widths = sum(sum(p.shape) for p in model.blocks.parameters() if p.dim() == 2)

@@ -57,9 +57,8 @@ ROUNDS = 4  # of rounding and correcting in turn
 
 @dataclass(frozen=True)
 class Quantized:
-    """`tensors` by stored name (``V_q``, ``V_scale``, ``S``); `errors`, relative Frobenius, by factor
-    and, under "product", of the weight they multiply out to; `latents` the factors that were rounded,
-    by `latent_name`."""
+    """`tensors` by stored name (``V_q``, ``V_scale``, ``S``); `errors`, relative, by factor and of the
+    "product"; `latents` the factors that were rounded."""
 
     tensors: dict[str, Tensor]
     errors: dict[str, float]
@@ -116,18 +115,9 @@ def plain_fit(options: FitOptions | None = None, gram: Tensor | None = None) -> 
 def round_layer(
     weight: Tensor, spec: Spec, metric: Metric | None, dtype: torch.dtype, fit: FitFactors
 ) -> dict[str, Tensor]:
-    """What is stored of one layer, by the names of ``spec.stored()``, and what was rounded, on the
-    weight's device.
-
-    Args:
-        weight: W [o, i], float32 or float64, or the target in its place.
-        metric: None for errors that all cost the same.
-        dtype: of scales and of what is not packed.
-        fit: canonical factors of a plain structure.
-
-    Raises:
-        NumericsError: scales that are not finite in `dtype`.
-    """
+    """What is stored of one layer, and what was rounded, from W [o, i] or the target. `metric` None: all
+    errors cost the same; `dtype`: of scales and of what is not packed; `fit` gives factors of a plain
+    structure. Raises NumericsError for scales that are not finite in `dtype`."""
     if isinstance(spec, CorrectedSpec):
         return _corrected(weight, spec, metric, dtype, fit)
     if isinstance(spec, QuantizedSpec):
@@ -157,10 +147,7 @@ def round_factors(
 def quantize_dense(
     weight: Tensor, spec: QuantizedSpec, scale_dtype: torch.dtype | None = None
 ) -> Quantized:
-    """Quantize one dense weight [o, i], each number to its nearest level.
-
-    Raises NumericsError when its scales are not finite.
-    """
+    """Quantize one dense weight [o, i], each number to its nearest level. Raises NumericsError."""
     parts, lost, whole = [], 0.0, 0.0
     for rows in weight.split(rows_at_once(weight.shape[1])):
         own = replace(spec, of=DenseSpec(spec.in_features, len(rows)))
@@ -178,15 +165,8 @@ def quantize_factors(
     scale_dtype: torch.dtype | None = None,
     metric: Metric | None = None,
 ) -> Quantized:
-    """Quantize one structured layer.
-
-    Args:
-        factors: canonical, as named by `spec`. scale_dtype: the model's (default: of each factor).
-        metric: of the inputs; None for errors that all cost the same.
-
-    Raises:
-        NumericsError: a factor whose scales are not finite.
-    """
+    """Quantize the canonical `factors` of one structured layer; scales in `scale_dtype`, or each
+    factor's own. Raises NumericsError for scales that are not finite."""
     tensors: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
     latents: dict[str, Tensor] = {}
@@ -196,9 +176,10 @@ def quantize_factors(
         exact = even_columns(spec.of, exact)
     product = STRUCTURES[spec.structure].factorizer().reconstruct(exact, spec.of)
     back = dict(indices)
-    for name in _turns(spec):
+    solved = LAST if _is_solved(spec) else None  # comes last
+    for name in sorted(spec.shapes(), key=lambda name: name == solved):
         dtype = scale_dtype or factors[name].dtype
-        if name == LAST and _is_solved(spec):
+        if name == solved:
             factor, stored = _solved(spec, back, product, metric, dtype)
         elif metric is not None and isinstance(spec.of, PivotedSpec):
             rows = to_matrix(spec, name, exact[name])  # outputs themselves, as those of a dense weight
@@ -237,8 +218,7 @@ def _corrected(
 
 
 def _start(fit: FitFactors, weight: Tensor, spec: Spec) -> Mapping[str, Tensor]:
-    """Factors of a correction: of BLAST those of low rank in blocks, whose terms do not cancel each
-    other and so can be rounded."""
+    """Factors of a correction: of BLAST those of low rank, whose terms do not cancel each other."""
     if not isinstance(spec, BlastSpec):
         return fit(weight, spec)
     found = fit(weight, start_of(spec))
@@ -256,11 +236,6 @@ def _is_solved(spec: QuantizedSpec) -> bool:
     return known.linear and (known.pivots or spec.fp8 or spec.bits in SOLVED)
 
 
-def _turns(spec: QuantizedSpec) -> list[str]:
-    """The factors as they are rounded."""
-    return sorted(spec.shapes(), key=lambda name: name == LAST and _is_solved(spec))
-
-
 def _solved(
     spec: QuantizedSpec,
     rounded: dict[str, Tensor],
@@ -268,10 +243,8 @@ def _solved(
     metric: Metric | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """U of least squares for `weight` and the other factors, and what is stored of it.
-
-    Rows that share a group, of small corrections, are rounded to the nearest levels.
-    """
+    """U of least squares for `weight` and the other factors, and what is stored of it. Rows that share a
+    group, of small corrections, are rounded to the nearest levels."""
     Z = STRUCTURES[spec.structure].factorizer().right_factor(rounded, spec.of)  # [..., i, K]
     weighted = Z if metric is None else metric.gram.to(Z) @ Z
     normal = Z.mT @ weighted
@@ -289,8 +262,8 @@ def _solved(
 def _unsolved(
     spec: QuantizedSpec, name: str, factors: dict[str, Tensor], metric: Metric | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """What is stored of a factor as it is; of V in float8, of which U can make good what it spans,
-    behind compensation. Of `factors` those that are rounded have the values that are stored."""
+    """What is stored of a factor as it is; of V in float8 behind compensation. Of `factors` those
+    rounded have their stored values."""
     factor, gram = factors[name], None if metric is None else metric.gram
     seen = seen_by_v(spec.of, factors, gram) if spec.fp8 and name == "V" else None
     if seen is None:
@@ -301,22 +274,20 @@ def _unsolved(
 def _float8(
     name: str, spec: QuantizedSpec, matrix: Tensor, costs: Costs, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """A matrix [..., R, K] in float8, in the metric of its columns, or [..., G, K, K] of groups of its
-    rows."""
+    """A matrix [..., R, K] in float8, in the metric of its columns, or of groups of its rows."""
     matrix = matrix.float() if matrix.is_cuda else matrix
     apart = costs.order.dim() == matrix.dim()
     rows = matrix.unflatten(-2, (costs.order.shape[-2], -1)) if apart else matrix
     found = [t.flatten(-3, -2) if apart else t for t in round_fp8(rows, costs, spec.group, dtype)]
-    stored = dict(zip(stored_names(name), found, strict=True))
-    check_scales(name, stored)
-    return stored
+    return _checked(name, dict(zip(stored_names(name), found, strict=True)))
 
 
 def _by_compensation(
     matrix: Tensor, metric: Metric, name: str, spec: QuantizedSpec, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], Tensor]:
     """What is stored of a factor that is packed as `matrix` [..., R, K], rounded behind compensation in
-    the metric of its columns, and its latent weights; on a GPU in float32: GPTQ has a kernel for it."""
+    the metric of its columns, and its latent weights; on a GPU in float32, for which GPTQ has a kernel.
+    """
     matrix = matrix.float() if matrix.is_cuda else matrix
     if spec.fp8:
         return _float8(name, spec, matrix, metric.float8, dtype), matrix
@@ -324,8 +295,7 @@ def _by_compensation(
     padded = torch.nn.functional.pad(found.levels, (0, -matrix.shape[-1] % spec.group))
     packed = pack(padded, spec.bits, spec.group)
     stored = dict(zip(stored_names(name), (packed, found.scale.to(dtype)), strict=True))
-    check_scales(name, stored)
-    return stored, found.latent
+    return _checked(name, stored), found.latent
 
 
 def _costs_of(spec: QuantizedSpec, name: str, metric: Metric | None) -> Tensor | None:
@@ -339,13 +309,10 @@ def _costs_of(spec: QuantizedSpec, name: str, metric: Metric | None) -> Tensor |
 def _pack(
     spec: QuantizedSpec, name: str, factor: Tensor, dtype: torch.dtype, costs: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """`pack_factor`, checked."""
-    stored = pack_factor(spec, name, factor, dtype, costs)
-    check_scales(name, stored)
-    return stored
+    return _checked(name, pack_factor(spec, name, factor, dtype, costs))
 
 
-def check_scales(name: str, stored: Mapping[str, Tensor]) -> None:
+def _checked(name: str, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """Raise NumericsError for scales of a factor that are not finite."""
     for tensor in stored.values():
         if is_number(tensor) and not bool(torch.isfinite(tensor).all()):
@@ -353,6 +320,7 @@ def check_scales(name: str, stored: Mapping[str, Tensor]) -> None:
                 f"scales of {name} are not finite in {tensor.dtype}; take a model in bfloat16 or "
                 "float32, or leave the layer out"
             )
+    return stored
 
 
 def _square(tensor: Tensor) -> float:

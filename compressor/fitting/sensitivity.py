@@ -37,13 +37,9 @@ HIDDEN = "hidden"  # the name of a block's own output among those of its layers
 
 @dataclass
 class Sensitivity:
-    """What was measured over `tokens`.
-
-    read: gives the Fisher information of a block's outputs by its number: by a layer's module name on
-    disk or `HIDDEN`, G [o, o] with a mean diagonal of 1, or its diagonal [o], float32. From the disk, in
-    the first process: those of all blocks would be larger than the model. curves: falling eigenvalues
-    by module name.
-    """
+    """What was measured over `tokens`. `read` gives the Fisher information of a block's outputs by its
+    number, from the disk, in the first process: by module name or `HIDDEN`, G [o, o] with a mean
+    diagonal of 1, or its diagonal. `curves` are falling eigenvalues by module."""
 
     read: Callable[[int], dict[str, Tensor]]
     curves: dict[str, Tensor] = field(default_factory=dict)
@@ -57,13 +53,9 @@ def measure(
     key: str,
     whole: Callable[[str], bool] = lambda module: True,
 ) -> Sensitivity:
-    """Sensitivities of every compressible layer, from the journal where it has them.
-
-    Args:
-        batches: hidden states entering the first block; left as they are.
-        key: digest of everything the result depends on. whole: tells of a module whether all of its G
-            is asked for; of others the diagonal is kept, which of wide layers is a thousandth of it.
-    """
+    """Sensitivities of every compressible layer, from the journal where it has them under `key`, which
+    covers all that they depend on. `whole` tells of a module whether all of its G is kept; of others the
+    diagonal."""
     keys = [layer_key(key=key, block=index) for index in range(len(model))]
     if work.missing([key, *keys]):
         curves = SensitivitySweep(work, model, batches, keys, whole).run()
@@ -76,10 +68,8 @@ def measure(
 
 
 class SensitivitySweep:
-    """Forward and backward through the blocks. Hidden states and gradients are by number of batch.
-
-    What is found of every block is stored under its one of `keys`; `whole` as of `measure`.
-    """
+    """Forward and backward through the blocks; states and gradients are by number of batch. What is
+    found of every block is stored under its one of `keys`."""
 
     def __init__(
         self,
@@ -136,7 +126,7 @@ class SensitivitySweep:
     def _backward(
         self, index: int, hidden: dict[int, Tensor], gradients: dict[int, Tensor]
     ) -> dict[int, Tensor]:
-        """Gradients entering block `index`, having added what it says to what is found."""
+        """Gradients entering block `index`; what it says is recorded."""
         block = self.model.load_block(index)
         groups = self.model.groups(block)
         layers = [name for group in groups for name in group.modules]
@@ -171,7 +161,10 @@ class SensitivitySweep:
                 weight = block.get_parameter(f"{name}.weight").double()
                 weight = weight.mT if model.family.transposed else weight
                 gram = sums[group.modules[0], "in"]
-                mine[stored] = _named_curve(stored, weight, gram, sums[name, "out"])
+                try:
+                    mine[stored] = curve(weight, gram, sums[name, "out"])
+                except NumericsError as error:
+                    raise NumericsError(f"{stored}: {error}") from error
         if kept:
             self.work.journal.store(self.keys[index], kept, {})
         self.curves |= self.processes.merged(mine)
@@ -214,26 +207,15 @@ def _loss(model: BlockModel, hidden: Tensor, batch: Batch, generator: torch.Gene
 
 
 def draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """A token [n] by each row of `logits` [n, v], from uniform numbers of the CPU's `generator`, so that
-    the draws are one machine's as another's, and nothing of a vocabulary's size leaves the GPU."""
+    """A token [n] by each row of `logits` [n, v], from uniform numbers of the CPU's `generator`: the
+    draws are the same on any machine."""
     below = logits.softmax(-1).cumsum(-1)
     chance = torch.rand(len(logits), 1, generator=generator).to(below) * below[:, -1:]
     return torch.searchsorted(below, chance, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
 
 
-def _named_curve(module: str, weight: Tensor, gram: Tensor, output: Tensor) -> Tensor:
-    try:
-        return curve(weight, gram, output)
-    except NumericsError as error:
-        raise NumericsError(f"{module}: {error}") from error
-
-
 def curve(weight: Tensor, gram: Tensor, output: Tensor) -> Tensor:
-    """Falling eigenvalues [min(o, i)] of G^½ W H Wᵀ G^½, on the CPU in float32.
-
-    Args:
-        weight: W [o, i]; gram: H [i, i]; output: G [o, o]; all float64.
-    """
+    """Falling eigenvalues of G^½ W H Wᵀ G^½ of W [o, i], H [i, i] and G [o, o], float64; on the CPU."""
     left, right = cholesky(output), cholesky(gram)
     mixed = left.mT @ weight @ right  # same singular values as G^½ W H^½
     small = mixed @ mixed.mT if mixed.shape[0] <= mixed.shape[1] else mixed.mT @ mixed
@@ -241,7 +223,7 @@ def curve(weight: Tensor, gram: Tensor, output: Tensor) -> Tensor:
 
 
 def _unit(information: Tensor) -> Tensor:
-    """G [o, o] or its diagonal [o], scaled to a mean diagonal of 1, on the CPU in float32."""
+    """G or its diagonal, scaled to a mean diagonal of 1, on the CPU in float32."""
     own = information.diagonal() if information.dim() == 2 else information
     scale = own.mean().clamp_min(torch.finfo(torch.float64).tiny)
     return (information / scale).float().cpu().contiguous()

@@ -12,9 +12,9 @@ Source: AA-SVD (arXiv 2604.02119) for the sequential targets.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class BlockFit:
         self.student = Student(run, index)
         self.cache: dict[int, dict[str, Tensor]] | None = None
 
-    def fit(self, advance: Any) -> None:
+    def fit(self, advance: Callable[..., None]) -> None:
         """Fit all groups, refit if asked, and move the hidden states behind this block."""
         for group in self.groups:
             self._fit_group(group, advance)
@@ -66,7 +66,7 @@ class BlockFit:
         if self.run.finish:
             self.run.students.append(self.student)
 
-    def _fit_group(self, group: Group, advance: Any) -> None:
+    def _fit_group(self, group: Group, advance: Callable[..., None]) -> None:
         named = {name: self.student.module(name) for name in group.modules}
         members = {name: module for name, module in named.items() if module in self.run.planned}
         jobs = [self.run.job(module) for module in members.values()]

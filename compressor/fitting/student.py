@@ -35,12 +35,9 @@ NORM = "norm"  # prefix of norms in the journal
 
 @dataclass
 class FitRun:
-    """One calibrated compression: what is fitted, from what, and what is done so far.
-
-    `epochs` are those of a block's refit, `finish` of the whole model's, for which its `students` are
-    kept; `prefix` is the digest of the calibration and of every layer finished so far, `norms` are those
-    that were trained, by tensor.
-    """
+    """One calibrated compression. `finish` epochs train the whole model, for which its `students` are
+    kept; `prefix` is the digest of the calibration and of every layer finished so far; `norms` were
+    trained, by tensor."""
 
     work: Work
     model: BlockModel
@@ -109,7 +106,7 @@ class Student:
         self._put(name, entries, record, found, "")
 
     def _read(self, key: str) -> tuple[dict[str, TensorEntry], Any, dict[str, Tensor]]:
-        """What the journal has under a key: where tensors lie, the record, the tensors."""
+        """What the journal has under a key: entries, record, tensors."""
         known = self.run.work.journal.load(key)
         assert known is not None
         return *known, self.run.work.journal.tensors(key)
@@ -118,7 +115,7 @@ class Student:
         self, name: str, entries: Mapping[str, TensorEntry], record: Any, found: Mapping[str, Tensor],
         start: str,
     ) -> None:  # fmt: skip
-        """Put one layer, whose tensors' names begin so, in its place, and among the results."""
+        """Put one layer, whose tensors' names start with `start`, in place and among the results."""
         self._place(name, {n.removeprefix(start): t for n, t in found.items() if n.startswith(start)})
         module = self.module(name)
         factors = {n: entries[start + n] for n in self.run.planned[module].spec.stored()}
@@ -134,12 +131,9 @@ class Student:
         setattr(self.block.get_submodule(parent), leaf, twin.module.requires_grad_(False))
         self.twins[name] = twin
 
-    def keep(self, key: str, facts: Mapping[str, Any], metrics: Mapping[str, Metric]) -> None:
-        """Store what training has made of the block, with `facts` in every layer's record.
-
-        Args:
-            metrics: of `read_by`, by name in the block.
-        """
+    def keep(self, key: str, facts: Mapping[str, Any], metrics: dict[str, Metric]) -> None:
+        """Store what training has made of the block, with `facts` in every layer's record; `metrics` of
+        `read_by` are given up as they are used."""
         tensors: dict[str, Tensor] = {}
         records: dict[str, Any] = {}
         for name, twin in self.twins.items():
@@ -148,7 +142,7 @@ class Student:
             dtype, old = job.stored_dtype(weight), dict(self.run.results[module][1])
             old.pop("weighted_error", None)  # of the factors that these replace
             with layer_errors(job):
-                found = twin.stored(dtype, metrics.get(name))
+                found = twin.stored(dtype, metrics.pop(name, None))
                 stored, record = keep_factors(job, weight, found, old)
             latents = twin.latents(dtype) if self.run.finish else {}
             tensors |= {f"{module}:{suffix}": t for suffix, t in (stored | latents).items()}
@@ -170,21 +164,12 @@ class Student:
             self.run.norms[name] = entries[f"{NORM}:{name}"]
 
 
-def rounds_to_float8(student: Student) -> bool:
-    """Whether the block has layers that are rounded to float8 once it is trained."""
-    return any(getattr(twin.spec, "fp8", False) for twin in student.twins.values())
-
-
 @torch.no_grad()
 def read_by(
     student: Student, states: Mapping[int, Tensor]
 ) -> tuple[dict[str, Metric], dict[int, Tensor]]:
-    """Metrics of the inputs of every layer, by name in the block, over the batches of all processes; and
-    the states behind the block.
-
-    Args:
-        states: that enter the block, of this process's batches by number.
-    """
+    """Metrics of the inputs of every layer, by name in the block, over the batches of all processes, and
+    the states behind the block. `states`: that enter it, of this process's batches by number."""
     run, behind = student.run, dict[int, Tensor]()
     groups = [group.modules for group in run.model.groups(student.block)]
     heads = [names[0] for names in groups]
@@ -197,7 +182,7 @@ def read_by(
         return {name: products(batch.rows(kept[name]))["gram"] for name in heads}
 
     sums = sum_in_order(run.work.processes, len(run.batches), grams, heads, torch.float64)
-    found = {name: Moments(gram).metric for name, gram in sums.items()}
+    found = {name: Moments(sums.pop(name)).metric for name in heads}
     return {name: found[names[0]] for names in groups for name in names}, behind
 
 
@@ -205,15 +190,13 @@ def train_and_keep(
     run: FitRun, students: list[Student], keys: list[str], states: Mapping[int, Tensor], name: str,
     train: Callable[[], tuple[float, float]],
 ) -> None:  # fmt: skip
-    """Have what `train` makes of the students in the journal, each under its key, and take it.
-
-    Args:
-        states: that enter the first student. name: of what was trained, in the layers' records.
-    """
+    """Have what `train` makes of the students in the journal, each under its key, and take it. `states`
+    enter the first student; `name` is what was trained, in the layers' records."""
     work = run.work
     if work.missing(keys):
         found = train()
-        float8 = any(map(rounds_to_float8, students))
+        twins = (twin for student in students for twin in student.twins.values())
+        float8 = any(getattr(twin.spec, "fp8", False) for twin in twins)  # rounded behind training
         for student, key in zip(students, keys, strict=True):
             metrics, states = read_by(student, states) if float8 else ({}, states)
             if work.processes.first:

@@ -52,8 +52,8 @@ class Twin:
     parts: dict[str, Trained]
 
     def stored(self, dtype: torch.dtype, metric: Metric | None = None) -> dict[str, Tensor]:
-        """As of ``spec.stored()``; `dtype`: of what is not packed; `metric`: of the layer's inputs, for
-        factors in float8, which are trained as they are and rounded once, when that is over."""
+        """As of ``spec.stored()``, unpacked numbers in `dtype`; factors in float8 are rounded only here,
+        in the `metric` of the layer's inputs."""
         if isinstance(self.spec, CorrectedSpec):
             halves = ((name, _half(self, name, part)) for name, part in self.spec.parts())
             return {f"{n}.{k}": t for n, half in halves for k, t in half.stored(dtype).items()}
@@ -85,11 +85,8 @@ class Twin:
 
 
 def make_twin(spec: Spec, tensors: Mapping[str, Tensor], bias: Tensor | None = None) -> Twin:
-    """The twin of a stored layer, in float32 on the tensors' device.
-
-    Args:
-        tensors: by the names of ``spec.stored()``, with the latent numbers where they are known.
-    """
+    """The twin of a stored layer, in float32 on the device of its `tensors`: those of ``spec.stored()``,
+    and the latent numbers where they are known."""
     if isinstance(spec, CorrectedSpec):
         halves = {name: make_twin(part, part_of(tensors, name)) for name, part in spec.parts()}
         module: nn.Module = Sum(halves["base"].module, halves["correction"].module)
@@ -130,8 +127,8 @@ def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, 
 
 
 def compose_layers(model: nn.Module, widest: int | None = None) -> None:
-    """Make the structured layers of `model` compute by their dense weights; of those whose inputs and
-    outputs together are more than `widest` none."""
+    """Make the structured layers of `model` compute by their dense weights, but for those of more inputs
+    and outputs together than `widest`."""
     for module in model.modules():
         if widest is not None and _width(module) > widest:
             continue
@@ -142,7 +139,6 @@ def compose_layers(model: nn.Module, widest: int | None = None) -> None:
 
 
 def _width(module: nn.Module) -> int:
-    """Inputs and outputs of a structured layer, alone or as a correction."""
     layer = module.correction if isinstance(module, Sum) else module
     return layer.spec.in_features + layer.spec.out_features if isinstance(layer, StructuredLinear) else 0
 

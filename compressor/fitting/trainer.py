@@ -26,13 +26,8 @@ SCALES = ":scales"  # behind the name of a parameter: the scales of what is roun
 
 
 class Adam:
-    """Adam (arXiv 1412.6980) with a rate for every tensor.
-
-    Args:
-        masters: tensors that are moved in place. rates: of each, at a factor of 1.
-        fused: whether one kernel of a GPU moves all tensors of a rate. Without it, a few kernels move
-            all tensors, which is faster where rates are many.
-    """
+    """Adam (arXiv 1412.6980) with a rate for every tensor; `fused`: one kernel of a GPU moves all
+    tensors of a rate, which is slower where rates are many."""
 
     def __init__(self, masters: Sequence[Tensor], rates: Sequence[float], fused: bool = False) -> None:
         self.masters, self.rates, self.fused = [m.detach() for m in masters], list(rates), fused
@@ -96,14 +91,11 @@ class Adam:
 
 
 class CapturedPasses(Captured):
-    """`passes` of `inputs`, which leave gradients in `parameters`, as a CUDA graph, to be replayed with
-    other inputs. The gradients lie in memory that the next replay writes to.
-
-    Raises RuntimeError where they do what no graph can hold.
-    """
+    """`passes` of `inputs`, which leave gradients in `parameters`, as a CUDA graph. Gradients lie in
+    memory that the next replay writes to. Raises RuntimeError where no graph can hold them."""
 
     def __init__(
-        self, passes: Callable[..., Any], parameters: Sequence[nn.Parameter], *inputs: Tensor
+        self, passes: Callable[..., object], parameters: Sequence[nn.Parameter], *inputs: Tensor
     ) -> None:
         self.parameters = parameters
         with own_stream():  # libraries set themselves up in the first passes
@@ -123,7 +115,6 @@ class CapturedPasses(Captured):
 
 
 def forget(tensors: Iterable[Tensor]) -> None:
-    """Drop their gradients."""
     for tensor in tensors:
         tensor.grad = None
 
@@ -155,15 +146,13 @@ class TrainedSet:
         self.banks.collect()
 
     def forget(self) -> None:
-        """Drop all gradients."""
         forget((*self.parameters, *self.masters.values()))
 
     @torch.no_grad()
     def values(
         self, into: dict[str, Tensor] | None = None, device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
-        """Copies of the masters on `device`, contiguous, by name; in the memory of an earlier result
-        `into`, if there is one."""
+        """Copies of the masters on `device`, contiguous, by name; in the memory of `into`, if given."""
         if into is None:
             into = {
                 n: torch.empty(m.shape, dtype=m.dtype, device=device) for n, m in self.masters.items()
@@ -189,11 +178,8 @@ class Best:
 
 
 class TrainingLoop:
-    """Trains `what`; a subclass says by which gradients, at which rates, for how long, and what is good.
-
-    Args:
-        rates: of the masters. place: where the best masters are kept.
-    """
+    """Trains `what` by masters at `rates`; a subclass says by which gradients, for how long, and what is
+    good. The best masters are kept on `place`."""
 
     def __init__(
         self, what: TrainedSet, rates: Sequence[float], place: torch.device | str, fused: bool = False
@@ -215,7 +201,6 @@ class TrainingLoop:
         self.what.restore(self.state.values)
 
     def step(self) -> None:
-        """One step."""
         self.backward()
         self.optimizer.move([m.grad for m in self.what.masters.values()], self.factor())
         self.what.forget()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,8 +78,7 @@ class Moments:
 def products(
     student: Tensor, dense: Tensor | None = None, drift: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """What one batch adds to the moments, by their names: of its inputs `student` x̂ [n, i] and `dense`
-    x [n, i], and its `drift` h − ĥ [n, d], in float32."""
+    """What a batch adds to the moments: of inputs x̂ and x [n, i], and of the drift h − ĥ [n, d]."""
     left = {"gram": student, "cross": None if dense is None else dense - student, "drift": drift}
     return {name: rows.mT @ student for name, rows in left.items() if rows is not None}
 
@@ -92,8 +90,7 @@ class Outputs:
     information: Tensor
 
     def root(self, groups: int = 1) -> Tensor:
-        """Upper Cholesky factor [o, o] of the whole, or of the blocks of so many groups, with a small
-        ridge."""
+        """Upper Cholesky factor [o, o] of the whole, or of the groups' blocks, with a small ridge."""
         parts = self.information.unflatten(0, (groups, -1)).unflatten(2, (groups, -1))
         own = torch.block_diag(*(parts[g, :, g] for g in range(groups)))
         identity = torch.eye(len(own)).to(own)
@@ -107,17 +104,10 @@ class Outputs:
 
 def fit_weighted(
     job: LayerJob, weight: Tensor, moments: Moments, metric: Tensor | None
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Fit one layer in the norm of its inputs and of what its outputs matter.
-
-    Args:
-        weight: as stored. moments: of the group's inputs. metric: `metric_for` the Fisher information
-            of the output, or None.
-
-    Returns:
-        What is stored, on the CPU, with the latent numbers of what is packed, and the layer's record,
-        with `weighted_error`, the relative error of the layer's output over the calibration inputs.
-    """
+) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """Fit one layer in the norm of its inputs' `moments` and of its outputs' `metric` (`metric_for`, or
+    None). Returns what is stored, on the CPU, with latent numbers, and the record, with
+    `weighted_error`, the relative error of the outputs."""
     work = moved(weight, job.device, torch.float64)
     work = work.mT.contiguous() if job.layer.transposed else work
     target = moments.target(work, correct_drift=True)
@@ -139,11 +129,9 @@ def fit_weighted(
 
 
 def _fit(job: LayerJob, spec: Spec, target: Tensor, gram: Tensor, outputs: Outputs | None) -> Fit:
-    """Fit the target with its outputs weighted, then take the weights out of the factors again.
-
-    Low rank takes the whole metric in closed form, groups of its output rows each their own block;
-    the others its diagonal, which scales rows. Pivots are chosen once that is done.
-    """
+    """Fit the target with its outputs weighted, then take the weights out of the factors again: low rank
+    by the whole metric in closed form, groups of output rows each by their block; others by its
+    diagonal, which scales rows."""
     if isinstance(spec, PivotedSpec):
         fit = _fit(job, spec.low_rank(), target, gram, outputs)
         fit.tensors = from_low_rank(fit.tensors["U"], fit.tensors["V"])
@@ -170,8 +158,8 @@ def _fit(job: LayerJob, spec: Spec, target: Tensor, gram: Tensor, outputs: Outpu
 
 
 def metric_for(spec: Spec, information: Tensor) -> Tensor:
-    """What a fit takes of the Fisher information of its outputs (mean diagonal 1): all of [o, o], or the
-    diagonal [o], which alone may be given."""
+    """What a fit takes of the Fisher information of its outputs: all of [o, o], or the diagonal [o],
+    which alone may be given."""
     if is_whole(spec):
         return information if information.dim() == 2 else torch.diag(information)
     return information.diagonal() if information.dim() == 2 else information

@@ -48,8 +48,7 @@ def growth(specs: Collection[Spec], rank: int) -> list[str]:
 
 
 def check_takes_additions(student: Checkpoint, rank: int) -> None:
-    """Raise CapabilityError for layers in few bits, which hold no sum with an addition, and UsageError
-    for a `rank` that no layer has."""
+    """Raise CapabilityError for layers in few bits, UsageError for a `rank` that no layer has."""
     sizes = [min(spec.in_features, spec.out_features) for spec in student.specs.values()]
     if rank > max(sizes, default=rank):
         raise UsageError(
@@ -63,13 +62,8 @@ def check_takes_additions(student: Checkpoint, rank: int) -> None:
 
 
 def attach(model: Any, rank: int, seed: int) -> set[str]:
-    """Give every linear layer of `model` but its head, where it can hold them, additions of `rank`.
-
-    Until `add_products` they change nothing; B is zero at first.
-
-    Returns:
-        Names of the layers that have them.
-    """
+    """Give every linear layer of `model` but its head, where it can hold them, additions of `rank`,
+    which change nothing until `add_products`. Returns the layers' names."""
     generator, head = torch.Generator().manual_seed(seed), model.get_output_embeddings()
     found = set()
     for name, layer in model.named_modules():
@@ -100,8 +94,7 @@ def is_addition(name: str) -> bool:
 
 
 def product_of(masters: Tensors, name: str) -> tuple[Tensor, Tensor] | None:
-    """B [o, r'] and A [r', i] of the layer `name`, float64 on the CPU, columns of B as large as rows of
-    A; None without any, or while B is zero."""
+    """B [o, r'] and A [r', i] of a layer, float64 on the CPU; None without any, or while B is zero."""
     left, right = (masters.get(f"{name}.{part}") for part in (LEFT, RIGHT))
     if left is None or right is None or not bool(left.any()):
         return None

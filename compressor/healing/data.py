@@ -89,17 +89,15 @@ class Data:
         return max(1, round(epochs * len(first.stream) / first.windows))
 
     def take(self, step: int) -> Tensor:
-        """The windows [batch, window] of a step, the parts interleaved so that any share of the rows
-        has some of each."""
+        """The windows [batch, window] of a step; any share of the rows has some of each part."""
         rows = [p.stream.take(step * p.windows, p.windows) for p in self.parts]
         return interleaved(rows)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a model of a `vocabulary` of so many tokens reads: windows of at most `window` of the
-    `context` tokens that it has, each with the `beginning` of a text, or, where there are `sentences`,
-    one of these a line, which the tokenizer begins and ends."""
+    """How a model of a `vocabulary` of so many tokens reads: windows of at most `window` tokens, each
+    with the `beginning` of a text, or one of `sentences` a line."""
 
     tokenizer: Any
     window: int
@@ -110,12 +108,8 @@ class Reading:
     kept: dict[str, Stream] = field(default_factory=dict, compare=False, repr=False)  # read whole
 
     def texts(self, options: HealOptions, briefly: bool = False) -> dict[str, Stream]:
-        """The user's texts by the names that they are called by, of data sets the beginning; `briefly`
-        of these no more than shows that they will do.
-
-        Raises InputError, HubError for one that is missing, malformed, too short, or of tokens that
-        the model does not have.
-        """
+        """The user's texts by their labels; `briefly` of data sets no more than shows that they will
+        do. Raises InputError or HubError for one that will not do."""
         found: dict[str, Stream] = {}
         for name in options.files:
             found[_label(name, found)] = stream = self.kept.get(name) or self._stream(
@@ -127,8 +121,7 @@ class Reading:
         return found
 
     def held(self, options: HealOptions, source: Source) -> Text | None:
-        """The last windows of the user's texts, which no training reads, to judge a decoder by; None
-        without a text. `source` has the dense model."""
+        """The last windows of the user's texts, which no training reads; None without a text."""
         from blr.compressor.output.loss import held_text, most_tokens
 
         texts = self.texts(options)
@@ -158,10 +151,8 @@ class Reading:
 
 
 def reading_of(checkpoint: Checkpoint, options: HealOptions) -> Reading:
-    """How the model in `checkpoint` reads texts.
-
-    Raises CapabilityError for a model that is not healed, UsageError for what encoders do not do.
-    """
+    """How the model in `checkpoint` reads texts. Raises CapabilityError for a model that is not
+    healed, UsageError for what encoders do not do."""
     source = checkpoint.source
     encodes = task_of(checkpoint) == EMBEDS
     if encodes:
@@ -186,12 +177,12 @@ def _check_encoder(options: HealOptions) -> None:
         raise UsageError(
             "--loss and --top-k are for decoders; an encoder's embeddings are compared: leave them out"
         )
-    if options.own_tokens is not None:
-        raise UsageError(
-            "--own-tokens is for decoders; an encoder writes no text of its own: leave it out"
-        )
-    if options.vary is not None:
-        raise UsageError("--vary is for decoders; an encoder's sentences stay as they are: leave it out")
+    for option, given, why in (
+        ("--own-tokens", options.own_tokens, "an encoder writes no text of its own"),
+        ("--vary", options.vary, "an encoder's sentences stay as they are"),
+    ):
+        if given is not None:
+            raise UsageError(f"{option} is for decoders; {why}: leave it out")
 
 
 @dataclass(frozen=True)
@@ -205,12 +196,7 @@ class Author:
 
 
 def make_data(reading: Reading, options: HealOptions, author: Author) -> Data:
-    """Read the user's texts, have the own text written, and mix them.
-
-    Raises:
-        InputError, HubError: a text that is missing, malformed or too short.
-        UsageError: as `batch_windows`.
-    """
+    """Read the user's texts, have the own text written, and mix them. Raises BlrError."""
     streams = reading.texts(options)
     share = _own_share(options, reading)
     batch = batch_windows(options, reading, author.gpu)
@@ -237,7 +223,6 @@ def own_tokens(options: HealOptions, reading: Reading, parameters: int, gpu: boo
 
 
 def _own_length(options: HealOptions, reading: Reading) -> int:
-    """Tokens of a row of own text."""
     return min(options.window + ROOM, reading.context)
 
 
@@ -326,8 +311,7 @@ def _windows(options: HealOptions, reading: Reading, gpu: bool) -> int:
 
 
 def _shares(streams: dict[str, Stream], own: float, batch: int) -> list[int]:
-    """Windows of every stream in a batch, which has room for all: `own` of them own text, texts by
-    their size."""
+    """Windows of every stream in a batch: `own` of them own text, texts by their size."""
     texts = {name: len(stream) for name, stream in streams.items() if name != SELF}
     mine = 0 if SELF not in streams else _own_windows(own, batch) if texts else batch
     left, total = batch - mine, sum(texts.values())

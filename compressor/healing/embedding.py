@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from blr.compressor.base.errors import InputError
-from blr.compressor.healing.student_and_teacher import Pair
+from blr.compressor.healing.student_and_teacher import TrainedPair
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.text.windows import Stream
 from blr.kernels.training.distance.op import relative_errors
@@ -24,8 +24,7 @@ PADDING = -1  # in rows of tokens, behind the end of a sentence
 
 @dataclass(frozen=True)
 class Nearness:
-    """Of held-back sentences: mean 1 − cosine between the embeddings of student and teacher, and the
-    mean relative squared error of the hidden states."""
+    """Of held-back sentences: mean 1 − cosine of the embeddings, and the hidden states' error."""
 
     distance: float
     states: float
@@ -36,14 +35,10 @@ class Nearness:
 
 
 class Embedding:
-    """Σ over sentences of 1 − cosine of the embeddings and the relative error of the blocks' outputs.
+    """Σ over sentences of 1 − cosine of the embeddings that `head` makes and `weight` times the
+    relative error of the blocks' outputs."""
 
-    Args:
-        head: makes an embedding of hidden states. weight: of the error of the blocks' outputs,
-            None for `WEIGHT`.
-    """
-
-    def __init__(self, pair: Pair, head: Sentences, weight: float | None) -> None:
+    def __init__(self, pair: TrainedPair, head: Sentences, weight: float | None) -> None:
         self.pair, self.head = pair, head
         self.weight = WEIGHT if weight is None else weight
 
@@ -59,7 +54,6 @@ class Embedding:
 
     @torch.no_grad()
     def merit(self, held: Tensor) -> Nearness:
-        """Of `held` [h, w]."""
         parts = [self._distances(rows) for rows in held.split(HELD_BATCH)]
         means = [torch.cat(found).double().mean().item() for found in zip(*parts, strict=True)]
         return Nearness(*means)
@@ -99,10 +93,7 @@ def _missed(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], mask: Tensor) 
 def sentence_stream(
     documents: Any, tokenizer: Any, head: Sentences, window: int, seed: int, name: str
 ) -> Stream:
-    """The sentences of a text, one a line, as rows of at most `window` tokens.
-
-    Raises InputError for too few of them.
-    """
+    """The sentences of a text as rows of at most `window` tokens. Raises InputError for too few."""
     texts = [document.strip() for document in documents if document.strip()]
     texts = [text.lower() for text in texts] if head.lower else texts
     texts = list(dict.fromkeys(texts))  # one that is held back is nowhere else

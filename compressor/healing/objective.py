@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, linear, log_softmax
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.healing.sharding import blocks_of
-from blr.compressor.healing.student_and_teacher import Pair
+from blr.compressor.healing.student_and_teacher import TrainedPair
 from blr.compressor.modeling.masks import unpacked
 from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.planning.training_sizes import CHUNK
@@ -59,8 +59,8 @@ def lm(student: Tensor, _: Tensor | None, targets: Tensor) -> Tensor:
 
 @dataclass
 class Readout:
-    """The output head: `weight` [v, d] and `bias` [v] or None; no weight where hidden states are the
-    logits already. It computes in the weight's dtype: Mamba's last norm gives float32."""
+    """The output head: `weight` [v, d], in whose dtype it computes, and `bias` [v]; no weight where
+    hidden states are the logits already."""
 
     weight: Tensor | None
     bias: Tensor | None = None
@@ -73,11 +73,8 @@ class Readout:
 
 
 class Replies:
-    """A causal language model as hidden states and a head, so that logits can be made in parts.
-
-    A model that does more than multiply (scaled or capped logits) is run whole, and its logits stand
-    for the hidden states.
-    """
+    """A causal language model as hidden states and a head. One that scales or caps logits is run
+    whole: they stand for states."""
 
     def __init__(self, model: Any, probe: Tensor) -> None:
         self.model, self.body = model, model.base_model
@@ -108,8 +105,8 @@ class Replies:
         return Readout(weight, getattr(module, "bias", None))
 
     def run(self, ids: Tensor, states: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What enters the head [m, w, d]; with `states` what leaves every block, too; of the last one
-        that is what enters the head, normed."""
+        """What enters the head [m, w, d], and with `states` what leaves every block, the last one
+        normed."""
         model, outputs = self.body if self.plain else self.model, list[Tensor]()
         self._outputs = outputs if states else None
         try:
@@ -137,7 +134,8 @@ class _Chunked(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         given = (hidden, weight, bias)
         wanted = [x for x in given if x is not None and x.requires_grad]
-        gradients = {id(x): torch.zeros_like(x, dtype=_wide(x, hidden)) for x in wanted}
+        wide = {id(x): x.dtype if x is hidden else torch.float32 for x in wanted}  # sums over chunks
+        gradients = {id(x): torch.zeros_like(x, dtype=wide[id(x)]) for x in wanted}
         total = hidden.new_zeros((), dtype=torch.float32)
         for at in _chunks(hidden, weight):
             with torch.enable_grad():
@@ -168,11 +166,6 @@ def _leaf(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach().requires_grad_(x.requires_grad)
 
 
-def _wide(x: Tensor, hidden: Tensor) -> torch.dtype:
-    """Sums over chunks are kept in float32; each row of `hidden` is of one chunk."""
-    return x.dtype if x is hidden else torch.float32
-
-
 def _chunks(hidden: Tensor, weight: Tensor | None) -> list[slice]:
     width = hidden.shape[1] if weight is None else weight.shape[0]
     size = max(CHUNK // width, 1)
@@ -186,12 +179,7 @@ def summed(
     targets: Tensor,
     measure: Measure,
 ) -> Tensor:
-    """Σ measure(student's logits, teacher's, targets) over rows, differentiable.
-
-    Args:
-        hidden: [n, d] of the student. teacher: its hidden states [n, d'] and head, None if unused.
-        targets: [n] token ids.
-    """
+    """Σ measure(student's logits, teacher's, targets) over rows, differentiable."""
 
     def theirs(at: slice) -> Tensor | None:
         if teacher is None:
@@ -216,8 +204,7 @@ def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tenso
 
 @dataclass(frozen=True)
 class Merit:
-    """Nats a token on held-back windows: KL from the teacher to the student, and the loss of either on
-    the text itself."""
+    """Nats a token on held-back windows: KL from the teacher, and either's loss on the text itself."""
 
     kl: float
     student: float
@@ -229,12 +216,9 @@ class Merit:
 
 
 class Objective:
-    """Σ over the tokens of windows [m, w] of what `options` minimize.
+    """Σ over tokens of windows [m, w] of what is minimized; `idle` ones at the start do not count."""
 
-    idle: positions at the start of every window that predict no token of the text.
-    """
-
-    def __init__(self, pair: Pair, options: HealOptions, probe: Tensor, idle: int = 0) -> None:
+    def __init__(self, pair: TrainedPair, options: HealOptions, probe: Tensor, idle: int = 0) -> None:
         self.student = Replies(pair.student, probe)
         self.teacher = Replies(pair.teacher, probe)
         self.options, self.device, self.idle = options, pair.device, idle
@@ -249,10 +233,8 @@ class Objective:
 
     @torch.no_grad()
     def _weight(self, probe: Tensor) -> float:
-        """Of the distance between the blocks' outputs, where those of both models are alike.
-
-        Raises CapabilityError where it is asked for and they are not.
-        """
+        """Of the distance between the blocks' outputs. Raises CapabilityError where they are not
+        alike."""
         if not self.options.matches_states:
             return 0.0
         asked = HIDDEN if self.options.hidden is None else self.options.hidden
@@ -268,8 +250,6 @@ class Objective:
         )
 
     def __call__(self, windows: Tensor) -> Tensor:
-        """Differentiable; every token of a window is predicted but the first, and others of a text's
-        beginning."""
         windows = windows.to(self.device, non_blocking=True)
         states = self.weight > 0
         hidden, ours = self.student.run(windows, states)

@@ -30,7 +30,7 @@ from blr.compressor.healing.additions import extended, product_of, raised
 from blr.compressor.healing.card import healed_card
 from blr.compressor.healing.data import Reading
 from blr.compressor.healing.embedding import PADDING
-from blr.compressor.healing.student_and_teacher import Pair, structured_layers
+from blr.compressor.healing.student_and_teacher import TrainedPair, structured_layers
 from blr.compressor.loading.vendor import code_files
 from blr.compressor.modeling.modeling_blr import GUARD, PREFIX, guard, module_names
 from blr.compressor.modeling.registry import auto_map, declared_keys
@@ -56,13 +56,9 @@ UNLIKE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, Inde
 
 
 @torch.no_grad()
-def read_inputs(pair: Pair, rows: Tensor) -> dict[str, Tensor]:
-    """Inputs [n, i], on the CPU, of the layers of the student that are stored in float8, by name; of
-    those that a token reaches.
-
-    Args:
-        rows: [m, w] of token ids and padding, of which the first are read.
-    """
+def read_inputs(pair: TrainedPair, rows: Tensor) -> dict[str, Tensor]:
+    """Inputs [n, i], on the CPU, of the student's layers in float8 that a token reaches, by name; the
+    first of `rows` [m, w] of token ids and padding are read."""
     layers = {name: t.module for name, t in pair.twins.items() if getattr(t.spec, "fp8", False)}
     parts: dict[str, list[Tensor]] = {name: [] for name in layers}
     if not layers:
@@ -94,8 +90,7 @@ def metric_of(inputs: Tensor, device: torch.device) -> Metric:
 
 
 def _real(x: Tensor, mask: Tensor) -> Tensor:
-    """Of [..., d] the rows [n, d] of the tokens in `mask` [m, w], on the CPU; all where there is not one
-    a token, as of what some tokens are routed to."""
+    """Rows [n, d] of the tokens in `mask` [m, w], on the CPU; all where there is not one a token."""
     rows = x.flatten(0, -2)
     return (rows[mask.flatten()] if len(rows) == mask.numel() else rows).cpu()
 
@@ -108,7 +103,6 @@ def make_check(
     output: Path,
     warn: Callable[[str], None],
 ) -> OutputCheck:
-    """Compares what becomes of `checkpoint` with the teacher, which runs now."""
     reload = partial(check_reload, checkpoint.source)
     bar = Bar(output, better_healing(bool(options.files)), options.force, warn)
     held = partial(reading.held, options, teacher.source)
@@ -118,13 +112,9 @@ def make_check(
 Packed = dict[str, dict[str, Tensor]]  # what is stored of layers in few bits, by their name on disk
 
 
-def round_layers(pair: Pair, source: Source, rows: Tensor, judge: Callable[[], None]) -> Packed:
-    """What is stored of every layer in few bits, on the CPU, behind all training. Those in float8, which
-    are rounded only now, compute with it from here on, as which `judge` judges them.
-
-    Args:
-        rows: of `read_inputs`.
-    """
+def round_layers(pair: TrainedPair, source: Source, rows: Tensor, judge: Callable[[], None]) -> Packed:
+    """What is stored of every layer in few bits, on the CPU, behind all training. Those in float8 are
+    rounded only now, by what they make of `rows`, and compute with that as `judge` judges them."""
     inputs, packed, late = read_inputs(pair, rows), Packed(), False
     for layer, name in module_names(pair.student, pair.student.config.blr["layers"]).items():
         twin, x = pair.twins.get(name), inputs.get(name)
@@ -143,16 +133,11 @@ def round_layers(pair: Pair, source: Source, rows: Tensor, judge: Callable[[], N
 
 
 def store_trained(
-    pair: Pair, checkpoint: Checkpoint, journal: Journal, key: str, packed: Packed
+    pair: TrainedPair, checkpoint: Checkpoint, journal: Journal, key: str, packed: Packed
 ) -> dict[str, TensorEntry]:
-    """Keep the trained tensors under their names on disk, in the dtypes that the checkpoint has; weights
-    and factors with what was added to them.
-
-    Args:
-        packed: of `round_layers`.
-
-    Raises NumericsError for values that such a dtype does not hold.
-    """
+    """Keep the trained tensors under their names on disk, in the dtypes that the checkpoint has, with
+    what was added to them and what is `packed`. Raises NumericsError for values that such a dtype
+    does not hold."""
     source = checkpoint.source
     tensors = {f"{layer}.{n}": t for layer, held in packed.items() for n, t in held.items()}
     merged = pair.places.parted(pair.masters, source)
@@ -175,7 +160,7 @@ def store_trained(
     return found[0]
 
 
-def _sum(pair: Pair, checkpoint: Checkpoint, entry: TensorEntry) -> Tensor | None:
+def _sum(pair: TrainedPair, checkpoint: Checkpoint, entry: TensorEntry) -> Tensor | None:
     """The stored tensor with its layer's addition; None without one."""
     owner, _, leaf = entry.name.rpartition(".")
     product = product_of(pair.masters, module_names(pair.student, [owner])[owner])
@@ -188,7 +173,7 @@ def _sum(pair: Pair, checkpoint: Checkpoint, entry: TensorEntry) -> Tensor | Non
     return extended(stored, spec, leaf, *product)
 
 
-def new_specs(pair: Pair, checkpoint: Checkpoint) -> dict[str, Spec]:
+def new_specs(pair: TrainedPair, checkpoint: Checkpoint) -> dict[str, Spec]:
     """Specs of the structured layers, by module, whose rank additions have raised."""
     found = {}
     for module, name in module_names(pair.student, checkpoint.specs).items():
@@ -204,9 +189,8 @@ def slots(source: Source, trained: dict[str, TensorEntry]) -> list[Slot]:
 
 
 @torch.no_grad()
-def new_errors(pair: Pair, records: dict[str, Any], packed: Packed) -> dict[str, Any]:
-    """`records` of the layers (by name on disk) with the relative errors of the healed weights, where
-    the teacher has a weight of that name to compare with."""
+def new_errors(pair: TrainedPair, records: dict[str, Any], packed: Packed) -> dict[str, Any]:
+    """`records` by name on disk, with the errors of the healed weights where the teacher has such."""
     theirs = dict(pair.teacher.named_modules())
     found = {}
     for stored, name in module_names(pair.student, records).items():
@@ -224,7 +208,7 @@ def new_errors(pair: Pair, records: dict[str, Any], packed: Packed) -> dict[str,
     return found
 
 
-def _weight(pair: Pair, name: str, packed: dict[str, Tensor] | None) -> Tensor | None:
+def _weight(pair: TrainedPair, name: str, packed: dict[str, Tensor] | None) -> Tensor | None:
     """W [o, i] of a layer of ours as it is stored; None if there is none of that name."""
     if packed is not None:
         held = {n: t.to(pair.device) for n, t in packed.items()}
@@ -234,10 +218,7 @@ def _weight(pair: Pair, name: str, packed: dict[str, Tensor] | None) -> Tensor |
 
 
 def check_told(checkpoint: Checkpoint) -> None:
-    """Make card, records and report as they will be made after the training, of what is there.
-
-    Raises InputError where they are not as `blr` writes them.
-    """
+    """Make records and report as after the training. Raises InputError for others than `blr` writes."""
     folder, specs = checkpoint.source.folder, checkpoint.specs
     if (folder / CARD).is_file():
         read_text(folder / CARD, MAX_BYTES)
@@ -255,17 +236,13 @@ def check_told(checkpoint: Checkpoint) -> None:
 
 def small_files(
     checkpoint: Checkpoint,
-    pair: Pair | None,
+    pair: TrainedPair | None,
     packed: Packed,
     facts: dict[str, Any],
     log: Sequence[Mapping[str, Any]],
 ) -> dict[str, bytes | Path]:
-    """Everything but weights and manifest: name to contents, or file to carry over.
-
-    Args:
-        pair: None where all tensors stay as they are. packed: of `round_layers`.
-        facts: what the card says of the training (`card.py`).
-    """
+    """Everything but weights and manifest: name to contents, or file to carry over. `pair` is None
+    where all tensors stay as they are; `facts` are for the card."""
     folder = checkpoint.source.folder
     specs = {} if pair is None else new_specs(pair, checkpoint)
     records = _json(folder / LAYERS)
@@ -287,8 +264,7 @@ def small_files(
 
 
 def _config(folder: Path, specs: dict[str, Spec]) -> dict[str, Any]:
-    """config.json of a compressed checkpoint, whatever code it names replaced by ours, and its layers by
-    `specs` where these have changed."""
+    """config.json of a compressed checkpoint, with our code alone and its layers by `specs`."""
     config = read_config(folder)
     layers = {**config["blr"]["layers"], **{module: spec.to_dict() for module, spec in specs.items()}}
     config = {**config, "blr": {**config["blr"], "layers": layers}}

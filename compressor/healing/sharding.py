@@ -34,10 +34,7 @@ def blocks_of(model: Any) -> list[Any]:
 
 
 def checkpoint_blocks(model: Any) -> None:
-    """Keep only the inputs of the model's blocks for the backward pass.
-
-    transformers' own checkpointing needs training mode, with its dropout.
-    """
+    """Keep only the blocks' inputs; transformers' own way needs training mode, with its dropout."""
     from torch.utils.checkpoint import checkpoint
 
     for block in blocks_of(model):
@@ -95,11 +92,8 @@ class Sharding:
         self.device = processes.device
 
     def shard(self, model: Any, dtype: torch.dtype | None = None) -> None:
-        """Leave every process its slices of the blocks of `model`, which may lie on the CPU before.
-
-        Args:
-            dtype: what blocks compute in; None: that of their tensors, one in each block.
-        """
+        """Leave every process its slices of `model`, whose blocks compute in `dtype` (None: their
+        own)."""
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         blocks = blocks_of(model)
         for block in blocks:
@@ -112,7 +106,6 @@ class Sharding:
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
-    """Everything that is not sharded, to `device`."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if not isinstance(parameter, DTensor) and parameter.device != device:
@@ -122,10 +115,8 @@ def _move(model: nn.Module, device: torch.device) -> None:
 
 
 def wants_sharding(options: HealOptions, processes: Processes) -> bool | None:
-    """Whether it is asked for, by --fsdp or accelerate; None where memory decides.
-
-    Raises UsageError for a single process.
-    """
+    """Whether --fsdp or accelerate ask for it; None: memory decides. Raises UsageError for one
+    process."""
     if options.fsdp and processes.count == 1:
         raise UsageError("--fsdp shares a model out over processes; start several with --gpus N")
     if processes.count == 1:

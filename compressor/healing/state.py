@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, NotRequired
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import TypedDict
 
 from blr.compressor.fitting.trainer import MOMENTS, Adam, Best
-from blr.compressor.healing.student_and_teacher import Pair
+from blr.compressor.healing.student_and_teacher import TrainedPair
 from blr.compressor.workspace.journal import Journal
 
 OPTIMIZER, MASTER, BEST = "optimizer.", "master.", "best."
@@ -46,8 +46,8 @@ class _Line(TypedDict):
 
 @dataclass
 class State(Best):
-    """Where a run is: `seconds` of training are done, too; `worse` counts evaluations since the best
-    one. `log` is what metrics.jsonl will say, no times; `texts` what the texts are called, in order."""
+    """Where a run is; `worse` counts evaluations since the best one, `log` is what metrics.jsonl will
+    say, `texts` what the texts are called, in order."""
 
     __pydantic_config__ = STRICT
     step: Natural = 0
@@ -76,7 +76,7 @@ class State(Best):
         merits = self.before, self.best_merits
         return all(found.keys() == set(names) for found in merits) and bool(self.log and self.values)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """All but the tensors, JSON-ready."""
         return {name: value for name, value in vars(self).items() if name != "values"}
 
@@ -85,12 +85,10 @@ RECORD = TypeAdapter(State)
 
 
 def save_state(
-    journal: Journal, key: str, state: State, pair: Pair, optimizer: Adam, write: bool
+    journal: Journal, key: str, state: State, pair: TrainedPair, optimizer: Adam, write: bool
 ) -> None:
-    """Keep all that a resumed run needs to go on as if it had never stopped.
-
-    All processes call it where masters are shared out; `write`: whether this one writes.
-    """
+    """Keep all that a resumed run needs. All processes call it where masters are shared out; `write`:
+    whether this one writes."""
     tensors = {f"{MASTER}{n}": value for n, value in pair.joined(pair.values()).items()}
     for name, value in pair.joined(state.values or {}).items():
         tensors[f"{BEST}{name}"] = value
@@ -104,16 +102,18 @@ def save_state(
 
 
 def load_state(
-    journal: Journal, key: str, pair: Pair
+    journal: Journal, key: str, pair: TrainedPair
 ) -> tuple[State, dict[str, Tensor], dict[str, Moments]] | None:
-    """What `save_state` kept, this process's part of it: the state, masters and moments by name; None
-    if there is nothing."""
+    """The state, masters and moments that `save_state` kept, this process's part; None for nothing."""
     found = journal.load(key)
     if found is None or not {f"{MASTER}{name}" for name in pair.masters} <= found[0].keys():
         return None  # or of an earlier version, which trained less
     tensors = journal.tensors(key)
-    state = _read_state(found[1])
-    if state is None or not _fit(pair, tensors):
+    try:
+        state = RECORD.validate_json(json.dumps(found[1]))
+    except ValidationError:  # of another version, or a hostile one
+        return None
+    if not _fit(pair, tensors):
         return None
     state.values = pair.parted(_named(tensors, BEST)) or None
     moments: dict[str, Moments] = {}
@@ -124,15 +124,7 @@ def load_state(
     return state, pair.parted(_named(tensors, MASTER)), moments
 
 
-def _read_state(record: Any) -> State | None:
-    """A record as a state, None for one that this version has not written."""
-    try:
-        return RECORD.validate_json(json.dumps(record))
-    except ValidationError:
-        return None
-
-
-def _fit(pair: Pair, tensors: dict[str, Tensor]) -> bool:
+def _fit(pair: TrainedPair, tensors: dict[str, Tensor]) -> bool:
     """Whether kept masters and moments are those of what is trained, by name and shape."""
     whole = {name: m.shape for name, m in pair.masters.items() if name not in pair.slices}
     for label, tensor in tensors.items():

@@ -33,14 +33,10 @@ from blr.compressor.structures.latent import Latent, Plain, Trained
 GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
 
 
-class Pair(TrainedSet):
-    """Both models in evaluation mode on one device and in one dtype to compute in.
-
-    Args:
-        trained: what is trained of the student, by parameter name. places: where parameters lie on disk.
-        sentences: how an encoder's hidden states become an embedding; None for decoders.
-        twins: of the layers in few bits, by name.
-    """
+class TrainedPair(TrainedSet):
+    """Both models in evaluation mode on one device and in one dtype. `trained` is what is trained of
+    the student, `places` where that lies on disk, `sentences` how an encoder embeds, `twins` are the
+    layers in few bits."""
 
     def __init__(
         self, teacher: Any, student: Any, trained: dict[str, Trained], places: StoredNames,
@@ -68,8 +64,7 @@ class Pair(TrainedSet):
         return {**self.masters, **{name: part.parameter for name, part in self.slices.items()}}
 
     def master_of(self, name: str) -> Tensor | None:
-        """Of the parameter `name`, which may have another name, too (tied embeddings); None if it is not
-        trained."""
+        """Of the parameter `name`, which may have another name, too; None if it is not trained."""
         return self.masters.get(self.first_names.get(name, name))
 
     def kinds(self) -> list[str]:
@@ -126,10 +121,7 @@ def _norm(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 
 def task_of(checkpoint: Checkpoint) -> str:
-    """The Auto class of a causal language model or of an encoder of text.
-
-    Raises CapabilityError for any other model.
-    """
+    """The Auto class of a causal language model or an encoder. Raises CapabilityError for others."""
     config = checkpoint.source.config
     name = (config.get("architectures") or [""])[0]
     if name.endswith(("ForCausalLM", "LMHeadModel")) or continues_text(checkpoint.source):
@@ -159,14 +151,10 @@ def load_pair(
     sentences: Sentences | None = None,
     additions: tuple[int, int] | None = None,
     sharding: Sharding | None = None,
-) -> Pair:
+) -> TrainedPair:
     """The student in `folder`, its factors balanced, ready to be trained beside `teacher`.
-
-    Args:
-        kinds: what is trained, of `heal_settings.KINDS`. sentences: of an encoder.
-        additions: rank and seed of what is trained in place of factors (`additions.py`).
-        sharding: shares the student out, and `teacher`, which is whole until then.
-    """
+    `additions`: rank and seed of what is trained in place of factors; `sharding` shares both models
+    out."""
     task = GENERATES if sentences is None else EMBEDS
     place = teacher.device if sharding is None else "cpu"
     student = load_model(folder, task, dtype="float32", device=str(place))
@@ -183,7 +171,7 @@ def load_pair(
         sharding.shard(teacher)  # the student is computed in its dtype
         sharding.shard(student, None if teacher.dtype == torch.float32 else teacher.dtype)
     trained = _trained(student, teacher, chosen, twins)
-    pair = Pair(teacher, student, trained, places, sentences, twins)
+    pair = TrainedPair(teacher, student, trained, places, sentences, twins)
     pair.publish()
     return pair
 
@@ -191,8 +179,8 @@ def load_pair(
 def _trained(
     student: Any, teacher: Any, chosen: list[str], twins: dict[str, Twin]
 ) -> dict[str, Trained]:
-    """What is trained, by parameter name. The student computes in the teacher's dtype from here on;
-    masters stay in float32."""
+    """What is trained, by parameter name, masters in float32, beside a student in the teacher's
+    dtype."""
     parameters, parts = dict(student.named_parameters()), parts_of(twins)
     narrow = teacher.dtype != torch.float32
     found: dict[str, Trained] = {}
@@ -214,8 +202,8 @@ def _trained(
 
 
 def narrowed(student: Any, teacher: Any) -> None:
-    """Give the parameters of `student`, but slices, the dtype of `teacher`'s, and its buffers those of
-    the teacher's of the same name: rotations in few bits would turn keys by other angles."""
+    """Give the parameters of `student`, but slices, the dtype of the teacher's, and its buffers those
+    of its buffers: rotations in few bits would turn keys by other angles."""
     for parameter in student.parameters():
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(teacher.dtype)
@@ -226,8 +214,7 @@ def narrowed(student: Any, teacher: Any) -> None:
 
 
 def take_twins(student: Any, folder: Path) -> dict[str, Twin]:
-    """Put twins (`fitting/trainable_layers.py`) in the place of the layers of `student` that `folder`
-    stores in few bits; by their names in the model."""
+    """Put twins in the place of the layers of `student` in few bits; by name in the model."""
     entries, found = open_source(folder).entries, dict[str, Twin]()
     for stored, name in module_names(student, student.config.blr["layers"]).items():
         layer = student.get_submodule(name)

@@ -33,11 +33,8 @@ EXPECTED = "expected the dense model that the compressed one came from; check --
 
 def named_teacher(student: Path, offline: bool = False) -> Found:
     """The dense model that the output in `student` was made of: a folder of the recorded name here or
-    beside the output, else the repository on the hub at the recorded commit.
-
-    Raises:
-        UsageError: the manifest names none that is there. HubError: as `resolve_model`.
-    """
+    beside the output, else the repository on the hub at the recorded commit. Raises UsageError or
+    HubError."""
     name, revision = _recorded(student)
     places = (Path(name), student.resolve().parent / name) if Path(name).name == name else ()
     for place in places:
@@ -52,8 +49,7 @@ def named_teacher(student: Path, offline: bool = False) -> Found:
 
 
 def recorded_digest(student: Path) -> str | None:
-    """SHA-256 over the dense model (`scan_source`), as the manifest in `student` has it; None for one
-    that has no manifest, or was healed by an earlier version."""
+    """SHA-256 over the dense model (`scan_source`), as the manifest has it; None if it does not say."""
     manifest = _manifest(student)
     teacher = manifest.get("teacher")
     told = teacher.get("sha256") if isinstance(teacher, dict) else None
@@ -82,11 +78,9 @@ def _manifest(student: Path) -> dict[str, Any]:
 
 
 def check_teacher(student: Checkpoint, teacher: Checkpoint, force: bool) -> list[str]:
-    """What speaks against `teacher`, with which `force` goes on. Reads a part of one tensor of each.
-
-    Raises InputError for a student that is dense, a teacher that is not, another number of tokens (no
-    loss compares such answers), and without `force` for whatever speaks against the teacher.
-    """
+    """What speaks against `teacher`, with which `force` goes on. Raises InputError for a student that
+    is dense, a teacher that is not, another number of tokens, and without `force` for whatever speaks
+    against it."""
     _check_kinds(student, teacher)
     sizes = [of_text(each.source.config).get("vocab_size") for each in (student, teacher)]
     if sizes[0] != sizes[1]:
@@ -121,12 +115,9 @@ def _other_ids(student: Checkpoint, teacher: Checkpoint) -> str | None:
 
 
 def strangeness(student: Checkpoint, teacher: Checkpoint) -> str | None:
-    """What of the teacher's numbers speaks against it; None where they are near the student's, or the
-    student has no matrix of floats that is stored as it is.
-
-    Compared is the student's largest such matrix with the teacher's of that name, or with the nearest
-    of its shape where none is called so. Raises InputError where one cannot be read.
-    """
+    """What of the teacher's numbers speaks against it: the student's largest plain matrix is compared
+    with the teacher's of that name, or with the nearest of its shape. None where they are near, or
+    there is none."""
     ours, theirs = _matrices(student.source), _matrices(teacher.source)
     plain = [entry for name, entry in ours.items() if name.rpartition(".")[0] not in student.specs]
     if not plain:
@@ -145,11 +136,7 @@ def strangeness(student: Checkpoint, teacher: Checkpoint) -> str | None:
 
 
 def first_loss(held: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any]) -> list[str]:
-    """A hint on a divergence before training that an unrelated teacher gives as well.
-
-    Args:
-        held: figures of merit by text (`objective.Merit`), of a decoder with this `config`.
-    """
+    """A hint on a divergence before training that an unrelated teacher gives as well."""
     guess = log(of_text(config).get("vocab_size") or 1)
     far = max((merits.get("kl", 0.0) for merits in held.values()), default=0.0)
     if not far > LOST * guess:
@@ -168,8 +155,7 @@ def _matrices(source: Source) -> dict[str, TensorEntry]:
 
 
 def _like(ours: TensorEntry, theirs: Mapping[str, TensorEntry]) -> list[TensorEntry]:
-    """The one of the same name and shape, else all of the shape: a tied head may be stored for the
-    embeddings, names may have a prefix."""
+    """The one of the same name and shape, else all of the shape: a head may be tied, a name prefixed."""
     named = theirs.get(ours.name)
     if named is not None and named.shape == ours.shape:
         return [named]

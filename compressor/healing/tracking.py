@@ -17,18 +17,14 @@ FOLDER, PROJECT = "runs", "blr-heal"  # where trackers of files write; the proje
 
 
 class Tracking:
-    """Tells the tracker `name` what a run called `title` logs; an empty name tells nobody.
-
-    Raises:
-        UsageError: a name that accelerate does not know. CapabilityError: its package is not installed,
-            or does not start.
-    """
+    """Tells the tracker `name` what a run called `title` logs; an empty name tells nobody. Raises
+    UsageError for an unknown name, CapabilityError for one that is not installed or does not start."""
 
     def __init__(self, name: str, title: str, progress: Progress) -> None:
         self.name, self.title, self.progress = name, title, progress
         self.tracker = self._made() if name else None
 
-    def _made(self) -> Any:
+    def _made(self) -> object:
         check_tracker(self.name)
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -70,8 +66,7 @@ def check_installed(name: str) -> None:
 
 
 def check_tracker(name: str) -> None:
-    """Raise UsageError for a tracker that accelerate does not know, CapabilityError for one that is not
-    installed."""
+    """Raise UsageError for an unknown tracker, CapabilityError for one that is not installed."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     if name not in LOGGER_TYPE_TO_CLASS:

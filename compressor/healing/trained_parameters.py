@@ -37,14 +37,9 @@ def check_has_kinds(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> None:
 def choose(
     student: Any, kinds: tuple[str, ...], packed: Collection[str], added: set[str], held: Collection[str]
 ) -> list[str]:
-    """Names of the parameters that are trained, which want gradients from here on.
-
-    Args:
-        kinds: of `heal_settings.KINDS`. packed: names of the factors of layers in few bits.
-        added: names of layers with additions. held: names of what the checkpoint can store.
-
-    Raises UsageError when there is nothing of these kinds.
-    """
+    """Names of the parameters of these `kinds` that are trained, which want gradients from here on;
+    `packed` are factors in few bits, `added` layers with additions, `held` what the checkpoint can
+    store. Raises UsageError for none."""
     named = dict(student.named_parameters())
     plain = [n for n in named if n not in packed and _is_trained(student, n, kinds, added)]
     placed = [name for name in plain if name in held or is_addition(name)]
@@ -90,7 +85,7 @@ def _check_any(model: Any, kinds: tuple[str, ...], factored: Collection[str]) ->
 
 
 def _is_trained(student: Any, name: str, kinds: tuple[str, ...], added: set[str]) -> bool:
-    """Whether the parameter `name` is: of the kinds asked for; of layers with additions, only these."""
+    """Whether a parameter is trained: of layers with additions, only these."""
     if is_addition(name):
         return True
     kind = kind_of(student, name)
@@ -98,13 +93,8 @@ def _is_trained(student: Any, name: str, kinds: tuple[str, ...], added: set[str]
 
 
 class StoredNames:
-    """The tensors of a checkpoint by the parameters of `model` that they are loaded into.
-
-    Attributes:
-        names: name on disk to what the model calls it.
-        merged: parameter to names on disk: for every row of it those that are one upon another there.
-        held: the parameters that can be stored, by all their names.
-    """
+    """The tensors of a checkpoint by the parameters of `model`: `names` on disk to those in the
+    model, `merged` parameters to rows of names on disk, `held` all names that can be stored."""
 
     def __init__(self, model: Any, stored: Collection[str]) -> None:
         every = dict(model.named_parameters(remove_duplicate=False))
@@ -128,8 +118,7 @@ class StoredNames:
 
 
 def _named(model: Any, stored: Collection[str], known: Collection[str]) -> dict[str, str]:
-    """What `model` calls the tensors `stored`: by its name for the module, or by that for the tensor
-    where only this one is among the `known`."""
+    """What `model` calls the tensors `stored`: by module, or by tensor where only that is `known`."""
     modules = module_names(model, {name.rpartition(".")[0] for name in stored})
     whole = {old: new for new, old in renamed(model, stored).items()}
     prefix, found = f"{model.base_model_prefix}.", {}

@@ -24,7 +24,7 @@ from blr.compressor.healing.embedding import Embedding, Nearness
 from blr.compressor.healing.objective import Merit, Objective
 from blr.compressor.healing.sharding import checkpoint_blocks, compile_blocks
 from blr.compressor.healing.state import State, load_state, save_state
-from blr.compressor.healing.student_and_teacher import Pair
+from blr.compressor.healing.student_and_teacher import TrainedPair
 from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.workspace.journal import Journal
 
@@ -50,8 +50,8 @@ class Trainer(TrainingLoop):
     state: State
 
     def __init__(
-        self, pair: Pair, data: Data, options: HealOptions, processes: Processes, place: StatePlace,
-        progress: Progress,
+        self, pair: TrainedPair, data: Data, options: HealOptions, processes: Processes,
+        place: StatePlace, progress: Progress,
     ) -> None:  # fmt: skip
         sizes, fused = pair.sizes(processes), pair.device.type == "cuda"
         super().__init__(pair, rounded_rates(options.rate, sizes, pair.shares), "cpu", fused)
@@ -74,12 +74,8 @@ class Trainer(TrainingLoop):
         self.speeds: list[float] = []  # tokens a second in every logged part of this run
 
     def run(self) -> State:
-        """Train until the budget is spent or nothing gets better.
-
-        Raises:
-            NumericsError: a loss that is not finite; what was saved last is kept.
-            CapabilityError: one window does not fit in memory.
-        """
+        """Train until the budget is spent or nothing gets better. Raises NumericsError for a loss
+        that is not finite, CapabilityError where one window does not fit in memory."""
         self._resume()
         self.started = self.saved = monotonic()
         self.earlier = self.state.seconds
@@ -202,8 +198,7 @@ class Trainer(TrainingLoop):
         self.meter.last.zero_()
 
     def _log(self, found: dict[str, Any], **speed: float) -> None:
-        """Keep what was `found` at this step. Of times those who watch are told alone: what is written
-        is the same whenever the steps are."""
+        """Keep what was `found`, without times: what is written is the same whenever the steps are."""
         line: Any = {"step": self.state.step, "tokens": self.state.step * self.data.tokens, **found}
         self.state.log.append(line)
         self.saved_at.tell({**line, "seconds": round(self.state.seconds, 2), **speed})
@@ -217,7 +212,7 @@ class Trainer(TrainingLoop):
         self.saved = monotonic()
 
 
-def _objective(pair: Pair, data: Data, options: HealOptions) -> Objective | Embedding:
+def _objective(pair: TrainedPair, data: Data, options: HealOptions) -> Objective | Embedding:
     if pair.sentences is not None:
         return Embedding(pair, pair.sentences, options.hidden)
     stream = data.parts[0].stream
@@ -225,8 +220,8 @@ def _objective(pair: Pair, data: Data, options: HealOptions) -> Objective | Embe
 
 
 class Meter:
-    """Loss and speed since the last logged line. Loss and gradient's norm of the last step are on their
-    way to the CPU: asking for them waits for that step alone and not for the one in progress."""
+    """Loss and speed since the last logged line. Figures of the last step are on their way to the
+    CPU: asking for them does not wait for the step in progress."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -264,8 +259,7 @@ def _plain(merits: dict[str, Merit | Nearness]) -> Any:
 
 
 def rounded_rates(rate: float, sizes: Iterable[float], shares: Iterable[float]) -> list[float]:
-    """Of every master, at the height of the schedule: its share of `rate` × its root mean square. Like
-    rates are made one."""
+    """Of every master: its share of `rate` × its root mean square. Like rates are made one."""
     known = (share * (size or SMALL) for size, share in zip(sizes, shares, strict=True))
     return [rate * STEP ** round(math.log(each, STEP)) for each in known]
 
@@ -278,17 +272,13 @@ def schedule(done: float, warmup: float) -> float:
 
 
 class Passes:
-    """Leaves the gradients of the mean loss in the masters of `pair`.
-
-    Args:
-        scored: tokens (or sentences) that the loss of a whole batch sums over, of all processes.
-        most: windows of a step that a process has at most. micro: windows a pass, to begin with
-            (None: all).
-    """
+    """Leaves the gradients of the mean loss over `scored` tokens (or sentences) in the masters of
+    `pair`; a process has `most` windows of a step, and takes `micro` a pass to begin with (None:
+    all)."""
 
     def __init__(
-        self, pair: Pair, objective: Objective | Embedding, scored: int, most: int, micro: int | None,
-        progress: Progress,
+        self, pair: TrainedPair, objective: Objective | Embedding, scored: int, most: int,
+        micro: int | None, progress: Progress,
     ) -> None:  # fmt: skip
         self.pair, self.objective, self.scored = pair, objective, scored
         self.most, self.micro, self.progress = most, min(micro or most, most), progress
@@ -296,10 +286,7 @@ class Passes:
         self.captures = pair.device.type == "cuda" and not pair.slices
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """This process's share of the loss of a batch; `rows` are its windows.
-
-        Raises CapabilityError when not even one window fits in memory.
-        """
+        """This process's share of the loss of a batch. Raises CapabilityError when no window fits."""
         while True:
             try:
                 return self._run(rows)

@@ -16,8 +16,8 @@ from blr.compressor.base.quoting import named_line, quote
 
 @dataclass(frozen=True)
 class Asked:
-    """`names` of tasks or groups, those in `path` too, a folder of task files (YAML); `shots` examples
-    in a prompt (None as the task says); `limit` documents of each task at most."""
+    """`names` of tasks or groups, also of files in `path`; `shots` in a prompt; `limit` documents
+    each."""
 
     names: list[str]
     path: Path | None = None
@@ -27,8 +27,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Scores:
-    """`tasks` maps a task to its metrics, `samples` to how many documents it was asked and `shots` to
-    the examples in its prompts; `harness` is the version of lm_eval."""
+    """Metrics by task, documents asked, examples in prompts, and lm_eval's version."""
 
     tasks: dict[str, dict[str, float]]
     samples: dict[str, int]
@@ -37,16 +36,12 @@ class Scores:
 
 
 def check_installed() -> None:
-    """Raise CapabilityError where lm_eval is not installed."""
     check_packages("--tasks", "lm_eval", extra="eval")
 
 
 def run_tasks(model: Any, tokenizer: Any, asked: Asked, batch: int = 8) -> Scores:
-    """Score a causal model of transformers, `batch` requests at once.
-
-    Raises:
-        CapabilityError: no lm_eval. InputError: unknown or broken tasks. HubError: no data.
-    """
+    """Score a causal model, `batch` requests at once. Raises CapabilityError: no lm_eval; InputError:
+    unknown or broken tasks; HubError: no data."""
     check_installed()
     _be_quiet()
     import lm_eval
@@ -72,8 +67,8 @@ def run_tasks(model: Any, tokenizer: Any, asked: Asked, batch: int = 8) -> Score
     return _scores(found, lm_eval.__version__)
 
 
-def _manager(names: list[str], path: Path | None) -> Any:
-    """What finds the tasks; those of the harness, a long list, only if `path` has not all of them."""
+def _manager(names: list[str], path: Path | None) -> object:
+    """What finds the tasks; those of the harness, a long list, only if `path` has not all."""
     from lm_eval.tasks import TaskManager
 
     if path is not None and not path.is_dir():

@@ -11,10 +11,10 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.exporting.origin import EXPORTED
-from blr.compressor.integrations.vllm_plugin import INSTEAD, StructuredConfig
+from blr.compressor.integrations.vllm_plugin import INSTEAD, ServedConfig
 
 
-class StructuredModel:
+class ServedModel:
     """Mixin that gives a model's layers their structures ahead of its construction."""
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
@@ -25,23 +25,23 @@ class StructuredModel:
         if not table.keys().isdisjoint(EXPORTED):
             found = f"{vllm_config.model_config.model}: found an export of blr"
             raise CapabilityError(f"{found}, expected what `blr compress` writes; {INSTEAD}")
-        layers = StructuredConfig(table.get("layers", {}), type(self).packed_modules_mapping)
+        layers = ServedConfig(table.get("layers", {}), type(self).packed_modules_mapping)
         self.quant_config = vllm_config.quant_config = layers
         native: Any = super()
         native.__init__(vllm_config=vllm_config, prefix=prefix)
 
 
-class BlrLlamaForCausalLM(StructuredModel, LlamaForCausalLM):
+class BlrLlamaForCausalLM(ServedModel, LlamaForCausalLM):
     """Llama."""
 
 
-class BlrMistralForCausalLM(StructuredModel, MistralForCausalLM):
+class BlrMistralForCausalLM(ServedModel, MistralForCausalLM):
     """Mistral."""
 
 
-class BlrQwen2ForCausalLM(StructuredModel, Qwen2ForCausalLM):
+class BlrQwen2ForCausalLM(ServedModel, Qwen2ForCausalLM):
     """Qwen2."""
 
 
-class BlrQwen3ForCausalLM(StructuredModel, Qwen3ForCausalLM):
+class BlrQwen3ForCausalLM(ServedModel, Qwen3ForCausalLM):
     """Qwen3."""

@@ -14,36 +14,28 @@ from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures.specs import Shape, Spec
 
 
-class PackedPart(nn.Module):
+class PackedPart(Part):
     """The layer called `name`, with what `Part` has; `names` are those of all that a file holds of it.
 
     Raises CapabilityError for several processes: a cut would go through groups that share a scale,
     or through the places of outputs.
     """
 
-    in_rank_space = False
-
     def __init__(self, name: str, spec: Spec, share: Share, dtype: torch.dtype) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         check_whole(name, spec, share)
-        self.name, self.spec = name, spec
+        self.name, self.spec, self.share = name, spec, share
         self.layer = layer_of(spec, bias=False).to(dtype).requires_grad_(False)
         self.names = list(spec.stored())
-        self.loaded: set[str] = set()
+        self.loaded, self.in_rank_space = set(), False
 
     def path(self, factor: str) -> str:
         """Where in the module a stored tensor is."""
         return f"layer.{factor}"
 
-    def load(self, factor: str, whole: Tensor) -> None:
-        """Take a stored tensor. Raises ValueError for one that the layer lacks, or of another shape."""
-        if factor not in self.names:
-            raise ValueError(f"{self.name}.{factor}: expected one of {', '.join(self.names)}")
-        mine = self.layer.state_dict(keep_vars=True)[factor]
-        if mine.shape != whole.shape:
-            raise ValueError(f"{self.name}.{factor}: {list(whole.shape)}, expected {list(mine.shape)}")
-        mine.data.copy_(whole)
-        self.loaded.add(factor)
+    def _get(self, name: str) -> Tensor:
+        found: Tensor = self.layer.state_dict(keep_vars=True)[name]
+        return found
 
     def relayout_(self) -> None:
         """Make what products of float8 take beside the weights."""
@@ -57,9 +49,7 @@ class PackedPart(nn.Module):
         return found
 
 
-def make_part(
-    name: str, spec: Spec | None, shape: Shape, share: Share, dtype: torch.dtype
-) -> Part | PackedPart:
+def make_part(name: str, spec: Spec | None, shape: Shape, share: Share, dtype: torch.dtype) -> Part:
     """What `share` holds of a layer, as `Part` and `PackedPart` say."""
     if spec is not None and (spec.quantized or spec.indices()):
         return PackedPart(name, spec, share, dtype)

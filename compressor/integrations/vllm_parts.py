@@ -95,7 +95,7 @@ class Part(nn.Module):
             return (blast_linear if whole else blast_reference)(x, *factors)
         return (monarch_linear if whole else monarch_reference)(x, *factors)
 
-    def _get(self, name: str) -> nn.Parameter:
+    def _get(self, name: str) -> Tensor:
         return self.get_parameter(self.path(name))
 
 

@@ -36,7 +36,6 @@ INSTEAD = "serve it with --model-impl transformers"
 
 
 def register() -> None:
-    """Make vLLM know the configurations and the models. May be called any number of times."""
     from vllm import ModelRegistry
 
     from blr.compressor.modeling import register as register_configurations
@@ -47,7 +46,7 @@ def register() -> None:
         ModelRegistry.register_model(name, f"blr.compressor.integrations.vllm_models:{name}")
 
 
-class StructuredConfig(QuantizationConfig):
+class ServedConfig(QuantizationConfig):
     """Says how each layer computes. `layers` is ``config.blr["layers"]``, by names on disk; `merged`
     is a model's `packed_modules_mapping`."""
 
@@ -71,18 +70,15 @@ class StructuredConfig(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> StructuredConfig:
+    def from_config(cls, config: dict[str, Any]) -> ServedConfig:
         return cls(config["layers"], {})
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Ours for a layer of which a member is structured.
-
-        Raises CapabilityError for a structured layer that is none of vLLM's linear ones.
-        """
+        """Ours for a layer with a structured member. Raises CapabilityError for no linear layer."""
         if isinstance(layer, LinearBase):
             members = self._members(prefix)
             if any(name in self.specs for name in members):
-                return StructuredMethod({name: self.specs.get(name) for name in members})
+                return ServedMethod({name: self.specs.get(name) for name in members})
             return UnquantizedLinearMethod()
         if prefix in self.specs:
             raise CapabilityError(f"{prefix}: found a structured {type(layer).__name__}; {INSTEAD}")
@@ -93,7 +89,7 @@ class StructuredConfig(QuantizationConfig):
         return [f"{parent}.{member}" for member in self.packed_modules_mapping.get(name, [name])]
 
 
-class StructuredMethod(LinearMethodBase):
+class ServedMethod(LinearMethodBase):
     """Computes one layer of vLLM. `members` are its layers on disk, in order; None is a dense one."""
 
     def __init__(self, members: dict[str, Spec | None]) -> None:

@@ -35,14 +35,8 @@ def shapes_of(spec: Spec | None, shape: Shape) -> dict[str, Shape]:
 
 
 def local_shapes(name: str, spec: Spec | None, shape: Shape, share: Share) -> dict[str, Shape]:
-    """Shapes of the factors that `share` holds of the layer called `name`.
-
-    Args:
-        spec: None for a dense weight of `shape` [o, i].
-
-    Raises:
-        CapabilityError: a structure that is not split, or blocks that the processes do not divide.
-    """
+    """Shapes of the factors of a layer [o, i] that `share` holds. Raises CapabilityError for a
+    structure that is not split, or blocks that the processes do not divide."""
     found = {}
     for factor, whole in shapes_of(spec, shape).items():
         axis = _axis(name, spec, factor, share)
@@ -65,7 +59,7 @@ def check_whole(name: str, spec: Spec, share: Share) -> None:
 
 
 def local(name: str, spec: Spec | None, factor: str, whole: Tensor, share: Share) -> Tensor:
-    """The part of a factor that `share` holds: a view. Raises as `local_shapes`."""
+    """The part of a factor that `share` holds: a view."""
     axis = _axis(name, spec, factor, share)
     if axis is None:
         return whole
@@ -94,5 +88,4 @@ def _axis(name: str, spec: Spec | None, factor: str, share: Share) -> int | None
 
 
 def _blocks(spec: Spec | None) -> int:
-    """What a cut must divide so that no block is cut; 0 where any will do."""
     return getattr(spec, "blocks", 0)

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.after_import import after_import
 from blr.compressor.modeling.float8 import float8_product, forget_scales, prepare_layer
-from blr.compressor.modeling.packed import Packed, has_gradient, packed_factor
+from blr.compressor.modeling.packed import Packed, packed_factor
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
 from blr.compressor.modeling.stages import Corrections, Stage, correction_of, stages_of
 from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec, spec_from_dict
@@ -263,9 +263,9 @@ class QuantizedLinear(KernelLinear):
         w = self.packed()
         if w.fp8 and (found := float8_product(self, x, self.bias)) is not None:
             return found
-        if w.fp8 or has_gradient(w.scale) or x.dtype != w.scale.dtype:
-            return linear(x, w.dequantized(), self.bias)
-        return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group)
+        if not w.fp8 and x.dtype == w.scale.dtype and w.runs_kernels():
+            return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group)
+        return linear(x, w.dequantized(), self.bias)
 
 
 class CorrectedLinear(modeling_blr.CorrectedLinear):

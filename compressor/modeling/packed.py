@@ -7,18 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.modeling_blr import (
     E4M3,
     Factor,
     StructuredLinear,
+    dequantize,
     dequantize_float8,
     unpack,
 )
+from blr.kernels.common.available import kernel_device
 from blr.kernels.common.registration import is_traced
 from blr.kernels.decode.quantized.formats import GROUP
 from blr.kernels.decode.quantized.segments import Narrow
-from blr.kernels.layers.packed.op import dequantize
 
 EXPORT_BITS = (4, 8)  # what `blr export` rounds plain weights to, in groups of `GROUP`
 
@@ -56,18 +56,22 @@ class Packed(NamedTuple):
         """[..., R, K] in the dtype of the scales."""
         if self.fp8:
             return dequantize_float8(self, self.packed, self.scale)
-        if has_gradient(self.scale) or is_traced() or torch.compiler.is_compiling():
-            return modeling_blr.dequantize(self, self.packed, self.scale)
-        return dequantize(self.packed, self.scale, self.bits, self.K, self.scale.dtype, self.group)
+        if not self.runs_kernels() or torch.compiler.is_compiling():
+            return dequantize(self, self.packed, self.scale)
+        from blr.kernels.layers.packed.triton import dequantize as run
+
+        return run(self.packed, self.scale, self.bits, self.K, self.scale.dtype, self.group)
+
+    def runs_kernels(self) -> bool:
+        """Whether kernels take it here; plain torch does what is traced, and trains scales."""
+        watched = self.scale.requires_grad and torch.is_grad_enabled()
+        if watched or is_traced() or not self.packed.is_cuda:
+            return False
+        return torch.compiler.is_compiling() or kernel_device(self.packed)
 
     def blocks(self) -> Packed:
         """The same with an axis of blocks."""
         return self._replace(packed=blocked(self.packed), scale=blocked(self.scale))
-
-
-def has_gradient(scale: Tensor) -> bool:
-    """Whether scales are trained here, which plain torch does."""
-    return scale.requires_grad and torch.is_grad_enabled()
 
 
 def packed_factor(layer: StructuredLinear, name: str) -> Packed:

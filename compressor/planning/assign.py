@@ -34,8 +34,7 @@ def nearest_blocks(o: int, i: int, wanted: int) -> int:
 
 @dataclass(frozen=True)
 class Task:
-    """A layer, its settings and what is already decided; `why` explains it, `width` is that of a number
-    that is stored as it is, in bits."""
+    """A layer, its settings and what is decided; `width` is that of an unpacked number, in bits."""
 
     layer: Layer
     settings: LayerSettings
@@ -52,8 +51,8 @@ class Task:
 
     @property
     def cost(self) -> int:
-        """Parameters of one unit of rank, before what pivots spare; of a chain's share, which is counted
-        as if it had one."""
+        """Parameters of a unit of rank, before what pivots spare; of a chain's share, as if it had
+        one."""
         if not self.ranked or self.structure.pivots:
             return sum(self.layer.shape)
         return self.spec(self.step).parameters // self.step
@@ -83,7 +82,6 @@ class Task:
 
     @property
     def bpw(self) -> float | None:
-        """Bits a weight that a base and its correction may take, where these size it."""
         return self.settings.stored.bpw
 
     @property
@@ -123,10 +121,7 @@ class Assigner:
     notes: list[str]
 
     def assign(self, tasks: Sequence[Task], budget: float) -> Assigned:
-        """Specs of all tasks (none of them dense) with `budget` parameters for all of them.
-
-        Raises UsageError when rank or chain do not fit, or the budget is below the smallest ranks.
-        """
+        """Specs of all tasks (none dense) with `budget` parameters in all. Raises UsageError."""
         tasks = [self._shaped(task) for task in tasks]
         self._check_bits(tasks)
         given = {task.layer.module: done for task in tasks if (done := self._given(task))}
@@ -172,12 +167,10 @@ class Assigner:
     def _grouped(self, task: Task) -> Task:
         (o, i), layer, wanted = task.layer.shape, task.layer, task.settings.heads
         width, other = (o, i) if layer.head_side == "out" else (i, o)
-        if wanted == "auto" and task.settings.rank is not None:
-            choice = groups_for_rank(width, other, layer.heads, task.settings.rank)
-            return replace(task, groups=choice.groups, why=choice.reason)
         if wanted == "auto":
+            sides, rank = (width, other, layer.heads), task.settings.rank
             factor = task.settings.cf or self.recipe.cf
-            choice = groups_for_budget(width, other, layer.heads, factor)
+            choice = groups_for_budget(*sides, factor) if rank is None else groups_for_rank(*sides, rank)
             return replace(task, groups=choice.groups, why=choice.reason)
         asked = layer.heads if wanted == "per-head" else int(wanted.removeprefix("grouped:"))
         groups = nearest_grouping(asked, layer.heads, width)
@@ -210,8 +203,7 @@ class Assigner:
         return task.spec(ranks[found - 1]), task.decided(f"at most {bpw:g} bits a weight")
 
     def _check_bits(self, tasks: Sequence[Task]) -> None:
-        """Raise UsageError for fewer bits a weight than the smallest correction takes, with the layer of
-        which it takes most."""
+        """Raise UsageError for fewer bits a weight than the smallest correction takes."""
         least = {n: task.bits(task.corrections[0]) for n, task in enumerate(tasks) if task.bpw}
         short = [n for n, bits in least.items() if bits > (tasks[n].bpw or 0)]
         if short:
@@ -241,13 +233,14 @@ class Assigner:
         ranked = [n for n, (_, members) in enumerate(groups) if members[0].ranked]
         left = budget - sum(spec.parameters for spec, _ in chains.values())
         ranks = snap([items[n] for n in ranked], [exact[n] for n in ranked], left) if ranked else []
-        done = dict(chains)
+        measured = f"sensitivity, {{:.2f}} times the uniform rank of {goal}"
+        done, share = dict(chains), measured if self._strength else f"uniform share of {goal}"
         for n, rank in zip(ranked, ranks, strict=True):
             uniform = items[n].rank_of(items[n].size * budget / sum(task.size for task in tasks))
             for task in groups[n][1]:
                 done[task.layer.module] = (
                     task.spec(rank),
-                    task.decided(self._why(rank / uniform, goal)),
+                    task.decided(share.format(rank / uniform)),
                 )
         return done
 
@@ -255,11 +248,6 @@ class Assigner:
     def _strength(self) -> float:
         """Weight of the sensitivities; 0 unless they are known and wanted."""
         return 0.0 if self.recipe.allocation == "uniform" or not self.curves else self.recipe.strength
-
-    def _why(self, ratio: float, goal: str) -> str:
-        if self._strength:
-            return f"sensitivity, {ratio:.2f} times the uniform rank of {goal}"
-        return f"uniform share of {goal}"
 
     def _item(self, task: Task) -> Item:
         curve = self.curves.get(task.layer.module) if self._strength else None

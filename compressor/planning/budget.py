@@ -23,17 +23,9 @@ ALMOST_FULL = 0.97  # of the break-even rank: the most that sensitivities ask fo
 
 @dataclass(frozen=True)
 class Item:
-    """Layers that share one rank.
-
-    Attributes:
-        size: dense parameters of one of them.
-        cost: parameters of one unit of rank in one of them.
-        step: the rank must be a multiple of this (b for Monarch).
-        count: how many layers.
-        curve: predicted loss saved by each further rank; None if unknown.
-        width: ranks of `curve` that one unit of rank is worth (groups of a grouped factorization).
-        pivots: whether r ranks spare r² parameters.
-    """
+    """Layers of equal `size` that share one rank, a multiple of `step`, each unit of which takes
+    `cost` parameters; `curve` is the predicted loss saved by each further rank, of which one unit is
+    worth `width`; with `pivots` r ranks spare r²."""
 
     size: int
     cost: int
@@ -76,14 +68,8 @@ class Item:
 def exact_ranks(
     items: Sequence[Item], budget: float, *, strength: float = 0.0, floor: float = 0.0
 ) -> list[float]:
-    """Real-valued ranks that spend `budget` exactly, each from one step to break-even.
-
-    Args:
-        items: what shares the budget.
-        budget: parameters, at least ``sum(item.least for item in items)``.
-        strength: weight of the sensitivities, 0 for uniform ranks.
-        floor: least share of the uniform rank that the sensitivities leave.
-    """
+    """Real-valued ranks that spend `budget` exactly, each from one step to break-even; `strength`
+    weighs the sensitivities, `floor` is the least share of the uniform rank that they leave."""
     share = budget / sum(item.size * item.count for item in items)
     wanted = [item.rank_of(share * item.size) for item in items]
     if strength and any(item.curve is not None for item in items):
@@ -117,11 +103,9 @@ def _saved(item: Item) -> Iterator[float]:
 
 
 def snap(items: Sequence[Item], exact: Sequence[float], budget: float) -> list[int]:
-    """`exact` as multiples that kernels like: 16, 8, 4, 2 or 1 steps.
-
-    The nearest ones if together they meet `budget` to half of `TOLERANCE`; else ones that stay
-    below it, finer where the coarser ones would miss it by more than that.
-    """
+    """`exact` as multiples that kernels like (16, 8, 4, 2 or 1 steps): the nearest ones if these meet
+    `budget` to half of `TOLERANCE`, else ones below it, finer where coarser ones would miss it by
+    more."""
     units = [_unit(rank, item.step) for rank, item in zip(exact, items, strict=True)]
     nearest = [
         min(max(round(rank / unit), 1) * unit, item.most)

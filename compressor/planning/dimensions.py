@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from blr.compressor.checkpoint.context import of_text
 
@@ -28,7 +27,7 @@ class Dimensions:
         return self.vocabulary * self.width * (1 if self.tied else 2)
 
 
-def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
+def dimensions_of(config: Mapping[str, object]) -> Dimensions:
     """What `config` tells, and 1 or a usual size in the place of what it does not."""
     text = of_text(config)
 

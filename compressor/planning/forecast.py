@@ -44,8 +44,8 @@ SMALL = 4 << 20  # bytes on disk of small files
 
 @dataclass(frozen=True)
 class Fits:
-    """Of a run on `gpus` GPUs of `room` bytes each: seconds by what they go into; bytes of each GPU that
-    it needs (`memory`), and those that it takes where they are there; bytes of the host, and on disk."""
+    """Of a run on `gpus` GPUs of `room` bytes: seconds by what they go into; bytes of each GPU that
+    it needs (`memory`) and takes where they are there; bytes of the host, and on disk."""
 
     phases: dict[str, float]
     memory: float
@@ -116,7 +116,6 @@ class Room:
 
 
 def room(work: Compression, gpus: int = 1) -> Room:
-    """Of a run on so many GPUs."""
     largest = max((_fit(layer, work.calibrated) for layer in work.plan.layers), default=0.0)
     block = work.bytes / work.sizes.blocks
     if not work.calibrated:

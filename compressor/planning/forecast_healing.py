@@ -65,9 +65,7 @@ class Sizes(Dimensions):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes on each of `gpus` devices by what they are for, with `micro` windows a pass; `fits` says
-    whether they do in `room`, `sharded` whether the models are shared out. `tokens_per_second` of all
-    is what products at `EFFICIENCY`, bytes that are moved and the host allow."""
+    """Bytes on each of `gpus` devices by what they are for, with `micro` windows a pass."""
 
     teacher: float
     trained: float
@@ -92,13 +90,9 @@ class Forecast:
 
 
 def sizes_of(
-    config: Mapping[str, Any], specs: Mapping[str, Spec], stored: int, train: tuple[str, ...]
+    config: Mapping[str, object], specs: Mapping[str, Spec], stored: int, train: tuple[str, ...]
 ) -> Sizes:
-    """Of the dense model with `config`, whose layers `specs` replace.
-
-    Args:
-        stored: dense parameters in the files, 0 or less than there are where they are not known.
-    """
+    """Of the dense model with `config`, whose layers `specs` replace, with `stored` parameters."""
 
     found = dimensions_of(config)
     table = found.vocabulary * found.width
@@ -109,8 +103,7 @@ def sizes_of(
 
 
 def disk_bytes(source: Source, specs: Mapping[str, Spec], options: HealOptions, own: int) -> int:
-    """Upper estimate of the bytes on disk of a run on the compressed checkpoint `source`: its output,
-    `own` tokens of own text, and the state of the training."""
+    """Upper estimate of the bytes on disk of a run on `source` with `own` tokens of own text."""
     found = sum(path.stat().st_size for path in source.folder.iterdir() if path.is_file())
     stored = sum(entry.nbytes for entry in source.entries.values())
     files = stored + max(found - stored, 0) + SMALL
@@ -120,11 +113,7 @@ def disk_bytes(source: Source, specs: Mapping[str, Spec], options: HealOptions, 
 def kept_bytes(
     specs: Mapping[str, Spec], entries: Mapping[str, TensorEntry], options: HealOptions
 ) -> int:
-    """Most bytes on disk of a training's state and of the tensors that it gives.
-
-    Args:
-        specs: structured layers. entries: the checkpoint's tensors, for what else is trained.
-    """
+    """Most bytes on disk of a training's state and of the tensors that it gives."""
     floats = [entry for entry in entries.values() if entry.is_float]
     trained = sum(masters(spec) for spec in specs.values()) if "factors" in options.train else 0
     if options.lora:
@@ -139,8 +128,7 @@ def kept_bytes(
 
 
 def masters(spec: Spec) -> int:
-    """Numbers that are trained of a layer: of those in few bits all, and the groups' scales, which
-    those in float8 have not."""
+    """Numbers that are trained of a layer: of those in few bits all, and the scales but of float8."""
     scales = 0
     for _, leaf in leaves(spec):
         if isinstance(leaf, QuantizedSpec) and not leaf.fp8:
@@ -150,7 +138,7 @@ def masters(spec: Spec) -> int:
 
 
 @dataclass(frozen=True)
-class Crew:
+class GpuGroup:
     """The GPUs of a run: how many, each of `room` bytes (None: those of its kind), and whether both
     models are shared out over them."""
 
@@ -159,24 +147,23 @@ class Crew:
     room: float | None = None
 
 
-ALONE = Crew()
+ALONE = GpuGroup()
 
 
 def forecast(
-    sizes: Sizes, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, crew: Crew = ALONE
+    sizes: Sizes, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, group: GpuGroup = ALONE
 ) -> Forecast:
-    """What fits best: as many windows a pass as do, with the blocks' inputs alone kept (`checkpointing`)
-    where it is asked for, or where otherwise fewer than `FEW` would fit."""
+    """What fits best: as many windows a pass as do, with checkpointing where fewer than `FEW` would."""
     window = options.window
     windows = max(1, options.batch // window) if options.batch else WINDOWS
-    windows = -(-windows // crew.count)
-    crew = replace(crew, room=crew.room or gpu.memory_gb * 1e9)
+    windows = -(-windows // group.count)
+    group = replace(group, room=group.room or gpu.memory_gb * 1e9)
     found = None
     for kept in [False, True] if options.checkpointing is None else [options.checkpointing]:
         micro, least = windows, 1 if kept or options.checkpointing is False else min(FEW, windows)
         while micro >= least:
-            step = Step(window, windows, micro, kept, options.matches_states)
-            found = _forecast(sizes, specs, step, gpu, crew)
+            step = StepSize(window, windows, micro, kept, options.matches_states)
+            found = _forecast(sizes, specs, step, gpu, group)
             if found.fits:
                 return found
             micro //= 2
@@ -185,9 +172,9 @@ def forecast(
 
 
 @dataclass(frozen=True)
-class Step:
-    """Of one GPU: `windows` of `window` tokens, `micro` of them a pass; whether the blocks' inputs alone
-    are kept, and whether their outputs are compared with the teacher's, which then are there, too."""
+class StepSize:
+    """Of one GPU: `windows` of `window` tokens, `micro` of them a pass; whether the blocks' inputs
+    alone are `kept`, and whether the outputs of both models' blocks are there (`states`)."""
 
     window: int
     windows: int
@@ -196,13 +183,15 @@ class Step:
     states: bool
 
 
-def _forecast(sizes: Sizes, specs: Mapping[str, Spec], step: Step, gpu: Gpu, crew: Crew) -> Forecast:
+def _forecast(
+    sizes: Sizes, specs: Mapping[str, Spec], step: StepSize, gpu: Gpu, group: GpuGroup
+) -> Forecast:
     tokens, kept = step.micro * step.window, step.kept
     composed = sum(_composed(spec) for spec in specs.values()) * HALF
     inputs = tokens * sizes.width * HALF * sizes.blocks
     shared = sizes.blocks if not kept else 1  # blocks whose insides are held at once
     speed = _speed(sizes, specs, step, gpu)
-    teacher, trained = _models(sizes, specs, crew)
+    teacher, trained = _models(sizes, specs, group)
     return Forecast(
         teacher=teacher,
         trained=trained,
@@ -212,14 +201,14 @@ def _forecast(sizes: Sizes, specs: Mapping[str, Spec], step: Step, gpu: Gpu, cre
         logits=min(CHUNK, tokens * sizes.vocabulary) * LOGIT,
         micro=step.micro,
         checkpointing=kept,
-        room=crew.room or 0.0,
-        tokens_per_second=speed * (crew.count * TOGETHER if crew.count > 1 else 1),
-        gpus=crew.count,
-        sharded=crew.sharded,
+        room=group.room or 0.0,
+        tokens_per_second=speed * (group.count * TOGETHER if group.count > 1 else 1),
+        gpus=group.count,
+        sharded=group.sharded,
     )
 
 
-def _speed(sizes: Sizes, specs: Mapping[str, Spec], step: Step, gpu: Gpu) -> float:
+def _speed(sizes: Sizes, specs: Mapping[str, Spec], step: StepSize, gpu: Gpu) -> float:
     """Tokens a second of one GPU: the time of a token's products and bytes, and its part of a step's."""
     products = _flops(sizes, specs, step.kept) / (EFFICIENCY * gpu.reached_tflops * 1e12)
     moved = MOVED * _inside(sizes) * sizes.blocks + LOGIT * sizes.vocabulary
@@ -233,15 +222,15 @@ def _inside(sizes: Sizes) -> float:
     return (WIDE * sizes.width + MIDDLE * sizes.middle) * HALF
 
 
-def _models(sizes: Sizes, specs: Mapping[str, Spec], crew: Crew) -> tuple[float, float]:
+def _models(sizes: Sizes, specs: Mapping[str, Spec], group: GpuGroup) -> tuple[float, float]:
     """Bytes of the teacher, and of what is trained with its optimizer."""
     largest = max((masters(s) for s in specs.values() if s.quantized), default=0)
-    if not crew.sharded:
+    if not group.sharded:
         return sizes.parameters * HALF, sizes.trained * TRAINED + largest * ROUNDING
     inside = sizes.parameters - sizes.tables
     whole = 2 * inside / sizes.blocks  # the block that computes, and the next one
-    teacher = (inside / crew.count + whole + sizes.tables) * HALF
-    part = sizes.trained / crew.count * SLICED
+    teacher = (inside / group.count + whole + sizes.tables) * HALF
+    part = sizes.trained / group.count * SLICED
     return teacher, part + 2 * sizes.trained / sizes.blocks * (HALF + SINGLE)
 
 
@@ -256,8 +245,7 @@ def _composed(spec: Spec) -> int:
 
 
 def _flops(sizes: Sizes, specs: Mapping[str, Spec], kept: bool) -> float:
-    """Multiplications and additions a token: the teacher forward, the student forward and twice that
-    backward, and once more forward where only inputs are kept; the weight composed is spread thin."""
+    """Operations a token: of the teacher once, of the student forward and twice that back."""
     plain = (spec.plain for spec in specs.values())
     low = (spec for spec in plain if isinstance(spec, LowRankSpec | PivotedSpec))
     saved = sum(spec.dense_parameters - spec.parameters for spec in low)
@@ -272,12 +260,11 @@ def is_told(source: Source) -> bool:
 
 
 def planned(source: Source, plan: Plan, options: HealOptions, gpu: Gpu, gpus: int = 1) -> dict[str, Any]:
-    """What healing the output of `plan` by `options` would take, JSON-ready; `said` is one line. `least`
-    are bytes of a GPU that it cannot do without, `host` and `disk` those of the host and on disk."""
+    """What healing would take, JSON-ready; `least` are bytes of a GPU that it cannot do without."""
     specs = {layer.layer.module: layer.spec for layer in plan.layers}
-    found = predicted(source, specs, options, gpu, Crew(gpus))
+    found = predicted(source, specs, options, gpu, GpuGroup(gpus))
     window = replace(options, batch=gpus * options.window, checkpointing=True)
-    least = min(predicted(source, specs, window, gpu, Crew(gpus)).total, found.total)
+    least = min(predicted(source, specs, window, gpu, GpuGroup(gpus)).total, found.total)
     trained = sum(masters(spec) for spec in specs.values())
     beside = {"least": least, "host": HOST_BYTES + SINGLE * trained}
     stored = sum(entry.nbytes for entry in source.entries.values())
@@ -293,21 +280,21 @@ def _beside(sizes: Mapping[str, float]) -> str:
 
 
 def predicted(
-    source: Source, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, crew: Crew = ALONE
+    source: Source, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, group: GpuGroup = ALONE
 ) -> Forecast:
-    """As `forecast`, for the dense model in `source` with `specs` in it; where it does not fit several
-    GPUs, of the models shared out over them, unless `options` forbid it or some layer is packed."""
+    """As `forecast`, for the dense model in `source`; where it does not fit several GPUs, shared out
+    over them, unless `options` forbid it or some layer is packed."""
     options = replace(options, window=min(options.window, context_of(source.config)))
     stored = sum(entry.parameters for entry in source.entries.values())
     sizes = sizes_of(source.config, specs, stored, options.train)
     if options.lora:
         added = options.lora * sum(spec.in_features + spec.out_features for spec in specs.values())
         sizes = replace(sizes, trained=added)
-    found = forecast(sizes, specs, options, gpu, crew)
-    open_ = crew.count > 1 and options.fsdp is None and not any(s.quantized for s in specs.values())
+    found = forecast(sizes, specs, options, gpu, group)
+    open_ = group.count > 1 and options.fsdp is None and not any(s.quantized for s in specs.values())
     if found.fits or not open_:
         return found
-    return forecast(sizes, specs, options, gpu, replace(crew, sharded=True))
+    return forecast(sizes, specs, options, gpu, replace(group, sharded=True))
 
 
 def words(found: Forecast, gpu: str, speed: bool = True) -> str:
@@ -330,10 +317,6 @@ def words(found: Forecast, gpu: str, speed: bool = True) -> str:
         return f"healing does not fit: {need}; {REMEDY}"
     how = " with --fsdp" if found.sharded else ""
     how += (" and" if how else " with") + " --checkpointing" if found.checkpointing else ""
-    told = f", {_pace(found.tokens_per_second)} tokens/s (predicted)" if speed else ""
+    pace, over = found.tokens_per_second, f"over {FASTEST:,.0f}"  # nobody has measured smaller models
+    told = f", {f'about {pace:,.0f}' if pace <= FASTEST else over} tokens/s (predicted)" if speed else ""
     return f"healing{how}: {need}, {found.micro} windows a pass{told}"
-
-
-def _pace(speed: float) -> str:
-    """Tokens a second, where a model is not so small that nobody has measured it."""
-    return f"about {speed:,.0f}" if speed <= FASTEST else f"over {FASTEST:,.0f}"

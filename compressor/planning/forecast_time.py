@@ -77,7 +77,6 @@ class Compression:
 
     @cached_property
     def sizes(self) -> Dimensions:
-        """Of the model."""
         return dimensions_of(self.source.config)
 
     @cached_property
@@ -87,12 +86,10 @@ class Compression:
 
     @cached_property
     def specs(self) -> list[Spec]:
-        """Of all layers that are replaced."""
         return [layer.spec for layer in self.plan.layers]
 
     @cached_property
     def tokens(self) -> int:
-        """Of the calibration."""
         return self.recipe.samples * self.recipe.seq_len
 
     @cached_property
@@ -102,7 +99,6 @@ class Compression:
 
     @cached_property
     def batch_tokens(self) -> int:
-        """Of one batch."""
         return min(BATCH, self.recipe.samples) * self.recipe.seq_len
 
     @cached_property
@@ -112,17 +108,16 @@ class Compression:
 
     @cached_property
     def widths(self) -> int:
-        """Their inputs and outputs."""
+        """Inputs and outputs of all layers."""
         return sum(spec.in_features + spec.out_features for spec in self.specs)
 
     @cached_property
     def bytes(self) -> int:
-        """Of their weights in the checkpoint."""
+        """Of the layers' weights in the checkpoint."""
         return sum(layer.layer.entry.nbytes for layer in self.plan.layers)
 
     @cached_property
     def packed(self) -> bool:
-        """Whether any are stored in few bits."""
         return any(spec.quantized for spec in self.specs)
 
     @cached_property
@@ -159,7 +154,6 @@ class Compression:
         return self.batches - held
 
     def layer_seconds(self, layer: PlannedLayer) -> float:
-        """Of one layer's fit."""
         spec, plain = layer.spec, layer.spec.plain
         products = 0 if isinstance(plain, DenseSpec) else 2 * predicted_cost(spec, self.calibrated)
         least = float(EACH)
@@ -189,7 +183,6 @@ def phases(work: Compression) -> dict[str, float]:
 
 
 def _streamed(work: Compression) -> float:
-    """Bytes that are read and written."""
     after = sum(layer.bits for layer in work.plan.layers) // 8
     stored = sum(entry.nbytes for entry in work.source.entries.values())
     known = max(stored, work.bytes + 2 * work.sizes.tables)
@@ -260,11 +253,7 @@ def _step(work: Compression, parts: int) -> float:
 
 
 def predicted_cost(spec: Spec, calibrated: bool = False) -> float:
-    """Floating-point operations of one layer's fit, up to a factor that all layers share.
-
-    Args:
-        calibrated: in the norm of activations, which BLAST multiplies V with.
-    """
+    """Operations of a layer's fit, up to a common factor; `calibrated`: by the norm of activations."""
     spec = spec.plain
     o, i = spec.out_features, spec.in_features
     if not isinstance(spec, BlastSpec):

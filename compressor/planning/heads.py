@@ -24,36 +24,21 @@ TOKENS = 4096  # batch × length for which activation memory is judged: one long
 
 @dataclass(frozen=True)
 class Grouping:
-    """G groups and why, in words for the plan."""
-
     groups: int
     reason: str
 
 
 def parameter_threshold(width: int, other: int, groups: int) -> float:
-    """The rank of each group below which the factors hold fewer parameters than the dense weight.
-
-    Args:
-        width: features on the heads' side, all heads together.
-        other: features on the other side.
-        groups: G, dividing `width`.
-
-    Source: FlashSVD, theorem 8.13 (G = 1: D/2) and 8.22 (G = H: D/(H + 1)) for square projections.
-    """
+    """The rank of each of G `groups` below which factors hold fewer parameters than the dense weight,
+    of `width` features on the heads' side and `other` ones (theorems 8.13: D/2 for G = 1, and 8.22:
+    D/(H + 1) for G = H, if square)."""
     part = width / groups
     return part * other / (part + other)
 
 
 def memory_threshold(width: int, groups: int, tokens: int = TOKENS) -> float:
-    """The rank of each group below which activations take less memory than dense heads.
-
-    Args:
-        width: features on the heads' side, all heads together.
-        groups: G, dividing `width`.
-        tokens: M, batch times length.
-
-    Source: FlashSVD, theorems 8.13 (M·D/(M + D)), 8.22 (M·D/(H·M + D)), 8.25 (G groups).
-    """
+    """The rank of each of G `groups` below which activations of M `tokens` take less memory than
+    dense heads (theorems 8.13: M·D/(M + D), 8.22: M·D/(H·M + D), 8.25: G groups)."""
     return tokens * width / (groups * tokens + width)
 
 
@@ -68,10 +53,7 @@ def candidates(heads: int) -> list[int]:
 
 
 def groups_for_rank(width: int, other: int, heads: int, rank: int) -> Grouping:
-    """The most groups for which a given rank of each still saves parameters and memory.
-
-    At a given rank more groups mean more parameters and less error, so the thresholds decide.
-    """
+    """The most groups for which a given rank of each still saves parameters and memory."""
     for groups in candidates(heads):
         if saves(width, other, groups, rank):
             limit = min(parameter_threshold(width, other, groups), memory_threshold(width, groups))
@@ -80,12 +62,9 @@ def groups_for_rank(width: int, other: int, heads: int, rank: int) -> Grouping:
 
 
 def groups_for_budget(width: int, other: int, heads: int, cf: float) -> Grouping:
-    """The grouping of least predicted error that meets a compression factor.
-
-    At a given budget every grouping has the rank `parameter_threshold`/cf. Those that do not save
-    activation memory at it drop out; of the others the one whose blocks are predicted to lose
-    least is taken (`patterns.predicted_log_error`: groups of heads are G row classes).
-    """
+    """The grouping of least predicted error (`patterns.predicted_log_error`: groups of heads are G
+    row classes) that meets a compression factor, by which its rank is `parameter_threshold`/cf, and
+    saves memory."""
     options = {}
     for groups in candidates(heads):
         rank = parameter_threshold(width, other, groups) / cf

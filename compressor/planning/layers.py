@@ -24,10 +24,8 @@ Shape = tuple[int, int]  # (out_features, in_features)
 
 @dataclass(frozen=True)
 class Layer:
-    """A compressible linear layer: its name on disk, reported type and stored weight.
-
-    `head_side` says whether its outputs or inputs are `heads` attention heads side by side.
-    """
+    """A compressible linear layer; its outputs or inputs (`head_side`) are `heads` heads side by
+    side."""
 
     module: str
     type: str
@@ -38,7 +36,6 @@ class Layer:
 
     @property
     def shape(self) -> Shape:
-        """(out_features, in_features)."""
         rows, columns = self.entry.shape
         return (columns, rows) if self.transposed else (rows, columns)
 
@@ -55,10 +52,8 @@ def _ties(source: Source) -> bool:
 
 
 def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]:
-    """Every compressible layer of `source`, in the order of its tensors.
-
-    Raises InputError when there are none, or all are stored as integers or in 8 bits.
-    """
+    """Every compressible layer of `source`, in the order of its tensors. Raises InputError when there
+    are none, or all are stored as integers or in 8 bits."""
     family = _family(source, notes)
     found = (_layer(source, entry, family, bool(recipe.include)) for entry in source.entries.values())
     layers = [layer for layer in found if layer is not None]
@@ -72,7 +67,11 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
             "(SqueezeBERT's are convolutions, I-BERT's of a kind of their own)"
         )
     if kept := [layer.entry for layer in layers if not layer.entry.is_float]:
-        notes.append(_untouched(kept))
+        dtypes = ", ".join(sorted({entry.dtype for entry in kept}))
+        notes.append(
+            f"{len(kept)} weights stored as {dtypes} are copied untouched, not compressed, "
+            f"from {kept[0].name} on"
+        )
         if len(kept) == len(layers):
             raise InputError(
                 f"{source.folder}: {notes[-1]}; take a checkpoint of floating-point weights"
@@ -89,10 +88,11 @@ def _family(source: Source, notes: list[str]) -> Family:
     """The one that lists the model type, or what the model that transformers builds has of layers."""
     if found := find_family(source.model_type):
         return found
-    if source.library is DIFFUSERS:
+    if source.library is DIFFUSERS:  # its classes begin with a capital letter
+        known = sorted(kind for f in families() for kind in f.model_types if kind[0].isupper())
         raise InputError(
             f"{source.folder}: found {source.model_type}, which has no table in configs/; expected one "
-            f"of diffusers that has one: {', '.join(_known())}"
+            f"of diffusers that has one: {', '.join(known)}"
         )
     from blr.compressor.loading.discover import discover_family
 
@@ -104,25 +104,12 @@ def _family(source: Source, notes: list[str]) -> Family:
     return found
 
 
-def _known() -> list[str]:
-    """Classes of diffusers that have a table: alone they begin with a capital letter."""
-    return sorted(kind for f in families() for kind in f.model_types if kind[0].isupper())
-
-
 def _experts(source: Source, layers: list[Layer]) -> float:
     """The share of the parameters that are experts' and in no layer."""
     found = {layer.entry.name for layer in layers}
     entries = source.entries.values()
     experts = [e for e in entries if "experts" in e.name.split(".") and e.name not in found]
     return sum(e.parameters for e in experts) / max(sum(e.parameters for e in entries), 1)
-
-
-def _untouched(entries: list[TensorEntry]) -> str:
-    dtypes = ", ".join(sorted({entry.dtype for entry in entries}))
-    return (
-        f"{len(entries)} weights stored as {dtypes} are copied untouched, not compressed, "
-        f"from {entries[0].name} on"
-    )
 
 
 def _layer(source: Source, entry: TensorEntry, family: Family, heads: bool) -> Layer | None:
@@ -139,11 +126,8 @@ def _layer(source: Source, entry: TensorEntry, family: Family, heads: bool) -> L
 
 
 def select(layers: Sequence[Layer], recipe: Recipe, source: Source) -> list[Layer]:
-    """The layers that `include` matches (all if empty) and `exclude` does not.
-
-    Raises UsageError when that leaves none, or when a glob of the recipe or one of its rules
-    matches nothing.
-    """
+    """The layers that `include` matches (all if empty) and `exclude` does not. Raises UsageError when
+    that leaves none, or when a glob matches nothing."""
     names = [layer.module for layer in layers]
     for glob in (*recipe.include, *recipe.exclude, *(rule.match for rule in recipe.rules)):
         if not any(matches(name, glob) for name in names):
@@ -182,11 +166,7 @@ def _reason(source: Source, recipe: Recipe, glob: str, names: list[str]) -> str:
 
 
 def stored_spec(spec: Spec, stored: StoredAs, width: int) -> Spec:
-    """`spec` as it is stored; itself where packed it would be no smaller: rows far shorter than a group.
-
-    Args:
-        width: bits of a number that is not packed.
-    """
+    """`spec` as it is stored beside numbers of `width` bits; itself where packed it is no smaller."""
     if stored.base is not None:
         base = QuantizedSpec(DenseSpec(spec.in_features, spec.out_features), stored.base, stored.group)
         return CorrectedSpec(base, _correction(spec, stored, width))

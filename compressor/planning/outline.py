@@ -18,14 +18,8 @@ from blr.compressor.recipe.architectures import Family, find_family
 
 
 def open_or_outline(folder: Path) -> tuple[Source, bool]:
-    """The checkpoint in `folder` from its headers, or its outline if it has no weights that
-    can be looked into without loading them (pickled ones cannot).
-
-    Returns the source, and whether it is only an outline (its entries point at no bytes).
-
-    Raises:
-        InputError: no checkpoint and no config.json of a known family, or one that `compress` refuses.
-    """
+    """The checkpoint in `folder` from its headers, or its outline, and which, where it has no weights
+    that can be looked into. Raises InputError for neither, or one that `compress` refuses."""
     weights = [name for library in (TRANSFORMERS, DIFFUSERS) for name in (library.single, library.index)]
     if any((folder / name).exists() for name in weights) or not (folder / "config.json").exists():
         return open_checked(folder), False
@@ -33,13 +27,8 @@ def open_or_outline(folder: Path) -> tuple[Source, bool]:
 
 
 def outline(folder: Path) -> Source:
-    """The compressible weights of the model that `folder`/config.json describes.
-
-    Names and shapes follow from configs/<family>.yaml, the dtype from the config (bfloat16 if it
-    names none).
-
-    Raises InputError when the family has no table or the config lacks a size.
-    """
+    """The compressible weights of the model that `folder`/config.json describes. Raises InputError
+    for a family without a table, or a config without a size."""
     config = read_config(folder)
     source = Source(folder, config, {}, ())
     check_dense(folder, source.model_type)

@@ -22,11 +22,7 @@ __all__ = ["KeptLayer", "Layer", "Plan", "PlannedLayer", "make_plan"]
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """What happens to one layer.
-
-    `solver` and `rounds` are those of its rule (None: the family's default); `rule` says in words
-    why this structure and size; `width` is that of a number that is not packed, in bits.
-    """
+    """What happens to one layer, by which `rule`; `width` is that of an unpacked number, in bits."""
 
     layer: Layer
     spec: Spec
@@ -37,7 +33,6 @@ class PlannedLayer:
 
     @property
     def bits(self) -> int:
-        """Of all that is stored."""
         return self.spec.stored_bits(self.width)
 
 
@@ -50,12 +45,10 @@ class KeptLayer:
 
     @property
     def bits(self) -> int:
-        """Of all that is stored."""
         return 8 * self.layer.entry.nbytes
 
     @property
     def parameters(self) -> int:
-        """Of the dense weight."""
         return self.layer.entry.parameters
 
 
@@ -69,9 +62,8 @@ class Whole:
 
 @dataclass
 class Plan:
-    """What happens to a checkpoint: replaced layers in order, those kept dense on purpose, and
-    what must be said aloud. `whole` is the checkpoint's size, None where there are no weights;
-    `kv_cache` is what a cache of ranks holds, None for a whole one."""
+    """What happens to a checkpoint: replaced layers in order, those kept dense on purpose, what must
+    be said aloud, the whole checkpoint's size (None without weights), what a cache of ranks holds."""
 
     layers: list[PlannedLayer]
     notes: list[str] = field(default_factory=list)
@@ -102,7 +94,7 @@ class Plan:
 
     @property
     def share(self) -> float | None:
-        """Of the checkpoint's parameters, how many are in replaced layers; None if it has no weights."""
+        """Of the checkpoint's parameters, those in replaced layers; None if it has no weights."""
         if self.whole is None:
             return None
         return sum(planned.spec.dense_parameters for planned in self.layers) / self.whole.parameters
@@ -115,18 +107,9 @@ class Plan:
 def make_plan(
     source: Source, recipe: Recipe, curves: Curves | None = None, calibrated: bool = False
 ) -> Plan:
-    """Choose a spec for every layer the recipe selects.
-
-    Args:
-        source: headers and configuration are all that is read.
-        recipe: resolved.
-        curves: module to the predicted loss that each further rank saves (falling), if measured;
-            without them ranks are uniform.
-        calibrated: the fits will be weighted by activations.
-
-    Raises UsageError: nothing matches or is changed, a rank or pattern that cannot be, a budget out of
-    reach.
-    """
+    """Choose a spec for every layer the recipe selects, from headers. `curves` are predicted losses
+    that each further rank saves, by module (none: uniform ranks); `calibrated`: fits will be weighted
+    by activations. Raises UsageError."""
     notes = [f"method {name} is {FORMER[name]}, which it always chose" for name in recipe.former_methods]
     layers = select(find_layers(source, recipe, notes), recipe, source)
     cached = Cached(layers, recipe, curves or {})
@@ -186,10 +169,7 @@ def _kv_cache(recipe: Recipe, layers: list[PlannedLayer]) -> str | None:
 
 
 def _dense(tasks: list[Task], notes: list[str]) -> tuple[list[PlannedLayer], list[KeptLayer]]:
-    """The layers that stay dense: those whose weights are stored in few bits, and those that are kept.
-
-    Raises UsageError when a recipe of dense layers makes none smaller.
-    """
+    """Layers stored in few bits, and those kept. Raises UsageError when none becomes smaller."""
     fixed, kept = [], []
     for task in tasks:
         if task.settings.method != DENSE:
@@ -217,8 +197,7 @@ def _say_large(task: Task, notes: list[str]) -> None:
 def _assign(
     tasks: list[Task], fixed: list[PlannedLayer], kept: list[KeptLayer], assigner: Assigner
 ) -> Assigned:
-    """Structures of all that is replaced by one. What stays dense counts in the budget; corrections,
-    which say themselves how large they are, do not."""
+    """Structures of all that gets one. What stays dense counts in the budget; corrections do not."""
     correcting = [task for task in tasks if task.settings.stored.base is not None]
     others = [task for task in tasks if task.settings.stored.base is None]
     dense = sum(p.spec.parameters for p in fixed) + sum(layer.parameters for layer in kept)

@@ -31,12 +31,7 @@ Curves = Mapping[str, Sequence[float]]
 
 
 class Cached:
-    """Settings of layers whose ranks the cache holds.
-
-    Args:
-        curves: module to the predicted loss that each further rank saves (falling); empty if it was not
-            measured: ranks are the same share of every width then.
-    """
+    """Settings of layers whose ranks the cache holds, by measured `curves`, or the same share of all."""
 
     def __init__(self, layers: Sequence[Layer], recipe: Recipe, curves: Curves) -> None:
         self.recipe = recipe
@@ -58,8 +53,8 @@ class Cached:
         return LayerSettings("svd", rank=rank, heads=f"grouped:{groups}", rule=rule, stored=packed)
 
     def groups(self, layer: Layer) -> int:
-        """As the recipe groups heads; else as few as have `JOINT` features, for heads that share ranks
-        lose less. Queries, keys and values of one projection are apart, head by head."""
+        """As the recipe groups heads, else as few as have `JOINT` features: heads that share ranks
+        lose less. Queries, keys and values of one projection are apart."""
         heads, width = self.recipe.heads, layer.shape[0]
         if heads.startswith("grouped"):
             asked = int(heads.removeprefix("grouped:"))
@@ -90,12 +85,8 @@ class Cached:
 
 
 def cache_notes(plan: Plan, curves: Curves, tokens: int) -> list[str]:
-    """How much smaller a cache of ranks is, and what it is predicted to lose before refit and rounding.
-
-    Args:
-        curves: as measured on so many `tokens`: half of what is left of them is lost. Empty if they
-            were not: nothing is predicted, nor where queries share the layer.
-    """
+    """How much smaller a cache of ranks is, and what it is predicted to lose before refit and
+    rounding, by `curves` measured on so many `tokens`, if they were: half of what is left of them."""
     if plan.kv_cache is None:
         return []
     named = [(p, p.spec.plain) for p in plan.layers if p.layer.type in KINDS]

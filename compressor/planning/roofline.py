@@ -39,8 +39,7 @@ DECODE, PREFILL = 1, 4096  # tokens of the two predicted times
 
 @dataclass(frozen=True)
 class Gpu:
-    """Ceilings of a GPU. `source` is "measured" or "datasheet"; `sm_ghz` are its multiprocessors times
-    their clock in GHz."""
+    """Ceilings, "measured" or of a "datasheet"; `sm_ghz` are multiprocessors times their clock."""
 
     name: str
     source: str
@@ -70,8 +69,7 @@ class Kernel:
 
 
 def chosen_gpu(name: str | None) -> tuple[Gpu, str]:
-    """The GPU `name` of configs/gpus.yaml, or else the one of this machine, or else `USUAL`; and, in
-    words, why this one. Raises UsageError as `find_gpu`."""
+    """The GPU `name`, or this machine's, or `USUAL`; and, in words, why. Raises UsageError."""
     if name is not None:
         return find_gpu(name), ASKED
     if (here := gpu_of(installed_card())) is not None:
@@ -105,31 +103,17 @@ def gpus() -> dict[str, Gpu]:
 
 
 def dense_time(in_features: int, out_features: int, tokens: int, gpu: Gpu, launch: bool = True) -> float:
-    """Microseconds of the dense layer for `tokens` inputs."""
     return _total([_matmul(tokens, in_features, out_features)], gpu, launch)
 
 
 def layer_time(spec: Spec, tokens: int, gpu: Gpu, launch: bool = True) -> float:
-    """Microseconds of the structured layer for `tokens` inputs.
-
-    Args:
-        spec: the structure.
-        tokens: n, rows of the input.
-        gpu: ceilings.
-        launch: charge `gpu.launch_us` for every kernel.
-    """
     return _total(list(kernels(spec, tokens)), gpu, launch)
 
 
 def kernels(spec: Spec, tokens: int) -> Iterator[Kernel]:
-    """The kernels of a structured layer for `tokens` inputs.
-
-    Low rank: two products; with pivots the second of what is no pivot, and a gather of all outputs.
-    Monarch: two batched products around n·b·r numbers. BLAST: two batched products and between them the
-    mix with S, which reads and writes n·b·r numbers; for one token it is the prologue of the second
-    product. Kronecker-sparse: one fused kernel a factor. Packed weights are unpacked as they are read; a
-    correction is a layer of its own. Any other structure: one kernel that uses every number once.
-    """
+    """The kernels of a structured layer for `tokens` inputs. For one token BLAST's mix with S is the
+    prologue of the second product; packed weights are unpacked as they are read; any other structure
+    is one kernel that uses every number once."""
     if isinstance(spec, CorrectedSpec):
         for _, part in spec.parts():
             yield from kernels(part, tokens)

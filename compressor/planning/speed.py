@@ -34,8 +34,7 @@ WIDEST, NARROWEST = {3: 3.75, 2: 2.85}, {3: 3.3, 2: 2.3}
 
 
 def tokens_per_second(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> float | None:
-    """Of one sequence: products with weights as fast as exports have made them, attention and norms left
-    out, and no faster than a block's launches. None where the recipe cannot be planned."""
+    """Of one sequence, attention and norms left out. None where the recipe cannot be planned."""
     try:
         return _predicted(source, recipe, gpu, calibrated)
     except BlrError:
@@ -65,7 +64,6 @@ def _decoded(spec: Spec, gpu: Gpu) -> float:
 
 
 def _dense(out_features: int, in_features: int, gpu: Gpu) -> float:
-    """Microseconds of a dense one."""
     return dense_time(in_features, out_features, DECODE, gpu, launch=False) / READ[True]
 
 
@@ -79,18 +77,15 @@ def _head(source: Source, gpu: Gpu) -> float:
 
 def decided(recipe: Recipe) -> Recipe:
     """`recipe` with a GPU by its name where that decides what is made, so that a run which goes on
-    elsewhere makes the same, or says that it cannot."""
+    elsewhere makes the same."""
     if recipe.gpu is not None or not recipe.tokens_per_second:
         return recipe
     return recipe.model_copy(update={"gpu": chosen_gpu(None)[0].name})
 
 
 def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str]:
-    """`recipe` with the most bits that decode as fast as its ``tokens_per_second`` say on its GPU, and
-    a line about them: int8, int4, then bases corrected by its method, svd or blast, and plain ones.
-
-    Raises UsageError: nothing is as fast, or can be planned.
-    """
+    """`recipe` with the most bits that decode as fast as its ``tokens_per_second`` say on its GPU,
+    and a line about them. Raises UsageError: nothing is as fast, or can be planned."""
     recipe = decided(recipe)
     wanted, (gpu, _), fastest = recipe.tokens_per_second, chosen_gpu(recipe.gpu), (0.0, "")
     if wanted is None:
@@ -117,8 +112,11 @@ def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str
 
 def _stored(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
     """`recipe` with one of `_storages`. Raises UsageError where a rule has no use for such a one."""
+    solver = {"solver", "rounds"} if settings["method"] == DENSE else set()  # none fits plain weights
+    left = {"tokens_per_second", "method", *PACED} | solver
+    given = recipe.model_dump(exclude_unset=True)
     try:
-        return make_recipe(**_without(recipe, settings["method"]), **settings)
+        return make_recipe(**{n: value for n, value in given.items() if n not in left}, **settings)
     except UsageError as error:
         wanted = recipe.tokens_per_second
         raise UsageError(
@@ -126,15 +124,7 @@ def _stored(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
         ) from None
 
 
-def _without(recipe: Recipe, method: str) -> dict[str, Any]:
-    """What it says beside the speed and the method, for another `method`: plain weights are fitted by
-    no solver."""
-    given = recipe.model_dump(exclude_unset=True)
-    left = {"tokens_per_second", "method", *PACED} | ({"solver", "rounds"} if method == DENSE else set())
-    return {name: value for name, value in given.items() if name not in left}
-
-
-def _storages(recipe: Recipe) -> Iterator[dict[str, Any]]:
+def _storages(recipe: Recipe) -> Iterator[dict[str, object]]:
     """By falling bits."""
     yield {"method": DENSE, "quantize": "int8"}
     yield {"method": DENSE, "quantize": "int4"}

@@ -22,12 +22,8 @@ COLUMNS = (
 
 
 def plan_result(plan: Plan, recipe: Recipe, gpu: Gpu, name: str, outlined: bool) -> dict[str, Any]:
-    """A JSON-ready account of `plan`, one entry a layer in the order of the checkpoint.
-
-    Times are rooflines in bf16 on `gpu` for 1 and 4096 tokens, dense ones beside them; bytes and
-    bits a weight are those stored. `outlined` says that shapes come from config.json alone, so that the
-    whole is unknown.
-    """
+    """A JSON-ready account of `plan`, one entry a layer. Times are rooflines in bf16 on `gpu`, dense
+    ones beside them; `outlined`: shapes come from config.json alone, so that the whole is unknown."""
     entries: list[PlannedLayer | KeptLayer] = [*plan.layers, *plan.kept]
     entries.sort(key=lambda entry: _natural(entry.layer.module))
     layers = [_row(entry, gpu) for entry in entries]
@@ -123,7 +119,7 @@ def plan_text(result: dict[str, Any], every: bool = False) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])
 
 
-def _sizes(result: dict[str, Any]) -> str:
+def _sizes(result: dict[str, object]) -> str:
     asked = f" (asked for {result['requested_cf']:g})" if result["requested_cf"] else ""
     return f"cf {result['cf']:.3f}{asked}, {result['bits']:.3f} bits a weight"
 

@@ -22,20 +22,15 @@ TRAINED = 48  # bytes there of a trained number with its gradients, moments and 
 
 
 def last_pass_bytes(weights: int, widths: int, tokens: int, logit_bytes: int) -> float:
-    """Of a GPU, for the last pass at the most: all that is trained with its state, one batch's
-    activations, its logits.
-
-    Args:
-        weights: numbers of the dense blocks. widths: inputs and outputs of all their layers.
-        tokens: of a batch. logit_bytes: of one token.
-    """
+    """Of a GPU, for the last pass at the most: `weights` of the dense blocks that are trained, with
+    state, activations of a batch's `tokens` in all layers' `widths`, and logits of so many bytes a
+    token."""
     logits = KINDS * min(tokens * logit_bytes, 2 * LOGITS)
     return TRAINED * weights + SINGLE * 2 * tokens * widths + logits
 
 
 def logit_parts(logit_bytes: float, most: int) -> int:
-    """Into how many parts, a power of two of at most `most`, the last pass splits a batch with so many
-    bytes of logits."""
+    """Into how many parts, a power of two, the last pass splits a batch with such logits."""
     parts = 1
     while logit_bytes > parts * LOGITS and parts * 2 <= most:
         parts *= 2
@@ -43,7 +38,6 @@ def logit_parts(logit_bytes: float, most: int) -> int:
 
 
 def refit_parts(tokens: int, trained: float, most: int) -> int:
-    """Into how many parts a refit of so many `trained` numbers splits a batch: a power of two, by the
-    work alone."""
+    """Into how many parts, a power of two, a refit splits a batch: by the work alone."""
     parts = min(most, max(int(6 * tokens * trained) // PART_WORK, 1))
     return 1 << (parts.bit_length() - 1)

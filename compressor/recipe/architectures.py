@@ -13,11 +13,8 @@ from blr.compressor.base.globs import matches, matches_any
 
 @dataclass(frozen=True)
 class Group:
-    """Linear layers of a decoder block that see the same input.
-
-    `modules` are names inside the block. `residual` is the module of the block whose input is the
-    residual stream that `scale` times the group's output is added to, if it is known to be added to one.
-    """
+    """Linear layers `modules` of a decoder block that see the same input; `residual` is the module
+    whose input is the stream that `scale` times their output is added to, if known."""
 
     modules: tuple[str, ...]
     residual: str | None = None
@@ -31,16 +28,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Family:
-    """One family's knowledge.
-
-    `modules` maps globs over module names (as on disk) to the layer type they are reported
-    under; `heads` are layers that stay dense unless asked for; `transposed` says that weights
-    are stored [in, out] as in GPT-2's Conv1D; `shapes` maps tensor globs to symbolic shapes; `blocks`
-    is the list of blocks on disk and `groups` what they consist of, in order of execution, where a
-    block may have some of them only (None and empty where calibration is not supported). `attention`
-    maps the layer types that hold heads to the side they are on ("out" or "in") and their symbolic
-    number; `prefix` is what module names start with in a checkpoint with a head.
-    """
+    """One family's knowledge: `modules` maps globs over names on disk to layer types; `heads` stay
+    dense unless asked for; `transposed` weights are stored [in, out]; `shapes` maps tensor globs to
+    symbols; `blocks` is the list of blocks on disk and `groups` what some of them consist of, in
+    order (none: no calibration); `attention` maps layer types that hold heads to their side ("out" or
+    "in") and number; `prefix` starts module names in a checkpoint with a head."""
 
     name: str
     model_types: tuple[str, ...]
@@ -70,7 +62,6 @@ def find_family(model_type: str) -> Family | None:
 
 @cache
 def families() -> tuple[Family, ...]:
-    """All shipped families, by name."""
     folder = files("blr.configs")
     names = sorted(f.name for f in folder.iterdir() if f.name.endswith(".yaml"))
     tables = ((name.removesuffix(".yaml"), read_config_table(name)) for name in names)

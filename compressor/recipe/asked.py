@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.base.errors import UsageError
-from blr.compressor.recipe.effort import effort_settings
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.recipe.shipped_recipes import load_recipe
 from blr.compressor.recipe.unused_settings import refuse, refuse_idle
+
+NORMAL = "normal"
+EFFORTS: Mapping[str, Mapping[str, int]] = {
+    "quick": {"refit": 0, "finish": 0},  # closed form alone
+    NORMAL: {},  # what the device is good for: the defaults of refit and finish
+    "best": {"samples": 1600, "refit": 3, "rounds": 100},  # the README's best figures
+}
+PACKED = {"best": {"refit": 4}}  # of weights in few bits, in place of the above
+ROUNDED = "blast"  # the method whose rounds these are
 
 
 def asked_recipe(
@@ -21,15 +29,10 @@ def asked_recipe(
     own_text: bool = False,
     apart: Collection[str] = (),
 ) -> Recipe:
-    """`recipe` with the `settings` that are given (not None, not empty) in the place of its own.
-
-    Args:
-        recipe: resolved already, or as `load_recipe` takes it.
-        calibrated: whether there is a text to fit to; own_text: whether it is the model's own.
-        effort: one of `EFFORTS`, over which settings win. apart: settings that are of use in any case.
-
-    Raises UsageError for settings that nothing would use, RecipeError as `load_recipe`.
-    """
+    """`recipe` with the `settings` that are given (not None, not empty) in the place of its own, over
+    those of `effort`. `calibrated`: there is a text to fit to; `own_text`: it is the model's own;
+    `apart` are settings of use in any case. Raises UsageError for settings that nothing would use,
+    RecipeError as `load_recipe`."""
     asked = {n: v for n, v in settings.items() if v is not None and v != [] and v != ()}
     found = load_recipe(recipe, asked)
     refuse_idle(found, {n: v for n, v in asked.items() if n not in apart}, calibrated)
@@ -42,3 +45,15 @@ def asked_recipe(
     if not calibrated:
         refuse("effort", effort, "--calibration")
     return load_recipe(recipe, {**effort_settings(effort, found), **asked})
+
+
+def effort_settings(effort: str, recipe: Recipe) -> dict[str, int]:
+    """What `effort` sets for a `recipe` that is resolved otherwise. Raises UsageError for no such."""
+    if effort not in EFFORTS:
+        raise UsageError(f"--effort {effort}: expected one of {', '.join(EFFORTS)}")
+    own, found = recipe.own(), dict(EFFORTS[effort])
+    if own.stored.bits or own.stored.base:
+        found |= PACKED.get(effort, {})
+    if own.method != ROUNDED:
+        found.pop("rounds", None)
+    return found

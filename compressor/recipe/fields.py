@@ -1,14 +1,17 @@
-"""The types of a recipe's fields: what a number, a glob or a chain may be."""
+"""A recipe's fields: what a number, a glob or a chain may be, what is said of a wrong one, and which of
+them ask for dense weights in few bits, naming nothing of structure."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.globs import MAX_GLOB, MAX_GLOBS
+from blr.compressor.base.quoting import quote
 from blr.compressor.structures.patterns import check_pattern
 
 Bits = Annotated[float, Field(gt=0.0, le=32.0, allow_inf_nan=False)]
@@ -37,3 +40,35 @@ def _checked_heads(text: str) -> str:
 
 Chain = Annotated[str, AfterValidator(_checked_pattern)]  # Kronecker-sparse, of some layer
 Heads = Annotated[str, AfterValidator(_checked_heads)]
+NONE = "none"  # takes a setting back
+# What says which structure layers get, or of what size
+STRUCTURED = frozenset(
+    {"method", "cf", "rank", "blocks", "pattern", "pivot", "heads", "solver", "rounds", "base", "bpw"}
+    | {"couplings", "allocation", "tokens_per_second"}
+)
+
+
+def stores_alone(data: Mapping[str, object]) -> bool:
+    """Whether the settings of a recipe name `quantize`, and neither a structure nor a size; nor do its
+    rules, beside the methods of their own."""
+    rules = data.get("rules")
+    shaped = isinstance(rules, list) and any(_says(rule, STRUCTURED - {"method"}) for rule in rules)
+    return _says(data, ("quantize",)) and not _says(data, STRUCTURED) and not shaped
+
+
+def _says(settings: object, names: Collection[str]) -> bool:
+    return isinstance(settings, Mapping) and any(settings.get(n) not in (None, NONE) for n in names)
+
+
+INPUT, OURS = "Input should ", "Value error, "
+AGAIN = "; give such a value"
+
+
+def said_of(error: Any, found: str) -> str:
+    """One of `ValidationError.errors()` as ``FOUND 'x', expected it to be …; give such a value``, or
+    what a check of ours says. `found` stands before the value."""
+    value, message = quote(repr(error["input"]), 60)[1:-1], quote(error["msg"], 240)[1:-1]
+    if message.startswith(INPUT):
+        return f"{found} {value}, expected it to {message.removeprefix(INPUT)}{AGAIN}"
+    said = message.removeprefix(OURS)
+    return f"{found} {value}: {said}" if isinstance(error["input"], str) else said

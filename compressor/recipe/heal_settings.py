@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import CHECKING, HEALING, OWN, WRITING
@@ -100,7 +100,6 @@ class HealOptions(RunSettings):
 
     @property
     def files(self) -> list[str]:
-        """The user's texts."""
         return [name for name in self.data if name != SELF]
 
     @property
@@ -117,7 +116,7 @@ class HealOptions(RunSettings):
         """What is trained, in words, where that is parameters of these `kinds` beside additions."""
         return [*([f"additions of rank {self.lora}"] if self.lora else []), *kinds]
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """What a resumed run must agree on."""
         kept = {k: v for k, v in asdict(self).items() if k not in NOT_IN_FINGERPRINT}
         return {**kept, "data": self.data.count(SELF)}  # the texts by their contents, elsewhere

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
@@ -18,20 +19,8 @@ from pydantic import (
 from blr.compressor.base.device import Dtype
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.globs import MAX_GLOBS, matches
-from blr.compressor.recipe.field_wording import said_of
-from blr.compressor.recipe.fields import (
-    Bits,
-    CacheFactor,
-    Chain,
-    Factor,
-    Glob,
-    Globs,
-    Heads,
-    Natural,
-    Positive,
-    Share,
-)
-from blr.compressor.recipe.quantize_alone import NONE, stores_alone
+from blr.compressor.recipe import fields
+from blr.compressor.recipe.fields import NONE, Globs, Natural, Positive, Share, said_of, stores_alone
 from blr.compressor.structures.registry import STRUCTURES
 from blr.kernels.decode.quantized.formats import FP8_GROUPS, GROUP, ROW
 
@@ -64,7 +53,7 @@ class _Settings(BaseModel):
 
     rank: Positive | None = None
     blocks: Positive | None = None
-    pattern: Chain | None = None
+    pattern: fields.Chain | None = None
     pivot: bool | None = None
     solver: str | None = None
     rounds: Natural | None = None
@@ -72,7 +61,7 @@ class _Settings(BaseModel):
     group: Group | None = None
     couplings: Couplings | None = None
     base: Base | None = None
-    bpw: Bits | None = None
+    bpw: fields.Bits | None = None
     _former: str | None = PrivateAttr(default=None)  # the method as it was written
 
     @model_validator(mode="wrap")
@@ -88,21 +77,14 @@ class _Settings(BaseModel):
 
 
 class Rule(_Settings):
-    """What to do with the layers whose module names match a glob; the first match counts.
+    """What to do with the layers whose module names match a glob (`*` spans dots), the first match
+    counting; without `cf` and `rank` they share the recipe's budget. None takes the recipe's, of what
+    belongs to a method where that is its, too."""
 
-    Attributes:
-        match: glob over module names (`*` spans dots).
-        method: a family, or `dense` to keep the layers; None takes the recipe's.
-        cf: compression factor of these layers together; without it and `rank` they share
-            the recipe's budget with all other layers.
-        blocks, pattern, pivot, solver, rounds: None takes the recipe's where the method is its, too.
-        base, bpw: a dense layer has neither.
-    """
-
-    match: Glob
+    match: fields.Glob
     method: Method | None = None
-    cf: Factor | None = None
-    heads: Heads | None = None
+    cf: fields.Factor | None = None
+    heads: fields.Heads | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -120,13 +102,13 @@ class RecipeFields(_Settings):
 
     extends: Annotated[str, Field(min_length=1)] | None = None
     method: Method = "svd"
-    cf: Factor = 2.0
-    heads: Heads = "whole"
+    cf: fields.Factor = 2.0
+    heads: fields.Heads = "whole"
     rules: Annotated[list[Rule], Field(max_length=MAX_GLOBS)] = []
     include: Globs = []
     exclude: Globs = []
     kv_rank: Positive | None = None
-    kv_cf: CacheFactor | None = None
+    kv_cf: fields.CacheFactor | None = None
     kv_quantize: KvNumbers | None = None
     allocation: Allocation | None = None
     floor: Share = 0.3
@@ -241,44 +223,36 @@ class Recipe(RecipeFields):
 
     def own(self) -> LayerSettings:
         """What it says of layers that no rule matches."""
-        chain, fit = (self.blocks, self.pattern, self.heads), (self.solver, self.rounds)
-        method = _structure(self.method, self.pivot)
-        return LayerSettings(method, None, self.rank, *chain, *fit, "recipe", self._stored(None))
+        return self._by_rule(Rule(match="*"), "recipe")
 
     def layers(self) -> list[LayerSettings]:
         """All that it says of any layer: its own, and those of every rule."""
         return [self.own(), *(self._by_rule(rule, "") for rule in self.rules)]
 
-    def _stored(self, rule: Rule | None) -> StoredAs:
-        """How the layers of a rule, or of none, are stored."""
+    def _said(self, rule: Rule, name: str) -> Any:
+        own = getattr(rule, name)
+        return getattr(self, name) if own is None else own
 
-        def said(name: str) -> Any:
-            own = None if rule is None else getattr(rule, name)
-            return getattr(self, name) if own is None else own
-
-        dense = ((rule and rule.method) or self.method) == DENSE
-        base = None if dense else KINDS[said("base") or NONE]
+    def _stored(self, rule: Rule) -> StoredAs:
+        """How the layers of a rule are stored."""
+        said = partial(self._said, rule)
+        base = None if said("method") == DENSE else KINDS[said("base") or NONE]
         kind = said("quantize") or (CORRECTION_KIND if base else NONE)
         coupled = said("couplings") or ("int8" if base else NONE)
-        bpw = None if base is None or (rule and rule.rank) else said("bpw")
+        bpw = None if base is None or rule.rank else said("bpw")
         group = said("group") or (ROW if kind == FP8 else GROUP)
         return StoredAs(KINDS[kind], group, KINDS[coupled], base, bpw, kind == FP8)
 
     def _by_rule(self, rule: Rule, name: str) -> LayerSettings:
-        method = rule.method or self.method
-        same = method == self.method
-        pivot = self.pivot if rule.pivot is None else rule.pivot
-        sized = rule.rank or rule.cf or rule.pattern or rule.bpw or not _has_rank(method)
-        rank = rule.rank if sized else self.rank
+        said, method = partial(self._said, rule), rule.method or self.method
+        bound = said if method == self.method else partial(getattr, rule)
+        ranked = method == DENSE or STRUCTURES[method].ranked
+        sized = rule.rank or rule.cf or rule.pattern or rule.bpw or not ranked
         return LayerSettings(
-            _structure(method, pivot),
+            PIVOTED if said("pivot") and method == "svd" else method,
             rule.cf,
-            rank,
-            rule.blocks or (self.blocks if same else None),
-            rule.pattern or (self.pattern if same else None),
-            rule.heads or self.heads,
-            rule.solver or (self.solver if same else None),
-            rule.rounds if rule.rounds is not None else (self.rounds if same else None),
+            rule.rank if sized else self.rank,
+            *(bound("blocks"), bound("pattern"), said("heads"), bound("solver"), bound("rounds")),
             name,
             self._stored(rule),
         )
@@ -287,8 +261,8 @@ class Recipe(RecipeFields):
 @dataclass(frozen=True)
 class StoredAs:
     """In how many bits a layer is stored: `bits` of its numbers, in groups of `group`, `couplings` of
-    BLAST's, `base` of the dense weight that the structure corrects, None for its dtype, or no base;
-    `bpw` of each weight in all, where that sizes the correction. `fp8`: in float8, not integers."""
+    BLAST's, `base` of the dense weight that it corrects (None: its dtype, or no base); `bpw` in all,
+    where that sizes the correction."""
 
     bits: int | None = None
     group: int = GROUP
@@ -305,8 +279,7 @@ class StoredAs:
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """The settings of one layer, rules resolved. `rule` names where they come from; `cf` is a
-    rule's own, None for the recipe's budget; `stored` says in what it is stored."""
+    """The settings of one layer, by `rule`; `cf` is a rule's own, None for the recipe's budget."""
 
     method: LayerMethod
     cf: float | None = None
@@ -330,16 +303,6 @@ class LayerSettings:
     def kept(self) -> bool:
         """Whether the layer stays as it is."""
         return self.method == DENSE and self.stored.bits is None
-
-
-def _has_rank(method: str) -> bool:
-    structure = STRUCTURES.get(method)
-    return method == DENSE or bool(structure and structure.ranked)
-
-
-def _structure(method: str, pivot: bool | None) -> LayerMethod:
-    """What a layer of `method` becomes."""
-    return PIVOTED if pivot and method == "svd" else method
 
 
 def _refuse_pairs(settings: _Settings, method: str | None) -> None:
@@ -397,10 +360,8 @@ def _refuse_sizes(recipe: Recipe, resolved: list[LayerSettings]) -> None:
     if recipe.bpw is not None and all(layer.stored.base is None for layer in resolved):
         raise ValueError("bpw sizes the correction of a base; give base, as int2")
     if "cf" in recipe.model_fields_set and (recipe.method == DENSE or recipe.base not in (None, NONE)):
-        what = (
-            "method dense" if recipe.method == DENSE else f"base {recipe.base}, which rank or bpw size"
-        )
-        raise ValueError(f"cf does not belong to {what}; leave it out")
+        base = "" if recipe.method == DENSE else f"base {recipe.base}, which rank or bpw size"
+        raise ValueError(f"cf does not belong to {base or 'method dense'}; leave it out")
 
 
 def _refuse_unfit(layer: LayerSettings) -> None:
@@ -424,10 +385,7 @@ def _refuse_unfit(layer: LayerSettings) -> None:
 
 
 def make_recipe(**settings: Any) -> Recipe:
-    """Validate settings given one by one, as on the command line.
-
-    Raises UsageError naming the setting, what it is and what it must be.
-    """
+    """Validate settings given one by one. Raises UsageError naming the setting and what it must be."""
     try:
         return Recipe(**settings)
     except ValidationError as error:

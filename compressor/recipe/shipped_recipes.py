@@ -27,19 +27,12 @@ BOUND_KEYS = ("pattern", "pivot", "solver", "rounds")  # mean nothing under anot
 
 
 def load_recipe(
-    recipe: Recipe | str | Path | None, overrides: Mapping[str, Any] | None = None
+    recipe: Recipe | str | Path | None, overrides: Mapping[str, object] | None = None
 ) -> Recipe:
-    """The resolved recipe of a name or path, with settings given on the command line on top.
-
-    An override also replaces the same setting of the recipe's rules (`cf` and `rank` replace
-    both there), except that layers which a rule keeps dense stay dense. Another method takes
-    pattern, pivot, solver and rounds of the old one with it. A cache of ranks alone changes nothing
-    else.
-
-    Raises:
-        RecipeError: no such recipe, unreadable, unknown keys, a circle of `extends`.
-        UsageError: an override that is not valid or does not fit the recipe.
-    """
+    """The resolved recipe of a name or path, with `overrides` on top, which also replace the same
+    settings of its rules, but for layers that a rule keeps dense. Another method takes pattern,
+    pivot, solver and rounds of the old one with it; a cache of ranks alone changes nothing else.
+    Raises RecipeError for no readable recipe, UsageError for an override that does not fit."""
     overrides = dict(overrides or {})
     if {"rank", "cf"} <= overrides.keys():
         given = f"--rank {overrides['rank']} and --cf {overrides['cf']:g}"
@@ -67,10 +60,7 @@ def load_recipe(
 
 
 def find_recipe(recipe: str) -> Path:
-    """The file of a shipped recipe's name or of a path.
-
-    Raises RecipeError, with the nearest names if any are near, when there is none.
-    """
+    """The file of a shipped recipe's name or of a path. Raises RecipeError, with the nearest names."""
     path = Path(os.path.expanduser(recipe))
     if path.suffix in (".yaml", ".yml") or os.path.isfile(path) or len(path.parts) > 1:
         return path
@@ -98,8 +88,8 @@ def describe_recipe(path: Path) -> str:
 
 
 def merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
-    """`child` over `parent`: mappings are merged, rules of the child come before its parent's (the
-    first match counts), everything else replaces, one size another."""
+    """`child` over `parent`: mappings are merged, rules of the child come first, everything else
+    replaces, one size another."""
     replaced = SIZES if SIZES & child.keys() else set()
     merged = {key: value for key, value in parent.items() if key not in replaced}
     for key, value in child.items():
@@ -110,7 +100,7 @@ def merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _resolved(path: Path, file: RecipeFile, seen: list[Path]) -> dict[str, Any]:
+def _resolved(path: Path, file: RecipeFile, seen: list[Path]) -> dict[str, object]:
     """The data of a recipe with everything it extends merged in; each file's keys are checked."""
     where = path.resolve()
     if where in seen or len(seen) >= MAX_CHAIN:
@@ -144,7 +134,7 @@ def _parent(path: Path, file: RecipeFile, parent: str) -> Path:
     return path.parent / target
 
 
-def _checked(file: RecipeFile, data: dict[str, Any]) -> Recipe:
+def _checked(file: RecipeFile, data: dict[str, object]) -> Recipe:
     """`data` as a recipe: errors left now are of settings that do not fit together."""
     try:
         return Recipe.model_validate(data)
@@ -152,7 +142,9 @@ def _checked(file: RecipeFile, data: dict[str, Any]) -> Recipe:
         raise RecipeError(explain(file, error, Recipe)) from None
 
 
-def _overridden(rule: Mapping[str, Any], default: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _overridden(
+    rule: Mapping[str, object], default: str, overrides: Mapping[str, object]
+) -> dict[str, object]:
     """A rule without what the command line decides; `default` is the recipe's own method."""
     if rule.get("method") == DENSE:
         return dict(rule)

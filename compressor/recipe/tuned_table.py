@@ -85,22 +85,16 @@ def shipped_gpus() -> list[str]:
     return sorted(path.stem for path in shipped_table("any").parent.glob("*.yaml"))
 
 
-def read_table(path: Path) -> list[dict[str, Any]]:
-    """The rules in `path` as plain data; [] when there is no such file.
-
-    Raises RecipeError, one line with file, line and key, for anything else than a table.
-    """
+def read_table(path: Path) -> list[dict[str, object]]:
+    """The rules in `path`; [] when there is no such file. Raises RecipeError for no table."""
     if not os.path.exists(path):
         return []
     table = validate(path, TunedTable)
     return [rule.model_dump(exclude_none=True, exclude_defaults=True) for rule in table.rules]
 
 
-def measured_rules(gpu: str) -> list[dict[str, Any]]:
-    """Rules for a GPU by its key, the user's before the shipped ones; [] if nobody measured it.
-
-    A table of the user that cannot be read is a warning, since it is only about speed.
-    """
+def measured_rules(gpu: str) -> list[dict[str, object]]:
+    """Rules for a GPU, the user's before the shipped ones; the user's if unreadable are a warning."""
     rules = []
     try:
         rules += read_table(user_table(gpu))
@@ -110,10 +104,7 @@ def measured_rules(gpu: str) -> list[dict[str, Any]]:
 
 
 def table_text(gpu: str, source: str, rules: list[dict[str, Any]]) -> str:
-    """A table as YAML, a rule a line.
-
-    Raises UsageError for more rules than a reader takes; ValueError for a rule that is none.
-    """
+    """A table as YAML, a rule a line. Raises UsageError for too many rules; ValueError for no rule."""
     TunedTable(gpu=gpu, source=source, rules=[TunedRule(**rule) for rule in rules])
     text = HEADER + _yaml({"gpu": gpu, "source": source, "rules": rules})
     if len(text.encode()) > MAX_BYTES:
@@ -125,10 +116,7 @@ def table_text(gpu: str, source: str, rules: list[dict[str, Any]]) -> str:
 
 
 def check_table(path: Path) -> None:
-    """See, before anything is measured, that `path` can be written: absent, or a table of `blr tune`.
-
-    Raises OutputError; RecipeError for a table that cannot be read.
-    """
+    """See that `path` can be written: absent, or a table of ours. Raises OutputError or RecipeError."""
     if path == Path() or path.is_dir():
         raise OutputError(f"{path}: a folder; expected the name of a YAML file, give another --output")
     try:

@@ -6,7 +6,7 @@ A recipe file may hold such settings, for what extends it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.recipe.schema import DENSE, NONE, LayerSettings, Recipe
@@ -22,18 +22,14 @@ FITTED: dict[str, tuple[Use, str]] = {  # what some structures alone have: who u
 }
 
 
-def refuse_idle(recipe: Recipe, given: Mapping[str, Any], calibrated: bool) -> None:
+def refuse_idle(recipe: Recipe, given: Mapping[str, object], calibrated: bool) -> None:
     """Raise UsageError for the first of the `given` settings that `recipe` has no use for."""
     for name, whose in idle(recipe, given, calibrated).items():
         refuse(name, given[name], whose)
 
 
 def idle(recipe: Recipe, given: Collection[str], calibrated: bool) -> dict[str, str]:
-    """The `given` settings that no layer of `recipe` has a use for, with what they belong to.
-
-    Args:
-        calibrated: whether there is a calibration.
-    """
+    """The `given` settings that no layer of `recipe` has a use for, with what they belong to."""
     found = {} if calibrated else dict.fromkeys(CALIBRATION, "--calibration")
     layers = recipe.layers()
     for name, (uses, whose) in FITTED.items():

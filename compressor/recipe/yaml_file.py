@@ -31,7 +31,7 @@ from ruamel.yaml.events import (
 from blr.compressor.base.errors import InputError, RecipeError
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.regular import read_text
-from blr.compressor.recipe.field_wording import AGAIN, said_of
+from blr.compressor.recipe.fields import AGAIN, said_of
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 16
@@ -65,10 +65,7 @@ class RecipeFile:
 
 
 def validate(path: Path, model: type[Model]) -> Model:
-    """The recipe at `path` as an instance of `model`.
-
-    Raises RecipeError, one line with file, line and key: unreadable, unsafe, or not a `model`.
-    """
+    """The recipe at `path` as a `model`. Raises RecipeError, one line with file, line and key."""
     recipe = read_recipe(path)
     try:
         return model.model_validate(recipe.data)
@@ -77,15 +74,15 @@ def validate(path: Path, model: type[Model]) -> Model:
 
 
 def read_recipe(path: Path) -> RecipeFile:
-    """Reads and parses the file at `path`.
+    """Reads a file of at most 64 KiB of plain YAML, a mapping at the top. Raises RecipeError."""
+    try:
+        text = read_text(path, MAX_BYTES)
+    except InputError as error:
+        raise RecipeError(str(error)) from None
+    return _Reader(path, text).read()
 
-    Raises RecipeError: not a regular file of at most 64 KiB of UTF-8, invalid YAML, a top level
-    that is no mapping, duplicate or non-text keys, tags, anchors, aliases, over 16 levels.
-    """
-    return _Reader(path, _read_text(path)).read()
 
-
-def parse_mapping(path: Path, text: str) -> dict[str, Any]:
+def parse_mapping(path: Path, text: str) -> dict[str, object]:
     """A YAML mapping as plain data; `path` is named in errors. Raises RecipeError as `read_recipe`."""
     if len(text) > MAX_BYTES:
         _refuse(path, None, f"{len(text)} characters of YAML", f"at most {MAX_BYTES}", "shorten it")
@@ -101,7 +98,9 @@ def explain(recipe: RecipeFile, error: ValidationError, model: type[BaseModel]) 
         line += f"key {quote('.'.join(map(str, where)))}: "
     if first["type"] == "extra_forbidden":
         known = sorted(_known_keys(model, where[:-1]))
-        return line + f"found an unknown key, expected one of {', '.join(known)}{_similar(where, known)}"
+        close = difflib.get_close_matches(str(where[-1]), known, 1)
+        remedy = f"did you mean {close[0]!r}?" if close else "remove it"
+        return line + f"found an unknown key, expected one of {', '.join(known)}; {remedy}"
     if first["type"] == "missing":
         return line + f"found no {quote(first['loc'][-1])}, expected it; add it"
     return line + said_of(first, "found").removesuffix(AGAIN) + AGAIN
@@ -114,11 +113,6 @@ def _first(error: ValidationError) -> Any:
         return first
     unknown = (other for other in others if other["type"] == "extra_forbidden")
     return next((other for other in unknown if other["loc"][:-1] == first["loc"][:-1]), first)
-
-
-def _similar(where: KeyPath, known: list[str]) -> str:
-    close = difflib.get_close_matches(str(where[-1]), known, 1)
-    return f"; did you mean {close[0]!r}?" if close else "; remove it"
 
 
 def _in_data(data: Any, loc: tuple[str | int, ...]) -> KeyPath:
@@ -141,18 +135,11 @@ def _known_keys(model: type[BaseModel], where: KeyPath) -> set[str]:
     return {info.alias or name for m in models for name, info in m.model_fields.items()}
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
         yield from _models_in(argument)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return read_text(path, MAX_BYTES)
-    except InputError as error:
-        raise RecipeError(str(error)) from None
 
 
 def _refuse(path: Path, line: int | None, found: str, expected: str, remedy: str) -> NoReturn:
@@ -193,7 +180,7 @@ class _Reader:
             self._refuse(f"the tag {quote(event.tag, 60)}", "plain values", "remove the tag")
         return event
 
-    def _document(self) -> dict[str, Any]:
+    def _document(self) -> dict[str, object]:
         self._refuse_directive()
         self._next()  # start of the stream
         if isinstance(self._next(), StreamEndEvent):
@@ -208,8 +195,7 @@ class _Reader:
         return data
 
     def _refuse_directive(self) -> None:
-        """The parser's events do not show a directive: it is a % that starts the first line with
-        anything but a comment."""
+        """Parser events do not show a directive: a % at the first line with anything but a comment."""
         for number, line in enumerate(self.text.split("\n"), 1):
             if line.startswith("%"):
                 self.line = number
@@ -217,7 +203,7 @@ class _Reader:
             if line.strip() and not line.lstrip().startswith("#"):
                 return
 
-    def _value(self, event: Event, where: KeyPath) -> Any:
+    def _value(self, event: Event, where: KeyPath) -> object:
         self.lines[where] = self.line
         if len(where) > MAX_DEPTH:
             self._refuse("deeply nested values", f"at most {MAX_DEPTH} levels", "flatten them")
@@ -227,8 +213,8 @@ class _Reader:
             return self._sequence(where)
         return self._scalar(event)
 
-    def _mapping(self, where: KeyPath) -> dict[str, Any]:
-        data: dict[str, Any] = {}
+    def _mapping(self, where: KeyPath) -> dict[str, object]:
+        data: dict[str, object] = {}
         while not isinstance(event := self._next(), MappingEndEvent):
             line, key = self.line, self._key(event)
             if key in data:
@@ -246,14 +232,13 @@ class _Reader:
             self._refuse(f"{found} as a key", "text as a key", "put the key in quotes")
         return key
 
-    def _sequence(self, where: KeyPath) -> list[Any]:
-        data: list[Any] = []
+    def _sequence(self, where: KeyPath) -> list[object]:
+        data: list[object] = []
         while not isinstance(event := self._next(), SequenceEndEvent):
             data.append(self._value(event, (*where, len(data))))
         return data
 
     def _scalar(self, event: Any) -> Any:
-        """A scalar by the core schema of YAML 1.2; quoted ones are text."""
         text = event.value
         if any("\ud800" <= character <= "\udfff" for character in text):
             self._refuse(f"half a character, {quote(text, 40)}", "whole ones", "write it as it is")
@@ -267,5 +252,5 @@ class _Reader:
         _refuse(self.path, self.line, found, expected, remedy)
 
 
-def _kind(data: Any) -> str:
+def _kind(data: object) -> str:
     return "a list at the top" if type(data) is list else f"only {quote(data, 40)}"

@@ -81,14 +81,6 @@ def parse_patterns(text: str, in_features: int | None = None, out_features: int 
     return tuple(found)
 
 
-def parse_each(text: str) -> Chain:
-    """Patterns that are no chain but each by itself. Raises UsageError as `parse_patterns`."""
-    patterns = parse_patterns(text)
-    for pattern in patterns:
-        check_pattern(_write([pattern]))
-    return patterns
-
-
 def butterfly(in_features: int, out_features: int) -> Chain:
     """The square-dyadic chain (2^l, 2, 2, n/2^{l+1}), n the smaller size; the outer factor on
     the longer side is as much longer. Raises UsageError unless both sizes are powers of two."""

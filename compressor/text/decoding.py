@@ -48,11 +48,8 @@ class SlotPlace:
 
 
 class Slots(CacheLayerMixin):
-    """A layer of transformers' cache in buffers [m, h, length, d], which its first pass makes.
-
-    What asks for its length gets that of the device, as of transformers' static cache: a number of the
-    host's would be the same in every replay of a graph.
-    """
+    """A layer of transformers' cache in buffers [m, h, length, d]. Its length is told by the device,
+    as of the static cache: a number of the host's would be the same in every replay of a graph."""
 
     is_compileable = False
     is_sliding = False
@@ -89,17 +86,14 @@ class Slots(CacheLayerMixin):
         return self.place.positions[0]
 
     def get_max_length(self) -> int:
-        """Slots there are."""
         return self.length
 
 
 class StaticReader:
-    """Reads `rows` samples of up to `length` tokens with `model`, on its device, a few tokens at a time.
-
-    captures: whether single tokens of later passes are read by CUDA graphs. The first token of a bucket
-    is read by the host's calls, which sets libraries up; at the second its graph is captured; at the
-    third the graph must give what the modules give, or there are no graphs any more.
-    """
+    """Reads `rows` samples of up to `length` tokens with `model`, a few at a time. captures: whether
+    single tokens are read by CUDA graphs: the first of a bucket sets libraries up, at the second the
+    graph is captured, at the third it must give what the modules give, or there are no graphs any
+    more."""
 
     def __init__(self, model: Any, rows: int, length: int, captures: bool) -> None:
         self.model, self.rows, self.length, self.captures = model, rows, length, captures
@@ -119,11 +113,8 @@ class StaticReader:
         self.filled = 0
 
     def read(self, fresh: Tensor) -> Tensor:
-        """Read tokens `fresh` [rows, t] behind those read before.
-
-        Returns probabilities [rows, v] (float32) of the next token, which the next call overwrites and
-        the caller may. Raises torch.OutOfMemoryError.
-        """
+        """Read tokens `fresh` [rows, t]. Returns probabilities [rows, v] (float32) of the next token,
+        which the next call overwrites and the caller may. Raises torch.OutOfMemoryError."""
         self._begin(fresh)
         if fresh.shape[1] == 1:
             self.token.copy_(fresh)
@@ -207,8 +198,7 @@ class StaticReader:
 
 
 class StaticReading:
-    """Keeps one model's reader, with its buffers and graphs, from batch to batch; a context that frees
-    them. length: of samples, in tokens."""
+    """Keeps one model's reader from batch to batch; a context that frees its buffers and graphs."""
 
     def __init__(self, model: Any, length: int) -> None:
         self.model, self.length = model, length
@@ -221,8 +211,7 @@ class StaticReading:
         return None if self.held is None else self.held.rows
 
     def reader(self, rows: int) -> StaticReader | None:
-        """A reader at the beginning of `rows` samples; None for a model that is read as it is. Raises
-        torch.OutOfMemoryError."""
+        """A reader at the beginning of `rows` samples; None for a model that is read as it is."""
         if self.allowed is None:
             self.allowed = self.model.device.type in DEVICES and can_be_static(self.model, self.length)
         if not self.allowed:

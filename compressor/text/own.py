@@ -61,14 +61,9 @@ def write_own_text(
     share: tuple[int, int] = (0, 1),
     wait: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Samples [n, length] (int32), each with the tokenizer's beginning; batches that `journal` holds are
-    not written again.
-
-    Args:
-        model: a causal language model in evaluation mode.
-        share: this process's number and how many share the work through `journal`.
-        wait: returns when all of them have written theirs.
-    """
+    """Samples [n, length] (int32), each with the tokenizer's beginning; batches that `journal` holds
+    are not written again. `share`: this process's number and how many share the work; `wait` returns
+    when all are done."""
     samples = -(-wanted.tokens // wanted.length)
     size = min(batch_size(model, wanted.length), 1 << (samples - 1).bit_length())
     openings = _openings(tokenizer)
@@ -102,7 +97,6 @@ def write_own_text(
 
 
 def _is_kept(journal: Journal, key: str, fits: Callable[[Tensor], bool]) -> bool:
-    """Whether `journal` holds a batch under `key`."""
     found = journal.load(key)
     return found is not None and "ids" in found[0] and fits(journal.tensors(key)["ids"])
 
@@ -192,8 +186,8 @@ def _reading(model: Any, wanted: OwnText) -> StaticReading:
 def continued(
     model: Any, ids: Tensor, number: int, wanted: OwnText, reading: StaticReading | None = None
 ) -> Tensor:
-    """Continue prompts `ids` [m, p] to [m, length], in parts that fit in memory, on which the text
-    depends; on the CPU, int32. `reading` keeps for the next batch what this one is read with."""
+    """Continue prompts `ids` [m, p] to [m, length], in parts that fit in memory; on the CPU, int32.
+    `reading` keeps for the next batch what this one is read with."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if reading is None:
@@ -256,9 +250,9 @@ def _fresh_cache(model: Any) -> dict[str, Any]:
 
 
 def _cached(model: Any, ids: Tensor) -> bool:
-    """Whether `model` keeps what it has read in a cache that it is given, and goes on from it as if it
-    had read all at once. RWKV leaves the cache as it is, MiniMax refuses it, CPM-Ant takes an empty one
-    for its first words: these read the whole text for every token."""
+    """Whether `model` goes on from a cache as if it had read all at once. RWKV leaves the cache as it
+    is, MiniMax refuses it, CPM-Ant takes an empty one for its first words: these read the whole text
+    for every token."""
     given = _fresh_cache(model)
     try:
         out = model(input_ids=ids, **given, use_cache=True, logits_to_keep=1)
@@ -287,8 +281,8 @@ def sample(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def draw(p: Tensor, generator: torch.Generator) -> Tensor:
-    """The same of probabilities [m, v] (float32), which are overwritten. What torch.multinomial draws,
-    without its checks, which read all of them three times more."""
+    """The same of probabilities [m, v] (float32), which are overwritten: torch.multinomial without
+    its checks, which read all three times more."""
     least = 0.999 / p.shape[1]  # where all are equally likely, rounding leaves some
     torch.threshold_(p, least, 0.0)
     p /= torch.empty_like(p).exponential_(generator=generator)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -45,13 +45,12 @@ HELD_TOKENS = 4096  # of a calibration's text that are judged by
 LEAST_WINDOWS = 3  # of a text that is trained on and judged by
 PAGES = 1 << 15  # characters of the first of a text
 OWN = "self"  # the model's own text, in place of a name (own.py)
-PIECE, PIECES = 1 << 20, 4096  # characters, and documents, that are tokenized together
+PIECE, PIECES = 1 << 20, 4096  # characters, and documents of a calibration, tokenized together
 
 
 def beginning_of(tokenizer: Any) -> Beginning:
-    """The ids before those of the text itself, as the tokenizer gives them by default. It is asked, for
-    neither `bos_token` nor `add_bos_token` decides that in all of them. What it puts behind a text is
-    left out."""
+    """The ids that the tokenizer puts before a text. It is asked: neither `bos_token` nor
+    `add_bos_token` decides that in all."""
     plain = tokenizer(PROBE, add_special_tokens=False, verbose=False)["input_ids"]
     whole = tokenizer(PROBE, verbose=False)["input_ids"]
     starts = range(len(whole) - len(plain) + 1)
@@ -84,13 +83,9 @@ def idle_predictions(beginning: Beginning) -> int:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Token batches and their digest.
-
-    `ids` are [m, w] tensors; `masks` [m, w] are 1 where a token is real and 0 where it is padding.
-    `idle` positions at the start of every row predict what the tokenizer puts before a text. `held` are
-    the tokens [n] of a decoder's text from number `first` on, right behind those that are in the rows,
-    by which what is fitted to these is judged.
-    """
+    """Token batches `ids` [m, w] with `masks` of real tokens, and their digest. `idle` positions at a
+    row's start predict what the tokenizer puts before a text; `held` are tokens [n] of a decoder's
+    text from number `first` on, right behind the rows, by which fits are judged."""
 
     ids: list[Tensor]
     masks: list[Tensor]
@@ -108,19 +103,9 @@ class Calibration:
 def read_calibration(
     name: str, tokenizer: Any, *, samples: int, seq_len: int, packed: bool, offline: bool = False
 ) -> Calibration:
-    """Tokenize calibration text.
-
-    Args:
-        name: a .jsonl file with a `text` field, a .json file of the same or of a list of such objects
-            or of strings, any other text file, or a hub data set's name.
-        samples: windows (packed) or documents to use at most; seq_len: tokens a window.
-        packed: decoders see consecutive windows of one long text, each begun as the tokenizer begins
-            a text, the last twentieth of what it holds at most held back; encoders one line at a time,
-            with all that the tokenizer puts around it.
-
-    Raises InputError: missing, empty, not UTF-8, malformed, or shorter than one window; HubError: a data
-    set that cannot be had.
-    """
+    """Tokenize at most `samples` windows or documents of a file or data set. Decoders (`packed`) see
+    windows of one long text, the last twentieth held back, encoders one line at a time. Raises
+    InputError or HubError."""
     documents = read_documents(name, offline)
     if not packed:
         batches, masks = _sentences(documents, tokenizer, samples, seq_len, name)
@@ -139,7 +124,6 @@ def packed_calibration(rows: Tensor, beginning: Beginning) -> Calibration:
 
 
 def digest_batches(batches: list[Tensor], masks: list[Tensor]) -> str:
-    """SHA-256 of tokens and masks."""
     digest = hashlib.sha256()
     for batch, mask in zip(batches, masks, strict=True):
         digest.update(batch.numpy().tobytes() + mask.numpy().tobytes())
@@ -147,10 +131,7 @@ def digest_batches(batches: list[Tensor], masks: list[Tensor]) -> str:
 
 
 def calibration_digest(name: str) -> str:
-    """What stands for a calibration in a run's fingerprint: SHA-256 of the file, or the name.
-
-    Raises InputError for a name that is neither a readable file nor that of a data set.
-    """
+    """SHA-256 of the file, or the name. Raises InputError for neither a readable file nor a data set."""
     if name == OWN and not os.path.exists(name):
         return name
     path = _known(name)
@@ -160,12 +141,8 @@ def calibration_digest(name: str) -> str:
 
 
 def check_text(name: str, offline: bool = False) -> None:
-    """Look whether a text can be had: the name alone, for a command to ask before it loads anything.
-
-    Raises:
-        InputError: no such file, and no name of a data set. CapabilityError: a data set, and `datasets`
-            is not installed. HubError: a data set, `offline`.
-    """
+    """Look by its name whether a text can be had. Raises InputError, CapabilityError without
+    `datasets`, HubError if `offline`."""
     if (name != OWN or os.path.exists(name)) and not os.path.exists(_known(name, offline)):
         _check_hub(name, offline)
 
@@ -213,10 +190,7 @@ def read_documents(name: str, offline: bool = False) -> Iterator[str]:
 
 
 def read_whole_text(path: Path, limit: int) -> str:
-    """A file as one text: as it is, or all documents of its JSON. `limit`: its bytes at most.
-
-    Raises InputError: missing, larger, not UTF-8 or malformed.
-    """
+    """A file as one text, or all documents of its JSON. Raises InputError, also over `limit` bytes."""
     return "".join(_json_documents(path, limit)) if _holds_json(path) else read_text(path, limit)
 
 
@@ -300,22 +274,14 @@ def _dataset(name: str, offline: bool) -> Iterator[str]:
 def _windows(
     documents: Iterator[str], tokenizer: Any, samples: int, room: int, name: str
 ) -> tuple[Tensor, Tensor]:
-    """Consecutive pieces [n, room] of the concatenated documents, `samples` at most, and tokens [m]
-    right behind them."""
+    """Consecutive pieces [n, room] of the documents, `samples` at most, and tokens right behind."""
     import torch
 
     ids: list[int] = []
-    piece: list[str] = []
-    size = 0
-    for document in documents:
-        piece.append(document)
-        size += len(document)
-        if size > PIECE or len(piece) >= PIECES:
-            ids += tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
-            piece, size = [], 0
+    for some in tokenized(documents, tokenizer, PIECES):
+        ids += some
         if len(ids) >= samples * room + HELD_TOKENS:
             break
-    ids += tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
     count = min(samples, _fitted(len(ids) // room, room))
     if count < 1:
         raise InputError(
@@ -324,6 +290,20 @@ def _windows(
         )
     end = count * room
     return torch.tensor(ids[:end]).view(count, room), torch.tensor(ids[end : end + HELD_TOKENS])
+
+
+def tokenized(
+    documents: Iterable[str], tokenizer: Any, count: float = float("inf")
+) -> Iterator[list[int]]:
+    """The tokens of `documents` in pieces of so many characters, and of `count` documents at most."""
+    piece, size = list[str](), 0
+    for document in documents:
+        piece.append(document)
+        size += len(document)
+        if size > PIECE or len(piece) >= count:
+            yield tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
+            piece, size = [], 0
+    yield tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _fitted(windows: int, room: int) -> int:

@@ -38,8 +38,7 @@ FAILURES = (BlrError, OSError, SafetensorError)
 
 
 def shelf_folder() -> Path | None:
-    """BLR_TEXT_DIR, else the user's cache folder; None for BLR_TEXT_DIR=off and for one that is not
-    absolute."""
+    """BLR_TEXT_DIR, else the user's cache folder; None if that is "off" or not absolute."""
     named = os.environ.get("BLR_TEXT_DIR")
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = os.path.expanduser(named or f"{cache}/blr/own-text")
@@ -47,12 +46,8 @@ def shelf_folder() -> Path | None:
 
 
 class Shelf:
-    """Batches of own text [n, length] (int32) under `folder`; None keeps nothing. `read` counts those
-    that `batches` found.
-
-    Args:
-        fits: whether a tensor that was found could be such a batch.
-    """
+    """Batches of own text [n, length] (int32) that `fits` takes under `folder`; None keeps nothing.
+    `read` counts those found."""
 
     def __init__(self, folder: Path | None, fits: Callable[[Tensor], bool] = lambda ids: True) -> None:
         self.folder, self.fits, self.read = folder, fits, 0
@@ -83,9 +78,8 @@ class Shelf:
         begin: Callable[[], None],
         say: Callable[[str], None],
     ) -> Iterator[tuple[int, Tensor]]:
-        """Every number with its batch, from the shelf or written for it. Those that another process is
-        writing come last, so that processes that want the same share the work; `begin` is called
-        before each, and what is waited for is said."""
+        """Every number with its batch, from the shelf or written for it; those that another process
+        is writing last. `begin` is called before each, and what is waited for is said."""
         late: list[int] = []
         for n, wait in chain(((n, False) for n in keys), ((n, True) for n in late)):
             if wait and n == late[0]:
@@ -114,8 +108,8 @@ class Shelf:
 
 
 def _locked(folder: Path, key: str, wait: bool) -> int | None:
-    """An open descriptor that holds the lock of `key`, a byte of one file; UNLOCKED where there are no
-    locks, None if another process holds it."""
+    """An open descriptor that holds the lock of `key`, a byte of one file; UNLOCKED where there are
+    no locks, None if another process holds it."""
     try:
         import fcntl
 
@@ -145,8 +139,7 @@ def _listed(folder: Path) -> set[str]:
 
 
 def _is_listed(folder: Path, name: str) -> bool:
-    """Whether `name` is listed as ours, by now: not where the user has a file of that name, or one in
-    the place of the list."""
+    """Whether `name` is listed as ours, by now: not where the user has a file of that name."""
     listed = _listed(folder)
     if name in listed:
         return True
@@ -170,8 +163,8 @@ def _is_marked(path: Path) -> bool:
 
 
 def _trim(folder: Path) -> None:
-    """Remove what was read longest ago beyond MOST bytes, and what killed processes have left; of our
-    own files alone."""
+    """Of our own files, remove what was read longest ago beyond MOST bytes, and what was not
+    finished."""
     left, listed = MOST, _listed(folder)
     found = _own_files(folder, listed)
     whole = [name for name in found if not is_scratch(name)]

@@ -21,23 +21,19 @@ from blr.compressor.text.reading import (
     begun,
     idle_predictions,
     room_in,
+    tokenized,
 )
 
 HELD_MOST = 64  # windows
-PIECE = 1 << 20  # characters tokenized at once
 SEEDS = 1 << 63  # of generators
 PLAIN_READS = 3  # epochs in which windows are read as they are
 
 
 class Stream:
-    """Rows of tokens to cut windows from: [n, l] with l ≥ text, or one text as a single row.
-
-    A window is the `beginning` that the model's tokenizer gives every text and `text` tokens of a row.
-
-    Every epoch visits the windows in a new order and, where there is room, at a new offset; from the
-    fourth on, the share `vary` of their tokens are others, from anywhere in the text, so that what is
-    read often is not learnt by heart. `held` [h, window] are windows that `take` never touches.
-    """
+    """Windows of `window` tokens, with the tokenizer's `beginning`, of rows [n, l], or of one text as
+    a single row. Every epoch visits them in a new order and, where there is room, at a new offset;
+    from the fourth on, the share `vary` of their tokens are others of the text, lest it be learnt by
+    heart. `held` [h, window] are never taken."""
 
     def __init__(
         self, rows: Tensor, window: int, seed: int, vary: float = 0.0, beginning: Beginning = ()
@@ -108,25 +104,13 @@ class Stream:
 
 
 def tokenize(documents: Iterable[str], tokenizer: Any, most: int | None = None) -> Tensor:
-    """The tokens [n] (int32) of `documents` one after the other, without special tokens; the first
-    `most`, of which no more is read than they take."""
-    found: list[Tensor] = []
-    piece: list[str] = []
-    size = count = 0
-
-    def flush() -> None:
-        ids = tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
+    """The tokens [n] (int32) of `documents`; the first `most`, of which no more is read than needed."""
+    found, count = list[Tensor](), 0
+    for ids in tokenized(documents, tokenizer):
         found.append(torch.tensor(ids, dtype=torch.int32))
-
-    for document in documents:
-        piece.append(document)
-        size += len(document)
-        if size > PIECE:
-            flush()
-            piece, size, count = [], 0, count + len(found[-1])
+        count += len(ids)
         if most is not None and count >= most:
             break
-    flush()
     return torch.cat(found)[:most]
 
 
@@ -143,8 +127,7 @@ def text_stream(
 
 
 def check_known(tokens: Iterable[Tensor], vocabulary: int | None, name: str) -> None:
-    """Raise InputError for ids that a model of so many tokens (None: nobody says) does not have: they
-    would end a run where they come up in a batch."""
+    """Raise InputError for ids that a model of so many tokens (None: nobody says) does not have."""
     largest = max((int(part.max()) for part in tokens if part.numel()), default=0)
     if vocabulary is not None and largest >= vocabulary:
         raise InputError(
@@ -160,5 +143,4 @@ def interleaved(parts: list[Tensor]) -> Tensor:
 
 
 def digest(tokens: Tensor) -> str:
-    """SHA-256 of token ids."""
     return hashlib.sha256(tokens.to(torch.int32).contiguous().numpy().tobytes()).hexdigest()

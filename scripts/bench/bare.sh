@@ -5,13 +5,9 @@
 #       FOLDER/texts (heldout.txt, wikitext2-test.txt, calibration.txt, train-prose.txt.xz of TEXTS) and the
 #       model in pieces FOLDER/1, FOLDER/2, … to be taken there
 #   scripts/bench/bare.sh unpack FOLDER              there, once all has arrived: FOLDER/env, FOLDER/smollm2
-#   scripts/bench/bare.sh heal FOLDER SECONDS [GPUS] [SEEDS]    then: the healed points of few bits, in so many
-#       seconds at most: fits, two a GPU, and then healings with the minutes that are left, eight at most, one a
-#       GPU, on a single GPU two at once; FOLDER/heal/table.txt. On two GPUs (0,1) both seeds (0,1) take 1,700
-#       seconds with 7.5 minutes of training each, on one (0) a single seed 1,100 with all eight
 # Texts and wheels (12 MB) go with the smaller piece, or by themselves.
 set -euo pipefail
-usage="usage: scripts/bench/bare.sh pack FOLDER TEXTS [3.12], … unpack FOLDER, or … heal FOLDER SECONDS [GPUS] [SEEDS]"
+usage="usage: scripts/bench/bare.sh pack FOLDER TEXTS [3.12], or … unpack FOLDER"
 python=${PYTHON:-python3}
 folder=$(realpath -m "${2:?$usage}")
 here=$(dirname "$(realpath "$0")")
@@ -49,22 +45,6 @@ elif [ "$1" = unpack ]; then
   cat "$folder"/[0-9]/piece | xz --decompress > "$folder/model.gguf"
   bash "$here/../offline_env.sh" "$folder/env" "$folder/wheels"
   GGUF="$folder/model.gguf" PYTHON="$folder/env/bin/python" bash "$here/../fetch_smollm2.sh" "$folder/smollm2"
-elif [ "$1" = heal ]; then
-  end=$((SECONDS + ${3:?$usage})) gpus=${4:-0,1} seeds=${5:-0,1}
-  table() {
-    "$folder/env/bin/python" "$here/heal_table.py" --blr "$folder/env/bin/blr" --data "$folder/texts" \
-      --smol "$folder/smollm2" --out "$folder/heal" --rows smol-int2,smol-int3 --seeds "$seeds" "$@"
-  }
-  table --fits --gpus "$gpus,$gpus"
-  places=$gpus
-  case "$gpus" in *,*) ;; *) places=$gpus,$gpus ;; esac
-  # beside the trainings of a place, one after the other: own text 190 s, starts and checks 80, evaluations 65,
-  # and some spare
-  minutes=$("$python" -c "import sys; left, seeds, places = sys.argv[1:]
-rounds = -(-2 * len(seeds.split(',')) // len(places.split(',')))
-print(min(8.0, round((int(left) - 380) / 60 / rounds, 1)))" $((end - SECONDS)) "$seeds" "$places")
-  echo "$minutes minutes of healing"
-  table --budget "--minutes $minutes" --gpus "$places"
 else
   echo "$usage" >&2
   exit 2

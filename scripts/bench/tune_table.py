@@ -20,11 +20,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from case_files import numbers, options, timer_of
-
+from blr.compressor.base.device import pick_device
 from blr.compressor.base.progress import Progress
 from blr.compressor.bench import tuning as tune
+from blr.compressor.bench.checks import find_precision
 from blr.compressor.bench.harness import Harness
+from blr.compressor.bench.layer_problem import KernelTimer
 from blr.compressor.bench.results import BenchReport
 from blr.compressor.bench.shapes import LayerShape, specs_for
 from blr.compressor.bench.timing import ARM_SECONDS
@@ -76,21 +77,22 @@ USUAL = tune.candidates
 def variants(given: argparse.Namespace) -> int:
     """Time all candidates, and write what came out."""
     tune.candidates = candidates
-    timer = timer_of(given)
+    timer = KernelTimer(pick_device(given.device), find_precision(given.dtype))
     report = BenchReport("tune_table variants", {})
     harness = Harness(report, Progress(), timer.device, given.rounds, given.seconds, ARM_SECONDS)
     layers = [LayerShape("", f"{i}x{o}", i, o, 2.0, {}) for i, o in LAYERS]
-    tuning = tune.Tuning(harness, [timer])
-    for n, layer, (name, blocks) in product(numbers(given.tokens), layers, STRUCTURES):
-        if harness.is_over():
-            break
-        (spec,) = specs_for(layer, [name], [blocks])
-        tuning.run(*tuning.case(timer, layer, spec, n))
+    tuning, tokens = tune.Tuning([timer]), map(int, given.tokens.split(","))
+    code = harness.run(
+        [
+            tuning.kept(*tuning.case(timer, layer, *specs_for(layer, [name], [blocks]), n))
+            for n, layer, (name, blocks) in product(tokens, layers, STRUCTURES)
+        ]
+    )
     for line in tuning.refused:
         print("WRONG", line)
     rows = [{**vars(point), "shape": point.shape._asdict()} for point in tuning.points]
     given.output.write_text(json.dumps({"machine": report.machine, "rows": rows}))
-    return 0
+    return code
 
 
 def rules_of(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -142,11 +144,17 @@ def least_loss(structure: str, times: list[Times]) -> str | None:
 
 
 def main() -> int:
-    parser = options(__doc__)
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
     parser.add_argument("part", choices=("variants", "rules"))
     parser.add_argument("files", type=Path, nargs="*")
     parser.add_argument("--tokens", default="4,16,64,256")
     parser.add_argument("--table", type=Path)
+    parser.add_argument("-o", "--output", type=Path, help="file for the times as JSON")
+    parser.add_argument("--seconds", type=float, help="after which no case is started")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="bfloat16")
     given = parser.parse_args()
     if given.part == "variants":
         return variants(given)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from tolerances import TOLERANCES
-from typer import Typer
 from typer.testing import CliRunner
 
 from blr.compressor.base.errors import CapabilityError, UsageError
@@ -22,7 +21,7 @@ from blr.compressor.bench.decode_arms import HfArm, compare_tokens, parse_arm
 from blr.compressor.bench.models import Models, cache_bytes, find_model, known_models, weight_bytes
 from blr.compressor.bench.options import DecodeOptions
 from blr.compressor.bench.results import FAILED, OK, WRONG, BenchReport, DecodeRow, decode_text, save
-from blr.compressor.cli import bench as commands
+from blr.compressor.cli.bench import bench_app
 
 PLAIN = ("hf-dense", "hf-lowrank", "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch")
 ARMS = (*PLAIN, "ours-pivoted", "ours-dense-kv8")
@@ -259,11 +258,19 @@ def test_seconds_end_a_run_between_cases() -> None:
 
 
 def test_the_command_prints_json_last_and_writes_files(tmp_path: Path) -> None:
-    app = Typer()
-    app.command()(commands.decode)
-    arguments = ["--models", "pico", "--arms", "hf-dense,ours-dense", "--contexts", "6", "--steps", "2"]
+    arguments = [
+        "decode",
+        "--models",
+        "pico",
+        "--arms",
+        "hf-dense,ours-dense",
+        "--contexts",
+        "6",
+        "--steps",
+        "2",
+    ]
     arguments += ["--device", "cpu", "--dtype", "float32", "--quiet", "-o", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, arguments)
+    done = CliRunner().invoke(bench_app, arguments)
     assert done.exit_code == 0, done.output
     last = json.loads(done.stdout.splitlines()[-1])
     assert set(last["summary"]["tokens_per_second"]["pico"]) == {"hf-dense", "ours-dense"}
@@ -278,7 +285,5 @@ def test_a_large_random_model_is_not_built_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("arguments", [["--batches", "17"], ["--contexts", "0"], ["--cf", "1"]])
 def test_the_command_refuses_bad_numbers(arguments: list[str]) -> None:
-    app = Typer()
-    app.command()(commands.decode)
-    done = CliRunner().invoke(app, ["--models", "pico", *arguments])
+    done = CliRunner().invoke(bench_app, ["decode", "--models", "pico", *arguments])
     assert isinstance(done.exception, UsageError)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -30,26 +29,6 @@ def load(script: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_finds_what_it_imports(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert callable(load(script, monkeypatch).main)
-
-
-SMALL = {
-    "kronecker": ["patterns", "--patterns", "(1,48,48,4)(3,48,16,4)", "--batch", "5"],
-    "phases": ["--model=pico", "--layers=2", "--blocks=4", "--batches=1", "--arms=dense", "--steps=1"],
-}
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_a_script_runs_in_small_on_a_cpu(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Every arm is right, and the results are the harness's JSON."""
-    script, out = load(FOLDER / f"{name}.py", monkeypatch), tmp_path / "out.json"
-    common = ["--dtype", "float32", "--rounds", "1", "--device", "cpu", "-o", str(out)]
-    monkeypatch.setattr(sys, "argv", [name, *SMALL[name], *common])
-    assert script.main() == 0, capsys.readouterr().out
-    found = json.loads(out.read_text())
-    assert set(found["summary"]["statuses"]) == {"ok"}
-    assert all(row["ms"] > 0 and row["rel_error"] < 1e-5 for row in found["rows"])
 
 
 def test_rules_of_the_shipped_table_follow_from_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from pico import save_seeing
+from pico import save_seeing, with_tokenizer
 from running import Invoke
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
@@ -15,10 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 @pytest.fixture(params=("gemma3", "qwen3_5", "qwen3_vl"))
 def dense(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Path:
-    folder = save_seeing(request.param, tmp_path / "dense", vocabulary=4096)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny / name, folder)
-    return folder
+    return with_tokenizer(save_seeing(request.param, tmp_path / "dense", vocabulary=4096), tiny)
 
 
 def test_from_the_model_to_text(dense: Path, tmp_path: Path, invoke: Invoke) -> None:

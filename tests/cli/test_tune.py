@@ -16,7 +16,7 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.bench import tuning as tune
 from blr.compressor.bench import tuning_float8 as float8
 from blr.compressor.bench.checks import PRECISIONS
-from blr.compressor.bench.harness import Harness, Stopped
+from blr.compressor.bench.harness import Case, Harness, Stopped
 from blr.compressor.bench.layer_problem import KernelTimer
 from blr.compressor.bench.results import BenchReport
 from blr.compressor.bench.shapes import LayerShape
@@ -65,8 +65,13 @@ def points(dtype: str = "bfloat16") -> list[TunedPoint]:
 def tuning_of(structures: Sequence[str], tokens: tuple[int, ...]) -> Tuning:
     """A run on the CPU in float32."""
     cpu = torch.device("cpu")
-    harness = Harness(BenchReport("tune", {}), Progress(quiet=True), cpu, rounds=1)
-    return Tuning(harness, [KernelTimer(cpu, PRECISIONS["float32"])], structures, tokens)
+    return Tuning([KernelTimer(cpu, PRECISIONS["float32"])], structures, tokens)
+
+
+def timed(cases: list[Case]) -> None:
+    """Run them on the CPU, once."""
+    report, cpu = BenchReport("tune", {}), torch.device("cpu")
+    assert Harness(report, Progress(quiet=True), cpu, rounds=1).run(cases) == 0 and not report.stopped
 
 
 def chosen(rules: list[dict[str, Any]], shape: Shape, dtype: torch.dtype = torch.bfloat16) -> list[Any]:
@@ -119,8 +124,8 @@ def test_an_older_table_keeps_what_is_not_measured_again() -> None:
 
 @pytest.mark.parametrize("structure", TUNED)
 def test_candidates_are_all_variants_but_the_reference(structure: str) -> None:
-    few = {c.variant for c in tune.candidates(structure, 8)}
-    many = {c.variant for c in tune.candidates(structure, 9)}
+    few = {c.variant for c in tune.candidates(structure, tables.MOST["gemv"])}
+    many = {c.variant for c in tune.candidates(structure, tables.MOST["gemv"] + 1)}
     table, _ = tune.variants_of(structure)
     assert few | many == set(table) - {"reference"}
     assert few - many == few & {"gemv"}
@@ -201,21 +206,22 @@ def test_a_second_run_adds_to_the_table(on_cpu: Path, capsys: pytest.CaptureFixt
 def test_no_time_writes_nothing_new(on_cpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(seconds=0.0)
     found = json.loads(capsys.readouterr().out)
-    assert found["stopped"] == "the seconds were spent after 0 of 6 cases"
+    assert found["stopped"].startswith("the seconds were spent before pico up 32→32 blast")
+    assert found["cases"] == 0
     assert read_table(on_cpu / "mine.yaml") == []
 
 
 def test_an_interrupted_run_writes_nothing(
     on_cpu: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    done = Tuning.run
+    done = Harness.run_case
 
-    def stop(self: Tuning, *case: Any) -> None:
-        if len(self.points) == 2:
+    def stop(self: Harness, case: Case) -> list[Any]:
+        if len(self.report.rows) == 2 * 5:
             raise Stopped(15)
-        done(self, *case)
+        return done(self, case)
 
-    monkeypatch.setattr(Tuning, "run", stop)
+    monkeypatch.setattr(Harness, "run_case", stop)
     with pytest.raises(typer.Exit) as exit:
         run()
     assert exit.value.exit_code == 143
@@ -230,7 +236,7 @@ def test_every_structure_is_laid_out_and_timed(monkeypatch: pytest.MonkeyPatch) 
     real = tune.variants_of
     reference = lambda s: ({"own": real(s)[0]["reference"]}, {})  # noqa: E731
     monkeypatch.setattr(tune, "variants_of", reference)
-    assert bench.measure([layer]) is None
+    timed(bench.cases([layer]))
     assert bench.refused == []
     assert {p.structure for p in bench.points} == {"lowrank", "monarch", "blast", "kronecker"}
     assert all(p.times.keys() == {"own", "dense"} for p in bench.points)
@@ -272,8 +278,7 @@ def test_products_in_float8_are_tuned_and_chosen(
     layer = LayerShape("pico", "q", 256, 256, 2.0, {})
     cases = list(float8.product_cases([layer], (8, 16), tuning.timers[0]))
     assert {n for _, (*_, n) in cases} == {16} and len(cases) == 10
-    for case in cases[:2]:
-        tuning.run(*case)
+    timed([tuning.kept(*case) for case in cases[:2]])
     assert not tuning.refused and all(len(point.times) == 2 for point in tuning.points)
     shape = tuning.points[0].shape
     points = [TunedPoint("fp8", shape, "bfloat16", 16, {"wide": 1.0, "small": 2.0})]
@@ -306,8 +311,7 @@ def test_layers_in_float8_are_tuned_and_chosen(tmp_path: Path, monkeypatch: pyte
     assert {(structure, n) for _, (structure, *_, n) in cases} == {
         (kind, n) for kind in tables.FLOAT8.values() for n in (8, 16)
     }
-    for case in cases:
-        tuning.run(*case)
+    timed([tuning.kept(*case) for case in cases])
     assert not tuning.refused and all(len(point.times) == 2 for point in tuning.points)
     structure, shape = next((p.structure, p.shape) for p in tuning.points if p.shape.rank)
     times = {8: (1.0, 0.5), 64: (1.0, 0.99), 256: (1.0, 2.0)}

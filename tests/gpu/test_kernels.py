@@ -149,19 +149,11 @@ def test_variants(structure: str, index: int, precision: str, device: str, judge
         judge(compare_variants(structure, index, precision, device))
 
 
-def published(structure: str) -> dict[str, Callable[..., Tensor]]:
-    """The paper's kernels."""
-    from comparisons import fused_mix, staged, transposed
-
-    blast = {"fused_mix": fused_mix, "transposed": transposed}
-    return {"monarch": {"staged": staged}, "blast": blast}.get(structure, {})
-
-
 def compare_variants(structure: str, index: int, precision: str, device: str) -> Iterator[Row]:
     """Layouts and inputs alternate with the number of tokens."""
     spec, dtype = SPECS[structure][index], PRECISIONS[precision].dtype
     layer = layer_of(spec, dtype, device, bias=index % 2 == 0).relayout_()
-    table = {**variants_of(structure)[0], **published(structure)}
+    table, _ = variants_of(structure)
     for position, n in enumerate(TOKENS if device != "cpu" else FEW):
         kind = {3: "strided", 129: "transposed"}.get(n, "whole")
         x = input_of(spec, n, dtype, device, kind)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from blr.compressor.healing.objective import Objective
-from blr.compressor.healing.student_and_teacher import Pair, load_pair, load_teacher
+from blr.compressor.healing.student_and_teacher import TrainedPair, load_pair, load_teacher
 from blr.compressor.healing.trainer import Passes
 from blr.compressor.recipe.heal_settings import HealOptions
 
@@ -51,7 +51,7 @@ def test_passes_are_those_of_torch(
         assert float((found[1] - expected[1]).norm() / expected[1].norm()) < bound
 
 
-def taken(passes: Passes, pair: Pair, rows: Tensor, captures: bool) -> tuple[Tensor, Tensor]:
+def taken(passes: Passes, pair: TrainedPair, rows: Tensor, captures: bool) -> tuple[Tensor, Tensor]:
     """The loss of a pass and the gradients of all masters, one behind the other."""
     passes.captures = captures
     loss = passes(rows)

@@ -19,7 +19,7 @@ from blr.compressor.planning.forecast_healing import (
     HOST,
     SLICED,
     TRAINED,
-    Crew,
+    GpuGroup,
     forecast,
     kept_bytes,
     masters,
@@ -81,7 +81,7 @@ def test_healings_took_what_is_predicted(name: str, tmp_path: Path) -> None:
     source, _ = open_or_outline(tmp_path)
     plan = make_plan(source, Recipe(**run.recipe))
     specs = {planned.layer.module: planned.spec for planned in plan.layers}
-    found = predicted(source, specs, HealOptions("", **run.options), H200, Crew(run.gpus))
+    found = predicted(source, specs, HealOptions("", **run.options), H200, GpuGroup(run.gpus))
     assert found.fits and found.tokens_per_second == pytest.approx(run.speed, rel=0.25)
     if run.size is not None:
         assert found.total == pytest.approx(run.size, rel=0.25)
@@ -118,7 +118,7 @@ def test_an_8b_shape_fits_an_h200_and_no_smaller_gpu(tmp_path: Path) -> None:
 def test_a_part_of_the_room_is_left_to_the_pools_of_graphs(tmp_path: Path) -> None:
     """Eight windows a pass of this, 142 GB by prediction, did not fit the 150 of an H200."""
     source, specs = large(tmp_path, "monarch")
-    found = predicted(source, specs, HealOptions("", batch=8192), H200, Crew(room=150e9))
+    found = predicted(source, specs, HealOptions("", batch=8192), H200, GpuGroup(room=150e9))
     assert found.fits and found.micro == 4 and found.total < 0.92 * 150e9
 
 
@@ -134,17 +134,17 @@ def test_inputs_alone_are_kept_where_all_would_not_fit(tmp_path: Path) -> None:
 
 def test_several_gpus_share_a_batch_and_where_they_must_the_model(tmp_path: Path) -> None:
     source, specs = large(tmp_path)
-    alone, four = (predicted(source, specs, HealOptions(""), H200, Crew(n)) for n in (1, 4))
+    alone, four = (predicted(source, specs, HealOptions(""), H200, GpuGroup(n)) for n in (1, 4))
     assert not four.sharded and four.trained == alone.trained
     assert 3 < four.tokens_per_second / alone.tokens_per_second < 4
     small = find_gpu("a40")
     assert not predicted(source, specs, HealOptions(""), small).fits
-    shared = predicted(source, specs, HealOptions(""), small, Crew(8))
+    shared = predicted(source, specs, HealOptions(""), small, GpuGroup(8))
     assert shared.fits and shared.sharded
     parts = sum(spec.parameters for spec in specs.values()) * SLICED / 8
     assert parts < shared.trained < 1.5 * parts + 6 * 8e9 / 32
     assert "with --fsdp" in words(shared, "a40")
-    kept_whole = predicted(source, specs, HealOptions("", fsdp=False), small, Crew(8))
+    kept_whole = predicted(source, specs, HealOptions("", fsdp=False), small, GpuGroup(8))
     assert not kept_whole.fits and not kept_whole.sharded
 
 
@@ -169,7 +169,7 @@ def test_full_numbers_of_what_is_packed_are_trained(tmp_path: Path) -> None:
     found = predicted(source, specs, HealOptions(""), H200)
     assert sum(map(masters, specs.values())) > dense * (1 + 1 / 128)
     assert found.trained > TRAINED * dense and not found.fits
-    shared = predicted(source, specs, HealOptions(""), H200, Crew(8))
+    shared = predicted(source, specs, HealOptions(""), H200, GpuGroup(8))
     assert not shared.sharded, "what is packed is not shared out"
 
 
@@ -184,7 +184,7 @@ def test_more_room_gives_more_windows_a_pass(tmp_path: Path) -> None:
     source, specs = large(tmp_path)
     sizes = sizes_of(source.config, specs, 0, ("factors",))
     rooms = [1.3e11, 2e11, 4e11]
-    found = [forecast(sizes, specs, HealOptions(""), H200, Crew(room=room)) for room in rooms]
+    found = [forecast(sizes, specs, HealOptions(""), H200, GpuGroup(room=room)) for room in rooms]
     assert [f.fits for f in found] == [True] * 3
     assert found[0].micro < found[1].micro < found[2].micro <= 64
 

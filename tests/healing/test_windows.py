@@ -17,7 +17,7 @@ from blr.compressor.healing import data
 from blr.compressor.healing.data import Data, Reading, TextPart, _shares, batch_windows, text_digests
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.recipe.heal_settings import HealOptions, check_options
-from blr.compressor.text import windows as windows_of_text
+from blr.compressor.text import reading as reading_of_text
 from blr.compressor.text.windows import PLAIN_READS, Stream, text_stream
 
 WINDOW = 8
@@ -171,7 +171,7 @@ def test_of_a_data_set_the_beginning_is_read(
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", Endless)
     monkeypatch.setattr(data, "SET_TOKENS", 1000)
-    monkeypatch.setattr(windows_of_text, "PIECE", 100)
+    monkeypatch.setattr(reading_of_text, "PIECE", 100)
     monkeypatch.setattr(Endless, "rows", 0)
     options = HealOptions("dense", data=("some/endless-set",), window=WINDOW)
     reading = Reading(load_tokenizer(dense), WINDOW, 64)

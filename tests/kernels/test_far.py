@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blr.kernels.decode.gemm.launch import bmm
 from blr.kernels.fp8.triton import mix_kernel
 from blr.kernels.layers.blast.triton import mix_fma_kernel
 
@@ -42,3 +43,10 @@ def test_blocks_mixed_in_place(far: Tensor) -> None:
     sizes = (tokens, apart, tokens, *s.stride(), apart, tokens)
     mix_fma_kernel[(1, rank)](z, s, z, *sizes, B=blocks, OUT=blocks, BN=8)
     torch.testing.assert_close(z, expected)
+
+
+def test_products_of_batches() -> None:
+    """A batch lands 2^31 elements into its tensor; the memory between batches is never touched."""
+    a, b = torch.randn(3, 3, 4).half(), torch.randn(3, 4, 5).half()
+    apart = torch.empty_strided((3, 3, 5), (2**30 + 7, 5, 1), dtype=torch.float16)
+    assert torch.equal(bmm(a, b, apart), bmm(a, b, torch.empty(3, 3, 5, dtype=torch.float16)))

@@ -20,7 +20,7 @@ from transformers import (
     ViTModel,
 )
 
-from blr.compressor.bench.prefill import to_float8
+from blr.compressor.bench.models import to_float8
 from blr.compressor.modeling import float8
 from blr.compressor.modeling.float8_makers import Float8Gate, Float8Maker
 from blr.compressor.modeling.probes import gate_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,10 @@ def small(config: Any, settings: dict[str, Any]) -> Any:
     kind = type(config)
     fixed = {name for name in settings if isinstance(getattr(kind, name, None), property)}
     return kind(**{k: v for k, v in settings.items() if hasattr(config, k) and k not in fixed})
+
+
+def with_tokenizer(folder: Path, source: Path) -> Path:
+    """`folder` with the tokenizer of another."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, folder)
+    return folder

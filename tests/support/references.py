@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.ranks import RankRequest, in_ranks
 from blr.compressor.structures.registry import STRUCTURES
 
 
@@ -25,5 +27,7 @@ def plain_products(model: nn.Module) -> Iterator[None]:
             del layer.forward
 
 
-def _product(layer: StructuredLinear, x: Tensor) -> Tensor:
+def _product(layer: StructuredLinear, x: Any) -> Any:
+    if isinstance(x, RankRequest):
+        return in_ranks(x.x, layer.U, layer.V, layer.bias)
     return STRUCTURES[layer.spec.structure].reference(layer.spec)(x, *layer.ordered(), bias=layer.bias)

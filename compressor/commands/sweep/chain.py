@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base.errors import BlrError, InputError, kind_of_error
 from blr.compressor.checkpoint.extras import REPORT
 from blr.compressor.checkpoint.regular import read_end
-from blr.compressor.commands.sweep.folder import ANEW, Folder, Judgement, OutputReport, read_judgement
+from blr.compressor.commands.judged import Judged
+from blr.compressor.commands.sweep.folder import ANEW, Folder, OutputReport, read_judgement
 from blr.compressor.output.records import tensor_bytes
 from blr.compressor.workspace.strict_json import read_kept
 
@@ -129,14 +130,10 @@ def _end(running: list[Started]) -> None:
 
 @dataclass
 class PointChain:
-    """The commands of a point, whose record the folder then has; `failure` says why it has none, `code`
-    is that of the command that failed, `spent` the seconds of all that ended or were stopped, by earlier
-    runs of the sweep as well.
-
-    Args:
-        compress: options of `blr compress` but for the output; None for the dense model itself.
-        evaluate: options of `blr eval`.
-    """
+    """The commands of a point, whose record the folder then has; `compress` are options of `blr
+    compress` (None: the dense model itself), `evaluate` of `blr eval`; `failure` says why there is
+    none, with the `code` of the command that failed, `spent` the seconds of all commands, by earlier
+    runs as well."""
 
     folder: Folder
     name: str
@@ -167,10 +164,7 @@ class PointChain:
         return self._command(("eval", checkpoint, *self.evaluate, "--format", "json"))
 
     def ended(self, code: int) -> None:
-        """Note the end of the command.
-
-        Raises an error of its kind where it was the dense model's: nothing can be judged.
-        """
+        """Note the end of the command. Raises an error of its kind where it was the dense model's."""
         self.stopped()
         self.done += 1
         found = read_judgement(self._out)
@@ -206,7 +200,7 @@ class PointChain:
         self.began = time.monotonic()
         return Command(arguments, self._out, self.folder.log(self.name))
 
-    def _keep(self, found: Judgement) -> None:
+    def _keep(self, found: Judged) -> None:
         """Write the record of the point, or note why there can be none, which ends the dense model."""
         try:
             self.folder.write(f"points/{self.name}.json", self._record(found))
@@ -223,11 +217,11 @@ class PointChain:
         ended = f"exit code {code}" if code > 0 else f"ended by signal {-code}"
         return f"{said[-1] if said else 'it said nothing'} ({ended})"
 
-    def _record(self, found: Judgement) -> dict[str, Any]:
+    def _record(self, found: Judged) -> dict[str, object]:
         """Raises InputError for what the commands have not written so."""
         if not found.perplexities:
             raise InputError(f"{self._out}: found no perplexity of `blr eval`; {ANEW}")
-        record: dict[str, Any] = {"perplexities": found.perplexities}
+        record: dict[str, object] = {"perplexities": [text.perplexity for text in found.perplexities]}
         if self.compress is not None:
             output = self.folder.output(self.name)
             report = read_kept(output / REPORT, OutputReport, ANEW, InputError)

@@ -21,6 +21,7 @@ from blr.compressor.base.disk import write_stream
 from blr.compressor.base.errors import BlrError, OutputError
 from blr.compressor.base.exhaustion import storage_errors
 from blr.compressor.checkpoint.regular import read_start
+from blr.compressor.commands.judged import Figure, Judged
 from blr.compressor.workspace import ownership
 from blr.compressor.workspace.journal import canonical_json, changes
 from blr.compressor.workspace.lock import Lock
@@ -32,7 +33,6 @@ from blr.compressor.workspace.workspace import Workspace
 ABOUT: Literal["sweep of blr"] = "sweep of blr"
 REMEDY = "move it away, or choose another --output"
 ANEW = "remove it, and the point is made again"
-Figure = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]
 RESULT, PAGE = "sweep.json", "sweep.html"
 LOCK = "sweep.lock"
@@ -42,8 +42,8 @@ OTHERS = "not made by this sweep"
 
 
 class SweepNote(Told):
-    """``sweep.json``: `common` is what all points have in common, `made` are all points whose files the
-    folder may hold, with the digests of what makes them (`point_digest`)."""
+    """``sweep.json``: what all points have in common, and all points whose files the folder may hold,
+    with the digests of what makes them."""
 
     about: Literal["sweep of blr"]
     common: dict[str, Any]
@@ -67,26 +67,6 @@ class Spent(Kept):
     seconds: Seconds
 
 
-class JudgedText(Told):
-    """What `blr eval --format json` prints of one text."""
-
-    perplexity: Figure
-
-
-class Judgement(Told):
-    """What it prints of one or several; or why it failed."""
-
-    error: str | None = None
-    perplexity: Figure | None = None
-    texts: list[JudgedText] = Field(default_factory=list)
-
-    @property
-    def perplexities(self) -> list[float]:
-        """One a text."""
-        alone = [] if self.perplexity is None else [self.perplexity]
-        return [text.perplexity for text in self.texts] or alone
-
-
 class Totals(Told):
     """Of a report."""
 
@@ -99,29 +79,23 @@ class OutputReport(Told):
     totals: Totals
 
 
-def read_sweep(path: Path) -> SweepNote | None:
-    """``sweep.json`` at `path`, None if there is none. Raises OutputError as `read_kept`."""
-    return read_kept(path, SweepNote, REMEDY)
-
-
-def read_judgement(path: Path) -> Judgement:
+def read_judgement(path: Path) -> Judged:
     """What a command has printed to `path`, empty for what cannot be read."""
     try:
-        return read_kept(path, Judgement, "") or Judgement()
+        return read_kept(path, Judged, "") or Judged()
     except BlrError:
-        return Judgement()
+        return Judged()
 
 
-def point_digest(recipe: dict[str, Any], heal: float | None) -> str:
+def point_digest(recipe: dict[str, object], heal: float | None) -> str:
     """SHA-256 of what makes a point of a model: its recipe, but for the GPU that times are predicted
     for, and its minutes of healing."""
     asked = {name: value for name, value in recipe.items() if name != "gpu"}
     return hashlib.sha256(canonical_json([asked, heal or None])).hexdigest()
 
 
-def is_made(output: Path, digest: str, common: dict[str, Any]) -> bool:
-    """Whether `output` is what a sweep with these settings makes of the point with this `digest`: by its
-    manifest the same recipe, weights, text, device and version."""
+def is_made(output: Path, digest: str, common: dict[str, object]) -> bool:
+    """Whether `output` is, by its manifest, what such a sweep makes of the point with this `digest`."""
     try:
         manifest = read_manifest(output)
     except OutputError:
@@ -139,17 +113,12 @@ def is_made(output: Path, digest: str, common: dict[str, Any]) -> bool:
 
 
 class Folder:
-    """`path` with ``sweep.json``, and for each point ``points/NAME.json``, ``logs/NAME.log`` and, while
-    it is made or if outputs are kept, ``outputs/NAME``.
-
-    Args:
-        common: what all points have in common; a folder of another sweep is refused.
-        points: names of the points of this run, with their digests (`notes.point_digest`); that of the
-            dense model, which has no output, is empty.
-    """
+    """`path` with ``sweep.json``, and for each point ``points/NAME.json``, ``logs/NAME.log`` and,
+    while it is made or if kept, ``outputs/NAME``. `common` is what all points have in common,
+    `points` are those of this run with their digests; that of the dense model is empty."""
 
     def __init__(
-        self, path: Path, common: dict[str, Any], points: Mapping[str, str] | None = None
+        self, path: Path, common: dict[str, object], points: Mapping[str, str] | None = None
     ) -> None:
         self.path = Path(os.path.abspath(path))
         self.common = json.loads(json.dumps(common))
@@ -158,10 +127,8 @@ class Folder:
 
     @contextmanager
     def held(self, restart: bool) -> Iterator[None]:
-        """While active the folder is this process's.
-
-        Raises OutputError: something else lies there, a sweep of other settings, or one that runs.
-        """
+        """While active the folder is this process's. Raises OutputError: something else is there,
+        another sweep, or one that runs."""
         with storage_errors(self.path):
             self._check_place(restart)
             self.path.mkdir(exist_ok=True)
@@ -220,12 +187,11 @@ class Folder:
         if os.path.lexists(path) and not (_is_plain(path) and PAGE_MARK in read_start(path)):
             ownership.in_the_way(path, OTHERS)
 
-    def _is_own(self, name: str, digest: str, common: dict[str, Any] | None = None) -> bool:
+    def _is_own(self, name: str, digest: str, common: dict[str, object] | None = None) -> bool:
         return is_made(self.output(name), digest, self.common if common is None else common)
 
     def _clear(self, earlier: SweepNote) -> None:
-        """Remove what an earlier sweep has made. Raises OutputError, before anything is gone, for what
-        is not of that sweep, or was changed since."""
+        """Remove what an earlier sweep has made. Raises OutputError, before that, for anything else."""
         listed = {file for name in earlier.made for file in files_of(name)}
         notes = [path for part in NOTES for path in (self.path / part).glob("*")]
         for path in notes:
@@ -268,21 +234,18 @@ class Folder:
         """The sweep that lies here; None if there is nothing."""
         if not self.path.exists() or all(path.name == LOCK for path in self.path.iterdir()):
             return None
-        if (found := read_sweep(self.path / RESULT)) is None:
+        if (found := read_kept(self.path / RESULT, SweepNote, REMEDY)) is None:
             raise OutputError(f"{self.path}: not empty and no sweep of blr; choose another --output")
         return found
 
-    def _differs(self, found: dict[str, Any]) -> NoReturn:
+    def _differs(self, found: dict[str, object]) -> NoReturn:
         raise OutputError(
             f"{self.path}: a sweep with other settings ({'; '.join(changes(found, self.common))}); run "
             "again with those, choose another --output, or pass --restart to begin it anew"
         )
 
     def record(self, name: str) -> Record | None:
-        """What is known of a point that is done.
-
-        Raises OutputError for a record that this sweep has not written, or one of another point.
-        """
+        """What is known of a point that is done. Raises OutputError for another's record."""
         path = self.path / "points" / f"{name}.json"
         if (found := read_kept(path, Record, ANEW)) is None:
             return None
@@ -293,11 +256,9 @@ class Folder:
         return found
 
     def output(self, name: str) -> Path:
-        """Where a point's checkpoint is made."""
         return self.path / OUTPUTS / name
 
     def log(self, name: str) -> Path:
-        """What a point's commands have said."""
         return self.path / "logs" / f"{name}.log"
 
     def spent(self, name: str) -> float:
@@ -306,14 +267,13 @@ class Folder:
         return 0.0 if found is None else found.seconds
 
     def spend(self, name: str, seconds: float) -> None:
-        """Keep them."""
         self.write(f"logs/{name}.spent.json", {"seconds": seconds})
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write ``sweep.json``: whose the folder is, and the `result` of the sweep if there is one."""
         self.write(RESULT, {"about": ABOUT, "common": self.common, "made": self.made, **result})
 
-    def write(self, name: str, content: dict[str, Any] | str) -> None:
+    def write(self, name: str, content: dict[str, object] | str) -> None:
         """A file, whole or not at all."""
         text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
         write_stream(self.path / name, [text.encode()])

@@ -35,9 +35,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Point:
-    """One compression. `name` is that of its files; `settings` are those of its recipe that differ from
-    other points', `heal` minutes of training, `kind` the curve that it belongs to, `setting` the name
-    that it shares with those that differ in the seed alone."""
+    """One compression by its own `settings`, with `heal` minutes of training, on the curve `kind`."""
 
     name: str
     kind: str
@@ -51,18 +49,15 @@ class Point:
 
     @property
     def plain(self) -> bool:
-        """Whether it is quantization alone."""
         return ("method", DENSE) in self.settings
 
     @property
     def options(self) -> list[str]:
-        """Of `blr compress`."""
         found = [part for setting in self.settings for part in _option(*setting)]
         return found + ([f"--heal={_shown(self.heal)}"] if self.heal else [])
 
 
-def _option(name: str, value: Any) -> list[str]:
-    """A setting as it is typed."""
+def _option(name: str, value: object) -> list[str]:
     if value is True:
         return [f"--{name}"]
     return [f"--{name}", _shown(value) if isinstance(value, float) else str(value)]
@@ -73,16 +68,10 @@ def _shown(number: float) -> str:
     return f"{number:g}" if float(f"{number:g}") == number else repr(number)
 
 
-def points_of(grid: Grid, common: dict[str, Any], calibrated: bool) -> dict[Point, Recipe]:
-    """Every point with its recipe, plain quantization first.
-
-    Args:
-        common: settings of all recipes that have a use for them.
-        calibrated: whether points are.
-
-    Raises UsageError: settings that do not fit together, or that no point has a use for; a point twice,
-    or none.
-    """
+def points_of(grid: Grid, common: dict[str, object], calibrated: bool) -> dict[Point, Recipe]:
+    """Every point with its recipe, plain quantization first; `common` are settings of all that have a
+    use for them. Raises UsageError: settings that do not fit or are of no use, a point twice, or
+    none."""
     if DENSE in grid.methods:
         raise UsageError(
             "--methods are structures; dense weights in few bits are the line of --plain: give that"
@@ -90,8 +79,7 @@ def points_of(grid: Grid, common: dict[str, Any], calibrated: bool) -> dict[Poin
     _refuse_halves(grid)
     plain = (Point(k, "plain", (("method", DENSE), ("quantize", k))) for k in grid.plain)
     bare = [*plain, *_structured(grid), *_corrected(grid)]
-    healed = [_healed(point, minutes) for point, minutes in product(bare, grid.heals)]
-    found = [_seeded(point, seed) for point, seed in product(healed, grid.seeds or (None,))]
+    found = [_varied(*one) for one in product(bare, grid.heals, grid.seeds or (None,))]
     names = [point.name for point in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"the sweep holds {twice} twice; give every method, factor and rank once")
@@ -123,7 +111,7 @@ def _refuse_halves(grid: Grid) -> None:
         )
 
 
-def _refuse_unused(points: Sequence[Point], common: dict[str, Any], calibrated: bool) -> None:
+def _refuse_unused(points: Sequence[Point], common: dict[str, object], calibrated: bool) -> None:
     """Raise UsageError for a setting that no point has a use for."""
     recipes = [make_recipe(**common | dict(point.settings)) for point in points]
     unused = [idle(recipe, common, calibrated) for recipe in recipes]
@@ -132,7 +120,7 @@ def _refuse_unused(points: Sequence[Point], common: dict[str, Any], calibrated: 
             refuse(name, common[name], unused[0][name])
 
 
-def _fitting(point: Point, common: dict[str, Any]) -> dict[str, Any]:
+def _fitting(point: Point, common: dict[str, object]) -> dict[str, object]:
     """Its settings, with those of all that it has a use for."""
     own = dict(point.settings)
     unused = idle(make_recipe(**common | own), common, calibrated=True)
@@ -147,7 +135,7 @@ def _structured(grid: Grid) -> Iterator[Point]:
         yield Point(f"{method}-cf{cf:g}{suffix}", f"{method}{suffix}", (*form, ("cf", cf), *stored))
 
 
-def _form(method: str) -> tuple[tuple[str, Any], ...]:
+def _form(method: str) -> tuple[tuple[str, object], ...]:
     """``svd-pivot`` -> (("method", "svd"), ("pivot", True))."""
     plain = method.removesuffix(PIVOT)
     return (("method", plain), *((("pivot", True),) if plain != method else ()))
@@ -160,22 +148,18 @@ def _corrected(grid: Grid) -> Iterator[Point]:
         yield Point(f"{base}-{method}-r{rank}", f"{base} + {method}", settings)
 
 
-def _healed(point: Point, minutes: float) -> Point:
-    if not minutes:
-        return point
-    return Point(f"{point.name}-heal{minutes:g}", f"{point.kind}, healed", point.settings, minutes)
-
-
-def _seeded(point: Point, seed: int | None) -> Point:
-    if seed is None:
-        return point
-    settings = (*point.settings, ("seed", seed))
-    return Point(f"{point.name}-seed{seed}", point.kind, settings, point.heal, seed)
+def _varied(point: Point, minutes: float, seed: int | None) -> Point:
+    """With so many minutes of healing, and a seed."""
+    name, kind, settings = point.name, point.kind, point.settings
+    if minutes:
+        name, kind = f"{name}-heal{minutes:g}", f"{kind}, healed"
+    if seed is not None:
+        name, settings = f"{name}-seed{seed}", (*settings, ("seed", seed))
+    return Point(name, kind, settings, minutes, seed)
 
 
 def listed(option: str, text: str, kind: type = str, *, least: int = 0) -> tuple[Any, ...]:
-    """``"1.5,2"`` -> (1.5, 2.0). Raises UsageError, naming the option, for what is no such list, or one
-    of fewer than `least`, whose points would be left out in silence."""
+    """``"1.5,2"`` -> (1.5, 2.0). Raises UsageError for no such list, or one of fewer than `least`."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if len(parts) < least:
         raise UsageError(f"{option} is empty: expected a list; check the variable it came from")
@@ -187,7 +171,7 @@ def listed(option: str, text: str, kind: type = str, *, least: int = 0) -> tuple
         raise UsageError(f"{option} {found}: expected {wanted} with commas between") from None
 
 
-def common_options(common: dict[str, Any], point: Point) -> Sequence[str]:
+def common_options(common: dict[str, object], point: Point) -> Sequence[str]:
     """`common` settings as options of `blr compress`."""
     found: list[str] = []
     for name, value in _fitting(point, common).items():

@@ -20,10 +20,8 @@ CODE = "\npre{white-space:pre-wrap;overflow-wrap:anywhere}\n"
 @dataclass(frozen=True)
 class MadePoint:
     """A point that was made: `bits` a weight; `losses` in nats a token over the dense model, by text;
-    `speed` in tokens a second, predicted, None where that cannot be; `commands` make it, one
-    for each seed. Of several seeds all figures are the mean (calibrated ranks, and so bits, go with the
-    seed) but `seconds`, which are the sum, `spread` how far the largest is from the
-    least, None where one alone could be made."""
+    `speed` in tokens a second, predicted; `commands`, one a seed. Of several seeds figures are means,
+    `seconds` the sum, `spread` how far the largest is from the least."""
 
     name: str
     kind: str
@@ -67,8 +65,7 @@ def _beats(one: MadePoint, other: MadePoint) -> bool:
 
 
 def line_at(plain: Sequence[MadePoint], bits: float, text: int) -> float | None:
-    """The loss that plain quantization has at so many bits, on straight lines between its points; None
-    beyond them."""
+    """The loss of plain quantization at so many bits, between its points; None beyond them."""
     points = sorted((point.bits, point.losses[text]) for point in plain)
     for (low, high_loss), (high, low_loss) in pairwise(points):
         if low <= bits <= high:
@@ -85,8 +82,7 @@ def share_of_plain(found: Sequence[MadePoint], point: MadePoint, text: int) -> f
 
 
 def page(result: dict[str, Any]) -> str:
-    """Well-formed XHTML, whatever files are called: a chart of losses against bits for every text,
-    losses against predicted speed, and the commands, of the frontier first."""
+    """Well-formed XHTML: charts of losses against bits and against predicted speed, and the commands."""
     result = printable_all(result)
     kinds = list(dict.fromkeys(point["kind"] for point in result["points"]))
     colours = {kind: n % 8 for n, kind in enumerate(kinds)}

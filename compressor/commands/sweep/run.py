@@ -33,12 +33,9 @@ MAX_TEXT = 2 * 2**30  # bytes
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """How a sweep runs.
-
-    `model` is what was asked for, `texts` are judged by; `common` are settings of all recipes,
-    `evaluate` options of `blr eval`; `jobs` run at once on each GPU; `keep` keeps the checkpoints; `gpu`
-    is what speed is predicted for; `offline` opens no socket.
-    """
+    """How a sweep of `model` runs, judged by `texts`; `common` are settings of all recipes,
+    `evaluate` options of `blr eval`; `jobs` run at once on each GPU; `gpu` is what speed is predicted
+    for."""
 
     model: str
     texts: tuple[Path, ...]
@@ -56,24 +53,16 @@ class SweepSettings:
 def sweep(
     folder: Path, recipes: dict[Point, Recipe], output: Path, settings: SweepSettings, progress: Progress
 ) -> dict[str, Any]:
-    """Make every point that `output` does not have, and say what all of them lose.
-
-    Args:
-        folder: the model's. recipes: of every point (`points_of`).
-
-    Returns:
-        JSON-ready: `points` that were made, `failed` ones with reason and code, names of the `frontier`.
-
-    Raises:
-        UsageError, InputError, OutputError: before anything is made. What `blr eval` ends with, as soon
-        as it is known: the dense model cannot be evaluated, so that nothing can be judged.
-    """
+    """Make every point of `recipes` that `output` does not have, and say, JSON-ready, what all lose.
+    Raises UsageError, InputError, OutputError before anything is made, and what `blr eval` of the
+    dense model ends with."""
     check_apart(output, folder)
     check_outside(output)
     progress.loading()
     progress.expect(READING, SWEEPING)
     source, gpu = open_checked(folder), chosen_gpu(settings.gpu)[0]
-    place = Folder(output, _common(source, settings, progress), _digests_of(recipes))
+    made = {p.name: point_digest(r.model_dump(mode="json"), p.heal) for p, r in recipes.items()}
+    place = Folder(output, _common(source, settings, progress), {DENSE: "", **made})
     with place.held(settings.restart):
         chains = _chains(place, list(recipes), settings)
         _run(chains, settings, progress)
@@ -85,15 +74,7 @@ def sweep(
     return result
 
 
-def _digests_of(recipes: dict[Point, Recipe]) -> dict[str, str]:
-    """Of every point by its name, and of the model itself, which nothing is made of."""
-    made = {
-        point.name: point_digest(r.model_dump(mode="json"), point.heal) for point, r in recipes.items()
-    }
-    return {DENSE: "", **made}
-
-
-def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict[str, Any]:
+def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict[str, object]:
     """What all points of a sweep have in common, and another run of it must have as well: models and
     texts by what they hold, whatever they are called."""
     from blr.compressor.base.device import pick_device
@@ -115,7 +96,7 @@ def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict
     }
 
 
-def _begun(source: Source) -> dict[str, Any]:
+def _begun(source: Source) -> dict[str, object]:
     """What the tokenizer puts before every text, if anything: losses without it are others."""
     from blr.compressor.loading.load import load_tokenizer
     from blr.compressor.text.reading import beginning_of

@@ -29,14 +29,14 @@ def bmm(
         out: [B, m, n], its columns of stride 1; or, with `part`, [B, m, n / part, part], any strides
             but the last.
         activation: of `gemv.reference.ACTIVATIONS`.
-        config: BM, BN, BK, GROUP, num_warps, num_stages; `tma` to use the bulk copy engine or not.
+        config: BM, BN, BK, GROUP, num_warps, num_stages.
 
     Returns:
         `out`. float32 operands follow ``torch.backends.cuda.matmul.allow_tf32``.
     """
     from blr.kernels.decode.gemm.triton import bmm_kernel
 
-    if config.pop("tma", True) and tma_ready(a, b):
+    if tma_ready(a, b):
         return _bmm_tma(a, b, out, bias, part, activation, config)
     batch, m, k = a.shape
     n = b.shape[2]

@@ -1,8 +1,8 @@
 """What each algorithm for one Kronecker-sparse factor costs: seconds, from rates measured on one H200.
 
 The constants are fitted to 25 patterns × 3 kinds of arithmetic at 25088 rows (triton 3.6, torch 2.11;
-tests/data/ks_h200.csv), what few rows wait for to 1 to 1024 rows of nine layers
-(`scripts/bench/kronecker.py`). They only have to rank alternatives; below 0.05 ms the launches decide.
+tests/data/ks_h200.csv), what few rows wait for to 1 to 1024 rows of nine
+layers. They only have to rank alternatives; below 0.05 ms the launches decide.
 """
 
 from __future__ import annotations

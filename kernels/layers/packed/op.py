@@ -1,8 +1,8 @@
 """Linear layer on a weight in few bits, ``y = x Wᵀ + bias``: the operator `blr::packed_linear`.
 
-Weights become plain numbers at every call, by a kernel where there is one, and are gone after it: the
-backward pass makes them again. It gives the gradient of x and of the bias; scales are trained through
-`blr.kernels.decode.quantized.reference`.
+Weights become plain numbers at every call, by a kernel, and are gone after it: the backward pass makes
+them again. It gives the gradient of x and of the bias. Where kernels do not run, and for the gradient of
+scales, layers take the formula of `blr.kernels.decode.quantized.reference`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.nn.functional import linear
 from blr.kernels.common.available import kernel_device
 from blr.kernels.common.inlining import called
 from blr.kernels.common.registration import apply, autocast, register, rows
-from blr.kernels.decode.quantized.reference import dequantize as reference
 
 WHOLE = 1 << 27  # weights that are plain at once: an output head of 128256 x 4096 takes four turns
 
@@ -26,10 +25,10 @@ def dequantize(
     packed: Tensor, scale: Tensor, bits: int, K: int, dtype: torch.dtype, group: int
 ) -> Tensor:
     """Weights [..., R, K] in `dtype` of `packed` [..., R, bytes] and `scale` [..., R, groups]."""
-    if not kernel_device(packed) or dtype == torch.float64 or not packed.numel():
-        return reference(packed, scale, bits, K, dtype, group)
-    from blr.kernels.layers.packed.triton import dequantize as run
-
+    if kernel_device(packed) and packed.numel() and dtype != torch.float64:
+        from blr.kernels.layers.packed.triton import dequantize as run
+    else:
+        from blr.kernels.decode.quantized.reference import dequantize as run
     return run(packed, scale, bits, K, dtype, group)
 
 
@@ -60,12 +59,6 @@ def _forward(
     return y if bias is None else y.add_(bias)
 
 
-def _plain(
-    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int
-) -> Tensor:
-    return linear(x, reference(packed, scale, bits, x.shape[1], x.dtype, group), bias)
-
-
 def _fake(
     x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int
 ) -> Tensor:
@@ -94,6 +87,6 @@ _LINEAR = called(
     register(
         "packed_linear",
         "(Tensor x, Tensor packed, Tensor scale, Tensor? bias, int bits, int group) -> Tensor",
-        *(_forward, _fake, _setup, _backward, _plain),
+        *(_forward, _fake, _setup, _backward, _forward),
     )
 )
