@@ -41,7 +41,7 @@ from blr.kernels.decode.attention.launch import MAX_SPLITS
 
 __all__ = ["Decoder", "supports"]
 
-MAX_BATCH = 16  # the stages of BLAST and of three or eight bits take no more
+MAX_BATCH = 16  # rows, up to which stages were measured
 Method = TypeVar("Method", bound=Callable[..., Any])
 FIXED_SPLIT = 256  # slots of a split of the attention in deterministic mode
 
