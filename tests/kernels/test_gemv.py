@@ -11,8 +11,8 @@ from tolerances import TOLERANCES
 from torch import Tensor
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.decode.gemv import segments
 from blr.kernels.decode.gemv.segments import Segment, Stage, Tile
+from blr.kernels.decode.quantized import segments
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
 # blocks, rows of each, columns of each, rows that stay together, mixed, shared input

@@ -10,7 +10,6 @@ from skinny import EPS, close, drawn, made, ready
 
 from blr.kernels.common.available import has_triton
 from blr.kernels.decode.gemv.segments import Segment
-from blr.kernels.decode.gemv.segments import dual as plain_dual
 from blr.kernels.decode.quantized.segments import Correction, Narrow, dual
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
@@ -80,7 +79,7 @@ def test_pairs(kind: str, split: int) -> None:
     config = {"BR": 16, "SPLIT": split, **({"STEP": 64} if kind == "16" else {})}
     run(*ready([gate, up]), Workspace(), activation="silu", config=config)
     found = up.y.clone()
-    (plain_dual if kind == "16" else dual)(gate, up, activation="silu")
+    dual(gate, up, activation="silu")
     close(found, up.y)
 
 
