@@ -19,7 +19,7 @@ from blr.compressor.bundling.module import BundleError, Module
 from blr.compressor.modeling.modeling_blr import HOME
 from blr.compressor.modeling.settings import ExportSettings
 from blr.compressor.structures.specs import Spec, families
-from blr.kernels.decode.gemv.segments import PLAIN_FROM
+from blr.kernels.decode.gemv.segments import SEVERAL
 
 MODELING = "blr.compressor.modeling"
 DIFFUSION = "diffusion_blr"  # what `auto_map` of a model of diffusers names
@@ -74,7 +74,7 @@ class Contents:
             absent |= {f"decode.integer.{part}" for part in ("form", "launch", "looped")}
         if "pivoted" not in self.structures:
             absent.add("layers.pivoted.gather")
-        if self.rows < PLAIN_FROM:
+        if self.rows < SEVERAL:
             absent.add("decode.skinny")
         runtime = set() if self.rows else {"blr.compressor.runtime"}
         return frozenset({f"blr.kernels.{name}" for name in absent} | runtime)

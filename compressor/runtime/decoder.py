@@ -40,7 +40,7 @@ from blr.kernels.common.placing import on_gpu
 
 __all__ = ["Decoder", "supports"]
 
-MAX_BATCH = 16  # the stages of BLAST and of three or eight bits take no more
+MAX_BATCH = 16  # rows, up to which stages were measured
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
