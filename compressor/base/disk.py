@@ -48,10 +48,8 @@ def scratch_for(path: Path) -> Path:
 
 
 def settle(scratch: Path, path: Path, new: bool = False) -> None:
-    """Flush the finished file `scratch` and rename it to `path`. The folder is not flushed.
-
-    With `new` nothing that is there is replaced: FileExistsError.
-    """
+    """Flush the finished file `scratch` and rename it to `path`. The folder is not flushed. With `new`
+    nothing that is there is replaced: FileExistsError."""
     descriptor = os.open(scratch, os.O_RDONLY)
     try:
         flush(descriptor)
@@ -128,10 +126,8 @@ def folder_bytes(folder: Path) -> int:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Refuse before the work starts when `folder`'s disk cannot hold `needed` more bytes.
-
-    Raises StorageError.
-    """
+    """Refuse before the work starts when `folder`'s disk cannot hold `needed` more bytes. Raises
+    StorageError."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:  # a file system that does not tell: then writing will

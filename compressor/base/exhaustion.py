@@ -133,9 +133,7 @@ def shortage(error: OSError, place: object) -> CapabilityError | None:
 
 def unforeseen(error: OSError) -> BlrError | None:
     """The error for one of the system's that reached the top: of what is read, or of no file at all.
-
-    None for one that does not come from the system.
-    """
+    None for one that does not come from the system."""
     if error.errno is None:
         return None
     place = error.filename if isinstance(error.filename, str | bytes) else "the operating system"

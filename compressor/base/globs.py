@@ -18,10 +18,8 @@ MAX_GLOBS = 256  # of one list of a recipe
 
 
 def matches(name: str, glob: str) -> bool:
-    """Whether the whole of `name` matches `glob`, case counting; `*` spans dots.
-
-    Raises ValueError for a glob of over `MAX_GLOB` characters.
-    """
+    """Whether the whole of `name` matches `glob`, case counting; `*` spans dots. Raises ValueError for
+    a glob of over `MAX_GLOB` characters."""
     return _compiled(glob).match(name) is not None
 
 

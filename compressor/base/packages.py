@@ -16,10 +16,8 @@ def is_missing(package: str) -> bool:
 
 
 def check_packages(what: str, *packages: str, extra: str) -> None:
-    """Raise CapabilityError where some of the `packages` that `what` needs are not installed.
-
-    extra: of blr-compress, which installs them.
-    """
+    """Raise CapabilityError where some of the `packages` that `what` needs are not installed. extra: of
+    blr-compress, which installs them."""
     if missing := [package for package in packages if is_missing(package)]:
         is_ = "is" if len(missing) == 1 else "are"
         raise CapabilityError(

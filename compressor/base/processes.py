@@ -123,7 +123,7 @@ class Processes:
             dist.destroy_process_group()
             self.count = 1
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """What every process gives as `value` (plain data), in order."""
         if self.count == 1:
             return [value]

@@ -17,8 +17,7 @@ from blr.compressor.bench.layer_problem import float8_layer, random_order, summe
 from blr.compressor.bench.shapes import LayerShape, specs_for
 from blr.compressor.exporting.pack import quantizable, quantize_head, quantize_model
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
-from blr.compressor.modeling.float8 import prepare_float8
-from blr.compressor.modeling.float8_makers import share_rows
+from blr.compressor.modeling.float8 import prepare_float8, share_rows
 from blr.compressor.modeling.fused import fuse
 from blr.compressor.modeling.layers import CorrectedLinear, StructuredLinear
 from blr.compressor.modeling.models import replace_layers

@@ -18,7 +18,7 @@ from blr.compressor.bench.checks import find_precision
 from blr.compressor.bench.options import LayerOptions
 from blr.compressor.planning.budget import Item
 from blr.compressor.structures.patterns import choose_patterns
-from blr.compressor.structures.registry import STRUCTURES, TUNED, Form
+from blr.compressor.structures.registry import STRUCTURES, TUNED, LayerSizes
 from blr.compressor.structures.specs import KroneckerSpec, Spec
 
 LARGE, SMALL = (("llama-7b",), (1, 1024, 4096)), (("gpt2-s",), (1, 64))  # models and tokens; on a CPU
@@ -138,7 +138,7 @@ def _spec(layer: LayerShape, structure: str, blocks: int, cf: float) -> Spec:
     i, o, entry = layer.in_features, layer.out_features, STRUCTURES[structure]
     if entry.of_rank is None:
         return KroneckerSpec(i, o, choose_patterns(i, o, cf).patterns)
-    step, form = blocks if entry.stepped else 1, Form(i, o, blocks)
+    step, form = blocks if entry.stepped else 1, LayerSizes(i, o, blocks)
     cost = i + o if entry.pivots else entry.of_rank(form, step).parameters // step
     published = layer.published_rank(structure, blocks) if cf == layer.cf else None
     item = Item(i * o, cost, step, pivots=entry.pivots)

@@ -1,19 +1,20 @@
 """Files made of modules: each module's text as it is but for imports and names that clash.
 
 A file is its header, the imports of its modules merged, and the modules in the order in which they
-need each other. The result depends on the sources alone: the same bytes each time.
+need each other. A name that two modules define gets its module's in front. The result depends on the
+sources alone: the same bytes each time.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import re
-import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from textwrap import fill, indent
 
 from blr.compressor.bundling.module import BundleError, Imported, Module, imported
-from blr.compressor.bundling.names import KEPT, Names
 
 # Linters and type checkers of whoever reads the file leave it alone.
 HEAD = """# type: ignore
@@ -26,67 +27,120 @@ HEAD = """# type: ignore
 WIDTH = 100
 RULE = "# " + "=" * 20
 LEFT_OUT = '{names} = None; raise ImportError("{module} is not part of this folder, which does without")'
-Edit = tuple[int, int, bytes]  # from, to, what stands there instead
+GUARD = """try:
+{imports}
+except ImportError as error:
+    raise ImportError("{file}.py needs {packages}") from error
+"""
+KEPT = "__getattr__"  # what Python looks up in a module by name
 
 
 def bundle(
-    files: Mapping[str, Sequence[str]],
-    modules: Mapping[str, Module],
-    abouts: Mapping[str, str],
-    verbatim: Collection[str] = (),
+    files: Mapping[str, Sequence[str]], modules: Mapping[str, Module], abouts: Mapping[str, str]
 ) -> dict[str, bytes]:
     """Contents by file name.
 
     Args:
         files: name without ``.py`` to the names of its modules; a file may need those before it at
-            import, and any inside functions.
-        modules: by name; what a module imports inside functions and is not there is left out: the
-            import raises ImportError.
+            import, and any inside functions. A file of its one module's name is that as it is.
+        modules: by name; an import inside a function of what is not there raises ImportError.
         abouts: what each file says of itself at its top.
-        verbatim: files that are their one module as it is.
 
     Raises BundleError for modules that cannot be joined as they are.
     """
-    names = Names(modules, {files[file][0] for file in verbatim})
+    verbatim = {name for name, held in files.items() if held[0].endswith(f".{name}")}
+    names = Names(modules, {files[name][0] for name in verbatim})
     homes = {module: file for file, held in files.items() for module in held}
     done: dict[str, bytes] = {}
     for file, held in files.items():
-        if file in verbatim:
-            done[file] = modules[held[0]].data
-            continue
         writer = _Writer(file, names, homes, earlier=set(done))
-        done[file] = writer.text(abouts[file], in_order(held, modules)).encode()
+        text = writer.text(abouts[file], reached(held, modules, set(held)))
+        done[file] = modules[held[0]].data if file in verbatim else text.encode()
     return {f"{file}.py": data for file, data in done.items()}
 
 
-def reached(roots: Iterable[str], modules: Mapping[str, Module]) -> list[str]:
-    """`roots` and all that they import at the top, sorted."""
-    return sorted(_visit(sorted(roots), modules, set(modules)))
-
-
-def in_order(held: Iterable[str], modules: Mapping[str, Module]) -> list[str]:
-    """Modules after those of them that they need at the top. Raises BundleError for a circle."""
-    return _visit(sorted(held), modules, set(held))
-
-
-def _visit(roots: Iterable[str], modules: Mapping[str, Module], among: set[str]) -> list[str]:
+def reached(
+    roots: Iterable[str], modules: Mapping[str, Module], among: Collection[str] | None = None
+) -> list[str]:
+    """`roots` and all that they import at the top, of `among`, each behind what it needs itself. Raises
+    BundleError for a circle."""
     done: dict[str, None] = {}
-    open_: list[str] = []
 
-    def visit(name: str) -> None:
-        if name in open_:
-            raise BundleError(f"{' -> '.join([*open_, name])}: modules import each other in a circle")
-        if name in done or name not in among:
-            return
-        open_.append(name)
-        for needed in modules[name].eager:
-            visit(needed)
-        open_.pop()
-        done[name] = None
+    def visit(name: str, *above: str) -> None:
+        if name in above:
+            raise BundleError(f"{' -> '.join([*above, name])}: modules import each other in a circle")
+        if name not in done and name in (modules if among is None else among):
+            for needed in modules[name].eager:
+                visit(needed, *above, name)
+            done[name] = None
 
-    for root in roots:
+    for root in sorted(roots):
         visit(root)
     return list(done)
+
+
+class Names:
+    """What definitions are called where `modules` are joined; those of `kept` as they are. Raises
+    BundleError when two modules import different things under one name."""
+
+    def __init__(self, modules: Mapping[str, Module], kept: Collection[str] = ()) -> None:
+        self.modules, foreign = modules, dict[str, Imported]()
+        for one in (o for module in modules.values() for o in (*module.others, *module.guarded)):
+            if foreign.setdefault(one.alias, one) != one:
+                found = f"{one.alias!r} is {one.name!r} of {one.module!r} and of another module"
+                raise BundleError(f"{found}; give one of them another name")
+        known = Counter(name for module in modules.values() for name in module.defined)
+        taken = {*dir(builtins), *foreign} - {KEPT}
+        self.final = {
+            (module.name, name): qualified(module.name, name)
+            if name != KEPT and module.name not in kept and (known[name] > 1 or name in taken)
+            else name
+            for module in modules.values()
+            for name in module.defined
+        }
+
+    def home(self, module: str, name: str) -> tuple[str, str]:
+        """The module that defines what `module` knows as `name`, and what that is called. Raises
+        BundleError for a name that it has not."""
+        if (module, name) in self.final:
+            return module, self.final[module, name]
+        held = self.modules[module]
+        for found in held.ours:
+            if found.alias == name:
+                return self.home(found.module, found.name)
+        if any(found.alias == name for found in (*held.others, *held.guarded)):
+            return module, name
+        raise BundleError(f"{module} has no {name}, which another module imports from it")
+
+    def of(self, one: Imported) -> str:
+        """What an import gives is called."""
+        return self.home(one.module, one.name)[1]
+
+    def changed(self, module: Module) -> dict[str, str]:
+        """Global names in the text of `module` that are called otherwise. Raises BundleError for a new
+        name that has another meaning there."""
+        typing = [found for found in module.typing if found.module in self.modules]
+        called = {name: self.final[module.name, name] for name in module.defined}
+        called |= {one.alias: self.of(one) for one in (*module.ours, *typing)}
+        changed = {old: new for old, new in called.items() if old != new}
+        for old, new in changed.items():
+            if new in module.words - changed.keys():
+                raise BundleError(f"{module.name}: {old} becomes {new}, which is local there; rename it")
+        return changed
+
+
+def qualified(module: str, name: str) -> str:
+    """`name` with the last two parts of its module in front, in the case of its kind."""
+    bare = name.lstrip("_")
+    hidden = name[: len(name) - len(bare)]
+    words = dict.fromkeys(part.removesuffix("_blr") for part in module.split(".")[-2:])
+    words.pop(bare.lower(), None)  # `VARIANTS` of blast.variants is `BLAST_VARIANTS`
+    prefix = "_".join(words)
+    if bare.isupper():
+        return f"{hidden}{prefix.upper()}_{bare}"
+    if bare[0].isupper():
+        return f"{hidden}{prefix.title().replace('_', '')}{bare}"
+    return f"{hidden}{prefix}_{bare}"
 
 
 class _Writer:
@@ -97,128 +151,70 @@ class _Writer:
 
     def text(self, about: str, order: Sequence[str]) -> str:
         held = [self.names.modules[name] for name in order]
-        if sum(not KEPT.isdisjoint(module.defined) for module in held) > 1:
-            raise BundleError(f"{self.file}: two of {', '.join(order)} define {', '.join(KEPT)}")
-        parts = [f'{HEAD}"""{about}\n"""']
-        parts.append("from __future__ import annotations\n\n" + self._imports(held))
-        parts += [f"{RULE} {module.name}\n{self._section(module)}" for module in held]
-        return "\n\n".join(part.strip("\n") for part in parts) + "\n"
-
-    def _imports(self, held: Sequence[Module]) -> str:
+        if sum(KEPT in module.defined for module in held) > 1:
+            raise BundleError(f"{self.file}: two of {', '.join(order)} define {KEPT}")
         plain = {one for module in held for one in module.others}
         guarded = {one for module in held for one in module.guarded}
-        blocks = [*_by_origin(plain - guarded), _guard(self.file, guarded), self._siblings(held)]
-        return "\n".join(block for block in blocks if block)
+        packages = ", ".join(sorted({(one.module or one.name).partition(".")[0] for one in guarded}))
+        tried = indent(_imports(guarded), "    ")
+        tried = GUARD.format(imports=tried, file=self.file, packages=packages)
+        parts = [f'{HEAD}"""{about}\n"""', "from __future__ import annotations"]
+        parts += [_imports(plain - guarded), tried if guarded else "", self._siblings(held)]
+        parts += [f"{RULE} {module.name}\n{self._section(module)}" for module in held]
+        return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
     def _siblings(self, held: Sequence[Module]) -> str:
         """Imports of what earlier files define."""
         needed: dict[str, set[str]] = defaultdict(set)
-        for module in held:
-            for one in module.ours:
-                home = self.homes[self.names.home(one.module, one.name)]
-                if home != self.file:
-                    needed[home].add(self.names.of(one.module, one.name))
+        for one in (one for module in held for one in module.ours):
+            module, name = self.names.home(one.module, one.name)
+            if self.homes[module] != self.file:
+                needed[self.homes[module]].add(name)
         if late := sorted(needed.keys() - self.earlier):
             raise BundleError(f"{self.file} needs {late[0]}, which comes after it, at its top")
-        return "".join(_from(f".{home}", sorted(found)) for home, found in sorted(needed.items()))
+        return "\n".join(_from(f".{home}", found) for home, found in sorted(needed.items()))
 
     def _section(self, module: Module) -> str:
-        edits = [_span(module, node, b"") for node in module.dropped]
-        edits += [_span(module, node, self._inner(module, node)) for node in module.inner]
-        edits += _renamings(module, self.names.changed(module))
+        edits = [(*_span(module, node), b"") for node in module.dropped]
+        edits += [(*_span(module, node), self._inner(node)) for node in module.inner]
+        for old, new in self.names.changed(module).items():
+            edits += [(at, at + len(old.encode()), new.encode()) for at in module.uses(old)]
         data = module.data
-        for start, end, new in sorted(edits, reverse=True):
-            data = data[:start] + new + data[end:]
+        for start, end, new_text in sorted(edits, reverse=True):
+            data = data[:start] + new_text + data[end:]
         return re.sub(r"\n{3,}", "\n\n", data.decode())
 
-    def _inner(self, module: Module, node: ast.ImportFrom) -> bytes:
+    def _inner(self, node: ast.ImportFrom) -> bytes:
         """What stands for an import inside a function."""
-        target = node.module or ""
+        target, wanted = node.module or "", imported(node)
         if target not in self.homes:
-            names = " = ".join(one.alias for one in imported(node))
+            names = " = ".join(one.alias for one in wanted)
             return LEFT_OUT.format(names=names, module=target).encode()
-        found = [(self.names.of(i.module, i.name), i.alias) for i in imported(node)]
-        home = self.homes[target]
-        if home != self.file:
-            return f"from .{home} import {', '.join(_as(*pair) for pair in found)}".encode()
-        indent = "\n" + " " * node.col_offset
-        _check_dropped(module, node, [alias for name, alias in found if name == alias])
-        return indent.join([f"{alias} = {n}" for n, alias in found if n != alias] or ["pass"]).encode()
+        names = ", ".join(_as(self.names.of(one), one.alias) for one in wanted)
+        return f"from .{self.homes[target]} import {names}".encode()
 
 
-def _check_dropped(module: Module, node: ast.ImportFrom, dropped: list[str]) -> None:
-    """Refuse a name that is local elsewhere in its function: the global would not be seen."""
-    function = next(
-        f for f in ast.walk(module.tree) if isinstance(f, ast.FunctionDef) and node in list(ast.walk(f))
-    )
-    others = [n for n in ast.walk(function) if n is not node]
-    bound = {n.id for n in others if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    bound |= {a.asname or a.name for n in others if isinstance(n, ast.ImportFrom) for a in n.names}
-    if clash := sorted(bound & set(dropped)):
-        raise BundleError(f"{module.name}, line {node.lineno}: {clash[0]} is bound twice; use two names")
-
-
-def _renamings(module: Module, changed: Mapping[str, str]) -> list[Edit]:
-    edits = []
-    for use in module.uses:
-        new = changed.get(use.name)
-        if new is None:
-            continue
-        where = f"{module.name}, line {use.line}: {use.name}"
-        if use.unclear:
-            raise BundleError(f"{where} may be the class's or the module's; rename one of them")
-        if new in use.hidden:
-            raise BundleError(f"{where} becomes {new}, which is local there; rename the local one")
-        start = module.starts[use.line - 1] + use.column
-        end = start + len(use.name.encode())
-        if module.data[start:end] != use.name.encode():
-            raise BundleError(f"{where} cannot be renamed inside a string; take it out of it")
-        edits.append((start, end, new.encode()))
-    return edits
-
-
-def _span(module: Module, node: ast.stmt, new: bytes) -> Edit:
-    """`new` in the place of a statement; with its lines where it stands alone."""
-    start = module.starts[node.lineno - 1] + node.col_offset
+def _span(module: Module, node: ast.stmt) -> tuple[int, int]:
+    """Where a statement lies; one at the top with its whole lines."""
     last = node.end_lineno or node.lineno
-    if not new and node.col_offset == 0:
-        return start, module.starts[last], new
-    return start, module.starts[last - 1] + (node.end_col_offset or 0), new
+    if node.col_offset == 0:
+        return module.starts[node.lineno - 1], module.starts[last]
+    ends = module.starts[last - 1] + (node.end_col_offset or 0)
+    return module.starts[node.lineno - 1] + node.col_offset, ends
 
 
-def _by_origin(found: set[Imported]) -> list[str]:
-    """Import statements of the standard library, then of packages."""
-    standard = {one for one in found if _top(one) in sys.stdlib_module_names}
-    return [_statements(standard), _statements(found - standard)]
+def _imports(found: Iterable[Imported]) -> str:
+    """Import statements, one a module."""
+    parts: dict[str, set[str]] = defaultdict(set)
+    for one in found:
+        parts[one.module].add(_as(one.name, one.alias))
+    whole = [f"import {name}" for name in sorted(parts.pop("", ()))]
+    return "\n".join([*whole, *(_from(module, names) for module, names in sorted(parts.items()))])
 
 
-def _top(one: Imported) -> str:
-    return (one.module or one.name).partition(".")[0]
-
-
-def _statements(found: Iterable[Imported]) -> str:
-    whole = sorted(f"import {_as(one.name, one.alias)}\n" for one in found if not one.module)
-    parts: dict[str, list[str]] = defaultdict(list)
-    for one in sorted(found):
-        if one.module:
-            parts[one.module].append(_as(one.name, one.alias))
-    return "".join(whole) + "".join(_from(module, names) for module, names in sorted(parts.items()))
-
-
-def _guard(file: str, found: set[Imported]) -> str:
-    if not found:
-        return ""
-    packages = ", ".join(sorted({_top(one) for one in found}))
-    body = "".join(f"    {line}\n" for line in _statements(found).splitlines())
-    failure = f'raise ImportError("{file}.py needs {packages}") from error'
-    return f"try:\n{body}except ImportError as error:\n    {failure}\n"
-
-
-def _from(module: str, names: Sequence[str]) -> str:
-    line = f"from {module} import {', '.join(names)}\n"
-    if len(line) <= WIDTH:
-        return line
-    return f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")\n"
+def _from(module: str, names: Iterable[str]) -> str:
+    line = f"from {module} import {', '.join(sorted(names))}"
+    return line if len(line) <= WIDTH else fill(line.replace("import ", "import (") + ")", WIDTH)
 
 
 def _as(name: str, alias: str) -> str:

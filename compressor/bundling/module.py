@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from blr.compressor.bundling.scopes import Use, bound_names, global_uses
-
-OURS = "blr."
-Statement = ast.Import | ast.ImportFrom
+OURS, KEYWORDS = "blr.", (b"def ", b"class ")
+Function = ast.FunctionDef | ast.Lambda
+Import = ast.Import | ast.ImportFrom
 
 
 class BundleError(Exception):
@@ -32,7 +32,6 @@ class Module:
 
     ours, others: what it imports at the top, of this package and of others; `guarded` the same of
     others inside ``try: … except ImportError``; `typing` of ours for annotations only.
-    inner: imports of this package inside functions. dropped: statements with no place in a bundle.
     """
 
     name: str
@@ -41,82 +40,108 @@ class Module:
     typing: list[Imported] = field(default_factory=list)
     others: list[Imported] = field(default_factory=list)
     guarded: list[Imported] = field(default_factory=list)
-    inner: list[ast.ImportFrom] = field(default_factory=list)
-    dropped: list[ast.stmt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tree = ast.parse(self.text, self.name)
-        for node in self.tree.body:
-            self._read(node)
-        top = {id(part) for node in self.dropped for part in ast.walk(node)}
-        inner = (n for n in ast.walk(self.tree) if isinstance(n, ast.ImportFrom) and id(n) not in top)
-        self.inner = [node for node in inner if _is_ours(node)]
+        self.tree, self.data = ast.parse(self.text, self.name), self.text.encode()
+        self.lines = self.data.splitlines(keepends=True)
+        self.starts = [0, *accumulate(map(len, self.lines))]  # syntax trees count in bytes
+        self.dropped = [node for node in self.tree.body if self._read(node)]
+        self.held = [node for node in self.tree.body if node not in self.dropped]
+        self.defined = list(dict.fromkeys(name for node in self.held for name in bound_names(node)))
+        every = [node for top in self.held for node in ast.walk(top)]
+        if any(isinstance(node, ast.Global) for node in every):
+            raise SyntaxError(f"{self.name}: `global` cannot be bundled; hold the value in an object")
+        self.inner = [node for node in every if isinstance(node, ast.ImportFrom) and _is_ours(node)]
+        self.eager = sorted({found.module for found in self.ours})
+        self.lazy = sorted({node.module or "" for node in self.inner})
 
-    def _read(self, node: ast.stmt) -> None:
-        if isinstance(node, Statement):
-            self._read_import(node, self.ours, self.others)
-        elif isinstance(node, ast.Try) and all(isinstance(part, Statement) for part in node.body):
-            for part in node.body:
-                self._read_import(part, self.ours, self.guarded)
+    def _read(self, node: ast.stmt) -> bool:
+        """Keep what a statement imports; whether it has no place in a bundle."""
+        if isinstance(node, Import):
+            self._read_imports([node], self.ours, self.others)
+        elif isinstance(node, ast.Try) and isinstance(node.body[0], Import):
+            self._read_imports(node.body, self.ours, self.guarded)
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            for part in node.body:
-                self._read_import(part, self.typing, [])
-        elif not (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"):
-            return
-        self.dropped.append(node)
+            self._read_imports(node.body, self.typing, [])
+        else:
+            return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        return True
 
-    def _read_import(self, node: ast.stmt, ours: list[Imported], others: list[Imported]) -> None:
-        found = imported(node)
-        if getattr(node, "module", None) not in ("__future__", "typing") or _is_ours(node):
+    def _read_imports(self, nodes: list[ast.stmt], ours: list[Imported], others: list[Imported]) -> None:
+        for node in nodes:
+            found = [one for one in imported(node) if one.name not in ("annotations", "TYPE_CHECKING")]
             (ours if _is_ours(node) else others).extend(found)
-        else:  # TYPE_CHECKING has no use without its block
-            others.extend(i for i in found if i.module == "typing" and i.name != "TYPE_CHECKING")
 
     @cached_property
-    def defined(self) -> list[str]:
-        """Names that the module itself binds, in the order of its text."""
-        held = [node for node in self.tree.body if node not in self.dropped]
-        return list(dict.fromkeys(name for node in held for name in bound_names([node])))
+    def words(self) -> set[str]:
+        """Every name that it binds or reads anywhere, but attributes."""
+        nodes = list(ast.walk(self.tree))
+        arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        return arguments | {node.id for node in nodes if isinstance(node, ast.Name)}
 
-    @cached_property
-    def data(self) -> bytes:
-        """Its text, which positions of the syntax tree count in bytes."""
-        return self.text.encode()
+    def uses(self, name: str) -> Iterator[int]:
+        """Where its bytes name the global `name`, or a local that is assigned: in a function all uses of
+        a name are renamed, or none where an argument, import or function has it.
 
-    @cached_property
-    def lines(self) -> list[bytes]:
-        """The same line by line."""
-        return self.data.splitlines(keepends=True)
+        Raises BundleError for a use whose meaning is not clear.
+        """
+        word = name.encode()
+        for line, column in (place for node in self.held for place in _uses(node, name)):
+            start = self.starts[line - 1] + column
+            start += next((len(k) for k in KEYWORDS if self.data.startswith(k, start)), 0)
+            if not self.data.startswith(word, start):
+                raise BundleError(f"{self.name}, line {line}: {name} cannot be renamed inside a string")
+            yield start
 
-    @cached_property
-    def starts(self) -> list[int]:
-        """Offset in bytes of every line."""
-        return [0, *accumulate(map(len, self.lines))]
 
-    @cached_property
-    def uses(self) -> list[Use]:
-        """Where its text names globals."""
-        return global_uses(self.tree, self.lines)
+def _uses(node: ast.AST, name: str, inside: bool = False) -> Iterator[tuple[int, int]]:
+    defined = isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name and not inside
+    if defined or (isinstance(node, ast.Name) and node.id == name):
+        yield node.lineno, node.col_offset  # type: ignore[attr-defined]
+    for child in ast.iter_child_nodes(node):
+        if not _is_local(node, child, name):
+            yield from _uses(child, name, inside or isinstance(node, ast.ClassDef | Function))
 
-    @property
-    def eager(self) -> list[str]:
-        """Modules of ours that must run before it."""
-        return sorted({found.module for found in self.ours})
 
-    @property
-    def lazy(self) -> list[str]:
-        """Modules of ours that it imports inside functions."""
-        return sorted({node.module or "" for node in self.inner})
+def _is_local(node: ast.AST, child: ast.AST, name: str) -> bool:
+    """Whether `name` is another one in a part of a statement: of a function, or of a class."""
+    if isinstance(node, Function) and child is not node.args:
+        body = node.body if isinstance(node.body, list) else [node.body]
+        return child in body and name in _bound_otherwise(node)
+    if not isinstance(node, ast.ClassDef) or isinstance(child, ast.FunctionDef):
+        return False
+    bound = name in (n for part in node.body for n in bound_names(part))
+    loads = (n for n in ast.walk(child) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
+    if bound and any(load.id == name for load in loads):
+        found = f"line {node.lineno}: {name} may be the class's or the module's"
+        raise BundleError(f"{found}; rename one of them")
+    return bound
 
 
 def imported(node: ast.stmt) -> list[Imported]:
     """What an import statement binds. Raises BundleError for anything else."""
-    if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-        return [Imported(node.module, a.name, a.asname or a.name) for a in node.names]
-    if isinstance(node, ast.Import):
-        return [Imported("", a.name, a.asname or a.name) for a in node.names]
-    raise BundleError(f"{ast.unparse(node)!r}: expected an absolute import")
+    if not isinstance(node, Import) or (isinstance(node, ast.ImportFrom) and node.level):
+        raise BundleError(f"{ast.unparse(node)!r}: expected an absolute import")
+    module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+    return [Imported(module, one.name, one.asname or one.name) for one in node.names]
 
 
 def _is_ours(node: ast.AST) -> bool:
     return isinstance(node, ast.ImportFrom) and (node.module or "").startswith(OURS)
+
+
+def bound_names(node: ast.AST) -> list[str]:
+    """Names that a statement binds in its own scope, and those of loops within expressions."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    names = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name))
+    return [inner.id for inner in names if not isinstance(inner.ctx, ast.Load)]
+
+
+def _bound_otherwise(function: Function) -> set[str]:
+    """Names that a function binds as arguments, by imports or as functions of its own."""
+    body = function.body if isinstance(function.body, list) else []
+    nodes = [function.args, *(inner for part in body for inner in ast.walk(part))]
+    arguments = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+    names = {getattr(node, "asname", None) or getattr(node, "name", None) for node in nodes}
+    return arguments | {name for name in names if name}

@@ -79,10 +79,8 @@ def kind_of(config: Mapping[str, Any]) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of `folder`, checked.
-
-    Raises InputError: unreadable, hostile, no model type, counts that no model has.
-    """
+    """config.json of `folder`, checked. Raises InputError: unreadable, hostile, no model type, counts
+    that no model has."""
     path = inside(folder, "config.json")
     config = read_json(path, MAX_BYTES, constants=True)
     if depth(config) > MAX_DEPTH:
@@ -100,10 +98,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_counts(config: dict[str, Any], folder: Path, tensors: int) -> None:
-    """Refuses a config that announces more layers than there are tensors, or countless experts.
-
-    Raises InputError.
-    """
+    """Refuses a config that announces more layers than there are tensors, or countless experts. Raises
+    InputError."""
     limits = ((_LAYERS, max(tensors, FEW_LAYERS)), (_EXPERTS, max(tensors, FEW_EXPERTS)))
     native = {key: value for key, value in config.items() if key != "blr"}  # whose blocks are others
     for key, value in _integers(native):

@@ -20,7 +20,7 @@ def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, **part} if isinstance(part, Mapping) else config
 
 
-def _stretched(rope: Any) -> int:
+def _stretched(rope: object) -> int:
     """Positions that scaled rotations reach: YaRN's models are documented with the limit that they were
     trained with, and a factor beside it. 0 where it does not say both."""
     if not isinstance(rope, Mapping):

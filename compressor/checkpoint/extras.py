@@ -102,7 +102,7 @@ def inert(value: Any, known: Collection[str] | None = None) -> Any:
     return {key: held if key in _LABELS else inert(held, known) for key, held in kept.items()}
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether it is what transformers writes for a float that JSON has no word for."""
     return isinstance(value, dict) and value.keys() == {"__float__"} and value["__float__"] in _FLOATS
 
@@ -120,10 +120,8 @@ def carried(path: Path) -> bytes | Path:
 
 
 def is_small_json(path: Path) -> bool:
-    """Whether a file can be parsed and rewritten without its hints of code.
-
-    Raises InputError for one that cannot be read, or of over 16 MiB.
-    """
+    """Whether a file can be parsed and rewritten without its hints of code. Raises InputError for one
+    that cannot be read, or of over 16 MiB."""
     try:
         return depth(json.loads(read_whole(path, MAX_JSON_BYTES))) <= MAX_JSON_DEPTH
     except (ValueError, RecursionError):
@@ -131,11 +129,8 @@ def is_small_json(path: Path) -> bool:
 
 
 def check_small_json(folder: Path, name: str) -> None:
-    """Refuse a small JSON file that a loader would choke on, now rather than after the work.
-
-    Raises InputError: no UTF-8, no JSON, nested deeply, or neither an object nor (modules.json) a
-    list.
-    """
+    """Refuse a small JSON file that a loader would choke on, now rather than after the work. Raises
+    InputError: no UTF-8, no JSON, nested deeply, or neither an object nor (modules.json) a list."""
     path = inside(folder, name)
     if not PARSED.fullmatch(name):
         return
@@ -151,7 +146,7 @@ def check_small_json(folder: Path, name: str) -> None:
         refuse(path, f"JSON of type {type(table).__name__}", "an object", REMEDY)
 
 
-def _is_hint(key: str, value: Any, known: Collection[str] | None) -> bool:
+def _is_hint(key: str, value: object, known: Collection[str] | None) -> bool:
     if len(key) > LONGEST_KEY or _CODE.fullmatch(key):
         return True
     if known is None or key in known or not _SOUNDS_LIKE_CODE.fullmatch(key):
@@ -159,7 +154,7 @@ def _is_hint(key: str, value: Any, known: Collection[str] | None) -> bool:
     return _holds_text(value)
 
 
-def _holds_text(value: Any) -> bool:
+def _holds_text(value: object) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return isinstance(value, str) or any(_holds_text(item) for item in inner)
 
@@ -184,11 +179,8 @@ class Extras:
 
 
 def find_extras(folder: Path, weights: set[str]) -> Extras:
-    """What is beside the files `weights` and config.json.
-
-    Raises InputError: the folder cannot be listed, or a known file is no plain file, too large or
-    malformed.
-    """
+    """What is beside the files `weights` and config.json. Raises InputError: the folder cannot be
+    listed, or a known file is no plain file, too large or malformed."""
     modules = _modules(folder)
     carried: dict[str, Path] = {}
     left: list[str] = []

@@ -130,10 +130,8 @@ def read_header(path: Path) -> Header:
 
 
 def header_bytes(path: Path) -> bytes:
-    """All of a safetensors file before its tensors: the length of the header and the header.
-
-    Raises InputError as `read_header`.
-    """
+    """All of a safetensors file before its tensors: the length of the header and the header. Raises
+    InputError as `read_header`."""
     with open_regular(path) as file:
         raw = _header_bytes(file, path, _size(file, path))
     return len(raw).to_bytes(8, "little") + raw
@@ -164,7 +162,7 @@ def _header_bytes(file: io.FileIO, path: Path, size: int) -> bytearray:
     return raw
 
 
-def _entry(name: str, raw: Any, path: Path, base: int, size: int) -> TensorEntry:
+def _entry(name: str, raw: object, path: Path, base: int, size: int) -> TensorEntry:
     """The entry of one tensor, checked by itself; `base` is where data begin, `size` the file's."""
     check_name(name, path)
     if type(raw) is not dict or raw.keys() != {"dtype", "shape", "data_offsets"}:
@@ -225,10 +223,8 @@ def _check_tiling(entries: list[TensorEntry], path: Path, base: int, size: int) 
 
 
 def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, str]]:
-    """The weight files of `folder` in sorted order, and tensor name -> file name if indexed.
-
-    Raises InputError: a malformed index, file names that are not plain, missing files.
-    """
+    """The weight files of `folder` in sorted order, and tensor name -> file name if indexed. Raises
+    InputError: a malformed index, file names that are not plain, missing files."""
     has_single = os.path.lexists(folder / single)
     if not os.path.lexists(folder / index):
         return [inside(folder, single)], {}
@@ -241,10 +237,8 @@ def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict
 
 
 def read_index(path: Path, suffix: str) -> dict[str, str]:
-    """`weight_map` of the index at `path`: safe tensor names to plain file names.
-
-    Raises InputError for any other.
-    """
+    """`weight_map` of the index at `path`: safe tensor names to plain file names. Raises InputError for
+    any other."""
     index = read_json(path, MAX_INDEX_BYTES)
     weight_map = index.get("weight_map")
     if type(weight_map) is not dict or not weight_map:

@@ -71,9 +71,7 @@ def convert_pickle(folder: Path, scratch: Path, library: Library = TRANSFORMERS)
 
 def _check_archive(path: Path) -> set[int]:
     """Refuses what is no plain torch archive: compressed, duplicated, or asking for other names.
-
-    Returns the sizes of its records in bytes.
-    """
+    Returns the sizes of its records in bytes."""
     with open_regular(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
@@ -112,10 +110,8 @@ def _check_pickle(path: Path, data: bytes) -> None:
 
 
 def _load(path: Path, sizes: set[int]) -> dict[str, Tensor]:
-    """The state dict of one shard, mapped and not read, every tensor checked.
-
-    `sizes` are those of the archive's records, of which each storage must have one.
-    """
+    """The state dict of one shard, mapped and not read, every tensor checked. `sizes` are those of the
+    archive's records, of which each storage must have one."""
     import torch
 
     try:

@@ -56,10 +56,8 @@ def is_barred(path: Path) -> bool:
 
 
 def open_regular(path: Path) -> io.FileIO:
-    """Opens a regular file for unbuffered reading; never waits on a FIFO nor touches a device.
-
-    Raises InputError: it does not exist, cannot be read, or is not a regular file.
-    """
+    """Opens a regular file for unbuffered reading; never waits on a FIFO nor touches a device. Raises
+    InputError: it does not exist, cannot be read, or is not a regular file."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             refuse(path, "a folder, FIFO or device", "a regular file", "name one, or put it there")
@@ -83,10 +81,8 @@ def refuse_pointer(path: Path, start: bytes | bytearray) -> None:
 
 
 def read_exactly(file: io.FileIO, path: Path, start: int, count: int) -> bytearray:
-    """`count` bytes at offset `start`; `path` names the file in errors.
-
-    Raises InputError: the file ends early or cannot be read.
-    """
+    """`count` bytes at offset `start`; `path` names the file in errors. Raises InputError: the file
+    ends early or cannot be read."""
     buffer = bytearray(count)
     view, done = memoryview(buffer), 0
     try:
@@ -110,10 +106,8 @@ def check_size(path: Path, file: io.FileIO, limit: int) -> int:
 
 
 def read_whole(path: Path, limit: int) -> bytearray:
-    """The bytes of the regular file `path`, of at most `limit` bytes.
-
-    Raises InputError: as `open_regular`, or a larger file.
-    """
+    """The bytes of the regular file `path`, of at most `limit` bytes. Raises InputError: as
+    `open_regular`, or a larger file."""
     with open_regular(path) as file:
         data = read_exactly(file, path, 0, check_size(path, file, limit))
     refuse_pointer(path, data)
@@ -122,9 +116,7 @@ def read_whole(path: Path, limit: int) -> bytearray:
 
 def read_start(path: Path, count: int = 1 << 15, strict: bool = False) -> str:
     """The first `count` bytes of a text file, what is no UTF-8 replaced, or where `strict` refused.
-
-    Raises InputError.
-    """
+    Raises InputError."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         data = bytes(read_exactly(file, path, 0, min(size, count)))
@@ -195,9 +187,7 @@ def _lines(file: io.TextIOWrapper, path: Path, longest: int) -> Iterator[str]:
 
 def inside(folder: Path, name: str) -> Path:
     """`folder`/`name`, after checking that its links stay in the folder or its hub cache's blobs.
-
-    Raises InputError: missing, a dangling or endless link, or one that leads elsewhere.
-    """
+    Raises InputError: missing, a dangling or endless link, or one that leads elsewhere."""
     path, root = folder / name, Path(os.path.realpath(folder))
     try:
         real = Path(os.path.realpath(path, strict=True))

@@ -39,11 +39,8 @@ class RemoteShard:
     _digests: dict[tuple[int, int], str] = field(default_factory=dict, repr=False)
 
     def read(self, start: int, end: int, chunk: int, path: Path) -> Iterator[bytearray]:
-        """Yields the bytes from `start` to `end` in pieces of at most `chunk` bytes.
-
-        Raises HubError: the hub refuses, or fails again and again. InputError: it sends other bytes than
-        before.
-        """
+        """Yields the bytes from `start` to `end` in pieces of at most `chunk` bytes. Raises HubError:
+        the hub refuses, or fails again and again. InputError: it sends other bytes than before."""
         digest = hashlib.sha256()
         for at in range(start, end, chunk):
             piece = self._piece(at, min(at + chunk, end))

@@ -58,11 +58,8 @@ def check_against_config(
 
 
 def evaluate(source: Source, symbol: str | int) -> int | None:
-    """Value of a symbolic dimension for the config of `source`; None if unknown or any.
-
-    Raises InputError: a config value that is no integer from 1 to 2**31; ValueError: `symbol` is
-    malformed.
-    """
+    """Value of a symbolic dimension for the config of `source`; None if unknown or any. Raises
+    InputError: a config value that is no integer from 1 to 2**31; ValueError: `symbol` is malformed."""
     if symbol == ANY:
         return None
     total = 0

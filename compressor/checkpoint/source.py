@@ -126,10 +126,8 @@ class Source:
         return digest.hexdigest()
 
     def load_tensor(self, entry: TensorEntry) -> Tensor:
-        """The tensor in its stored dtype and shape, in memory of its own.
-
-        Raises InputError: as `read_bytes`, or a dtype that torch has no bytes for (F4, F6).
-        """
+        """The tensor in its stored dtype and shape, in memory of its own. Raises InputError: as
+        `read_bytes`, or a dtype that torch has no bytes for (F4, F6)."""
         import torch
 
         if entry.dtype not in TORCH_NAMES:
@@ -232,9 +230,7 @@ def _refuse_folder(folder: Path, found: str, names: Library = TRANSFORMERS) -> N
 
 def in_place_of(folder: Path) -> tuple[str, str] | None:
     """What `folder` holds that is no checkpoint of transformers, and what to do; None if nothing known.
-
-    The first of `KINDS` that matches anything decides. Only names are read.
-    """
+    The first of `KINDS` that matches anything decides. Only names are read."""
     for pattern, found, advice in KINDS:
         if match := min(folder.glob(pattern), default=None):
             name, place = folder.name.removeprefix("models--").replace("--", "/"), match.parent

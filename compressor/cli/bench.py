@@ -77,11 +77,9 @@ def finish(report: BenchReport, code: int, output: Path | None, format: Format) 
         raise typer.Exit(code)
 
 
-def add(name: str, settings: type) -> None:
-    """The command `name`: it runs `bench.NAME.run_NAME`, and its help is the docstring of `settings`."""
+def add_command(name: str, settings: type, said: str) -> None:
+    """Add the command `name`, which calls `run_NAME` of the module bench/NAME; `said` is its help."""
 
-    @bench_app.command(name, help=(settings.__doc__ or "").partition("\n")[0])
-    @taking(setting_options(settings))
     def command(
         output: OutputOption = None,
         quiet: Quiet = False,
@@ -96,11 +94,11 @@ def add(name: str, settings: type) -> None:
         report, code = run(asked, progress)
         finish(report, code, output, format)
 
+    command.__doc__ = said
+    bench_app.command(name)(taking(setting_options(settings))(command))
 
-for name, settings in (
-    ("layers", LayerOptions),
-    ("decode", DecodeOptions),
-    ("prefill", PrefillOptions),
-    ("memory", MemoryOptions),
-):
-    add(name, settings)
+
+add_command("layers", LayerOptions, "Time layers: dense, plain torch, torch.compile and ours.")
+add_command("decode", DecodeOptions, "Time decoding: transformers compiled, and our runtime.")
+add_command("prefill", PrefillOptions, "Time prompts in transformers, in bf16 and fp8.")
+add_command("memory", MemoryOptions, "Measure memory of a forward pass: dense, low-rank and ours.")

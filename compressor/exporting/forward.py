@@ -72,10 +72,8 @@ def eager_attention(model: Any) -> Iterator[None]:
 
 
 def example_inputs(model: Any, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Inputs to trace with, and which of their axes are free.
-
-    Raises CapabilityError for a model that takes neither token ids nor images.
-    """
+    """Inputs to trace with, and which of their axes are free. Raises CapabilityError for a model that
+    takes neither token ids nor images."""
     batch, tokens = EXAMPLE
     rows, config = torch.export.Dim("batch", min=1), model.config
     if model.main_input_name == "input_ids":
@@ -163,7 +161,7 @@ def write_onnx(model: Any, folder: Path, progress: Progress) -> dict[str, tuple[
     return {name: ((folder / name).stat().st_size, sha256_file(folder / name)) for name in written}
 
 
-def _trace(model: Any, path: Path) -> list[str]:
+def _trace(model: object, path: Path) -> list[str]:
     """Write the graph of `model`; the names of its results."""
     inputs, free = example_inputs(model, "onnx")
     forward = plain_forward(model)
@@ -177,7 +175,7 @@ def _trace(model: Any, path: Path) -> list[str]:
     return names
 
 
-def _check_graph(model: Any, path: Path, names: list[str], progress: Progress) -> None:
+def _check_graph(model: object, path: Path, names: list[str], progress: Progress) -> None:
     """Compare the graph with the model at sizes that were not traced."""
     if is_missing(CHECKER):
         progress.notes([f"{CHECKER} not installed: {path.name} is not compared with the model; {PIP}"])
@@ -264,10 +262,8 @@ def export_program(model: Any, inputs: dict[str, Tensor], free: dict[str, Any]) 
 
 
 def _results(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a package computes in a process of its own, with torch alone, on the CPU.
-
-    Raises CapabilityError where it cannot be loaded or run: some versions of torch crash there.
-    """
+    """What a package computes in a process of its own, with torch alone, on the CPU. Raises
+    CapabilityError where it cannot be loaded or run: some versions of torch crash there."""
     with scratch_folder() as folder:
         given, found = folder / "inputs", folder / "outputs"
         torch.save(inputs, given)

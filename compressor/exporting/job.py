@@ -117,9 +117,9 @@ def _planned(
         kind = checkpoint.source.model_type
         raise UsageError(f"--text: no {kind} that continues text, leave the option out")
     if options.kind == "dense":
-        from blr.compressor.exporting.dense import plan_dense as planned
+        from blr.compressor.exporting.ordinary import plan_dense as planned
     elif options.kind == "plain":
-        from blr.compressor.exporting.plain import plan_plain as planned
+        from blr.compressor.exporting.ordinary import plan_plain as planned
     else:
         from blr.compressor.exporting.plan import plan_export as planned
     return ExportRun(planned(checkpoint, options), options, workspace, progress)
@@ -198,7 +198,7 @@ class ExportRun(FolderRun):
     def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
         """Load what was written; with it the compiled forward pass, if that is asked for."""
         from blr.compressor.exporting.forward import write_onnx, write_pt2
-        from blr.compressor.exporting.reload import load_export
+        from blr.compressor.exporting.plan import load_export
 
         written = self.plan.check_loads(partial)
         if self.options.kind == "pt2":
@@ -227,10 +227,8 @@ class ExportRun(FolderRun):
         }
 
     def digest(self) -> str:
-        """All is compared with its manifest as it is read.
-
-        Raises InputError for bytes that differ, NumericsError for weights that no layer can have.
-        """
+        """All is compared with its manifest as it is read. Raises InputError for bytes that differ,
+        NumericsError for weights that no layer can have."""
         from blr.compressor.base.disk import sha256_file
         from blr.compressor.exporting.files import kept_files
         from blr.compressor.exporting.tensors import check_products

@@ -65,11 +65,8 @@ class ExportOptions(RunSettings):
 
 
 def check_options(options: ExportOptions) -> ExportOptions:
-    """`options` with None for a kind "none".
-
-    Raises UsageError; CapabilityError for more sequences than the kernels take, or packages that are not
-    installed.
-    """
+    """`options` with None for a kind "none". Raises UsageError; CapabilityError for more sequences than
+    the kernels take, or packages that are not installed."""
     if not 1 <= options.batch <= MAX_BATCH:
         refusal = UsageError if options.batch < 1 else CapabilityError
         raise refusal(

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from blr.compressor.base.errors import NumericsError, UsageError
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
 from blr.compressor.modeling.layers import KernelLinear, StructuredLinear, layer_of
-from blr.compressor.modeling.packed import EXPORT_BITS
+from blr.compressor.modeling.stages import EXPORT_BITS
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec
 
 KINDS = {f"int{bits}": bits for bits in EXPORT_BITS}
@@ -33,9 +33,7 @@ def parse_kind(kind: str) -> int:
 
 def quantize_layer(layer: nn.Module, bits: int) -> tuple[KernelLinear, dict[str, float]]:
     """The quantized module in place of a structured layer, an nn.Linear or a Conv1D, and its errors.
-
-    Scales and what is not quantized keep the layer's dtype and device.
-    """
+    Scales and what is not quantized keep the layer's dtype and device."""
     bias = getattr(layer, "bias", None)
     if isinstance(layer, StructuredLinear):
         factors = {name: layer.factor(name).detach() for name in layer.held}

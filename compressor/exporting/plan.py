@@ -1,4 +1,4 @@
-"""What an export will write, from headers alone."""
+"""What an export will write, from headers alone, and whether it loads: by shapes, then from files."""
 
 from __future__ import annotations
 
@@ -8,19 +8,63 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationMixin
+
 from blr.compressor import __version__
-from blr.compressor.base.errors import UsageError
+from blr.compressor.base.device import pick_device
+from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.files import export_config, small_files
 from blr.compressor.exporting.forward import check_pt2
 from blr.compressor.exporting.options import DEFAULT_CONTEXT, ExportOptions
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.quantizer import PackedHead, Quantizer, find_head, make_quantizer
-from blr.compressor.exporting.reload import check_fits, export_context
 from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors, slower_layers
+from blr.compressor.loading.native import native_class, native_errors, read_context
+from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.modeling.models import model_class
+from blr.compressor.modeling.registry import register
 from blr.compressor.modeling.settings import LAYOUT, ExportSettings
-from blr.compressor.output.files import check_loads
+from blr.compressor.output.files import check_fills, check_loads
 from blr.compressor.runtime.failures import CACHES
-from blr.compressor.structures.specs import CorrectedSpec, KroneckerSpec, QuantizedSpec, Spec
+from blr.compressor.structures.specs import KroneckerSpec, Spec, families
+
+
+def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> int | None:
+    """Tokens of context to prepare generation for; None for a model that does not generate.
+
+    Raises UsageError: a context for an encoder; CapabilityError: more than the model has positions;
+    InputError: a model type or architecture that transformers does not have.
+    """
+    source = checkpoint.source
+    native = native_class(source)
+    if not issubclass(native, GenerationMixin):
+        if asked is not None:
+            kind = native.__name__
+            raise UsageError(f"--context {asked}: {kind} generates no text, leave the option out")
+        return None
+    limit = read_context(source)
+    if asked is not None and asked > limit:
+        raise CapabilityError(f"--context {asked}: the model has {limit} positions; choose at most that")
+    return asked or min(limit, default)
+
+
+def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> object:
+    """The class of the model of `config`, which tensors of `shapes` fill. Raises InputError when they do
+    not, or when transformers cannot build it."""
+    with native_errors(source):
+        register(source.model_type)
+        cls = model_class(config["architectures"][0])
+    check_fills(source, cls, config, shapes)
+    return cls
+
+
+def load_export(folder: Path, config: Mapping[str, Any], device: str = "auto") -> object:
+    """The model in `folder`, as stored, in evaluation mode; "auto": on the GPU if there is one."""
+    with quiet_transformers():
+        model = model_class(config["architectures"][0]).from_pretrained(folder, dtype="auto")
+    return model.to(pick_device(device)).eval()
+
 
 WHOLE, INT8 = CACHES
 ROUNDED = ("int8", "int4")  # caches of ranks beside which the runtime's in int8 loses nothing
@@ -109,10 +153,8 @@ def _check_kind(checkpoint: Checkpoint, kind: str, generates: bool) -> None:
 
 
 def _cache(checkpoint: Checkpoint, options: ExportOptions, generates: bool) -> str:
-    """What the runtime keeps of keys and values: as asked, else as the checkpoint does.
-
-    Raises UsageError where it is asked of a model that generates no text.
-    """
+    """What the runtime keeps of keys and values: as asked, else as the checkpoint does. Raises
+    UsageError where it is asked of a model that generates no text."""
     asked = options.kv_quantize
     if asked is not None and not generates:
         raise UsageError(f"--kv-quantize {asked}: this model generates no text, leave the option out")
@@ -151,13 +193,10 @@ def _refuse_packed(checkpoint: Checkpoint, modules: Iterable[str], option: str) 
 
 def without_kernels(spec: Spec) -> bool:
     """Whether the decoding runtime computes a layer by its own forward pass in plain torch."""
-    if isinstance(spec, QuantizedSpec):
-        return spec.fp8 or spec.tiled
-    if not isinstance(spec, CorrectedSpec):
-        return False
-    added = spec.correction
-    packed = isinstance(added, QuantizedSpec) and added.fp8
-    return spec.base.fp8 or packed or added.structure == KroneckerSpec.structure
+    packings = [leaf.packing for _, leaf in spec.parts() if leaf.packing is not None]
+    if len(spec.parts()) == 1:
+        return any(packing.fp8 or packing.tiled for packing in packings)
+    return any(packing.fp8 for packing in packings) or KroneckerSpec.structure in families(spec)
 
 
 def _make_quantizer(

@@ -41,11 +41,8 @@ class DenseLayer:
 
 @dataclass(frozen=True)
 class PackedHead:
-    """The output head, packed to a `kind` of its own.
-
-    `weight` is None for a structured head, and the embedding's for a `tied` one, which is stored as
-    a copy.
-    """
+    """The output head, packed to a `kind` of its own. `weight` is None for a structured head, and the
+    embedding's for a `tied` one, which is stored as a copy."""
 
     module: str
     kind: str
@@ -163,10 +160,7 @@ def make_quantizer(
     head: PackedHead | None = None,
 ) -> Quantizer:
     """For all linear layers of `source`, the structured ones and the dense ones of its family, or for
-    `head` alone if `kind` is None.
-
-    Raises InputError when there are none.
-    """
+    `head` alone if `kind` is None. Raises InputError when there are none."""
     packed = dict(specs) if kind else {}
     dense = _dense_layers(source, packed) if kind else {}
     if head is not None and head.weight is None:
@@ -177,10 +171,8 @@ def make_quantizer(
 
 
 def _without_larger(quantizer: Quantizer) -> Quantizer:
-    """`quantizer` less the layers that it would not make smaller: rows far shorter than a group.
-
-    Raises InputError when none is left.
-    """
+    """`quantizer` less the layers that it would not make smaller: rows far shorter than a group. Raises
+    InputError when none is left."""
     own = {quantizer.head.module} if quantizer.head else set()
     sizes = {m: quantizer.sizes(m) for m in (*quantizer.specs, *quantizer.dense) if m not in own}
     plain = {module for module, (before, packed) in sizes.items() if packed >= before}

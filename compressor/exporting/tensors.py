@@ -21,16 +21,13 @@ from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.quantizer import Quantizer
-from blr.compressor.modeling.kernel_layout import orders, stored_name
 from blr.compressor.runtime.phases import FAMILIES
 from blr.compressor.structures.laid import laid_shape
 from blr.compressor.structures.pivoted import to_low_rank
 from blr.compressor.structures.restore import factors_of, restored
 from blr.compressor.structures.specs import (
     SCALE,
-    CorrectedSpec,
     PivotedSpec,
-    QuantizedSpec,
     Spec,
     Stored,
     leaves,
@@ -38,9 +35,23 @@ from blr.compressor.structures.specs import (
 )
 from blr.compressor.workspace.shards import Slot
 from blr.kernels.common.layout import to_physical
-from blr.kernels.common.orders import Order
+from blr.kernels.common.orders import Order, order_of
 from blr.kernels.common.tables import prefers_dense
 from blr.kernels.fp8.reference import LARGEST
+
+SUFFIX = "_kernel"
+
+
+def stored_name(factor: str) -> str:
+    """``V`` -> ``V_kernel``, ``factors.0`` -> ``factors_kernel.0``."""
+    stem, dot, index = factor.partition(".")
+    return f"{stem}{SUFFIX}{dot}{index}"
+
+
+def orders(spec: Spec) -> dict[str, Order]:
+    """Factor to the order of its axes in kernel layout, as ``{"U": (0, 1), "V": (1, 0)}``."""
+    return {name: order_of(name, len(shape)) for name, shape in spec.shapes().items()}
+
 
 STORED = {name: dtype for dtype, name in TORCH_NAMES.items()}  # torch's name -> safetensors'
 Make = Callable[[], Tensor]
@@ -50,10 +61,8 @@ LINEAR: dict[str, Order] = {"U": (0, 1), "V": (1, 0)}  # axes of factors as weig
 
 @dataclass(frozen=True)
 class Tensors:
-    """`slots` in the order of the source; `make` computes the tensors that are not plain copies.
-
-    The entry of a computed tensor has its own name, dtype and shape, and no place in a file.
-    """
+    """`slots` in the order of the source; `make` computes the tensors that are not plain copies. The
+    entry of a computed tensor has its own name, dtype and shape, and no place in a file."""
 
     slots: list[Slot]
     make: dict[TensorEntry, Make]
@@ -91,7 +100,7 @@ class Tensors:
         """One factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i]; of a
         packed one at its scale, of pivot rows with the rows of U that are theirs."""
         part = entry.name.removeprefix(f"{module}.")
-        factor, whole = part.removesuffix(SCALE), whole_factors(spec)
+        factor, whole = part.removesuffix(SCALE), spec.plain.low_rank()
         if factor not in LINEAR:
             return  # comes with its scale, or with U
         shape = tuple(whole.shapes()[factor][axis] for axis in LINEAR[factor])
@@ -197,19 +206,18 @@ def check_products(
 def _largest(spec: Spec, entry: TensorEntry, prefix: str) -> float:
     """By what the norm of a stored tensor is multiplied to bound that of its factor: scales stand for
     groups of numbers."""
-    if not isinstance(spec, QuantizedSpec) or entry.name.removeprefix(prefix) in spec.shapes():
+    packing = spec.packing
+    if packing is None or entry.name.removeprefix(prefix) in spec.shapes():
         return 1.0
-    if spec.fp8:
+    if packing.fp8:
         factor = next(n for n in spec.shapes() if entry.name == prefix + stored_names(n)[1])
-        return LARGEST * (spec.group or spec.packed_shape(factor)[-1]) ** 0.5
-    return 128.0 * spec.group**0.5
+        return LARGEST * (packing.group or packing.packed_shape(factor)[-1]) ** 0.5
+    return 128.0 * packing.group**0.5
 
 
 def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterator[Bytes]:
-    """The bytes of one planned tensor, in pieces.
-
-    Raises NumericsError for a value that the new dtype does not hold.
-    """
+    """The bytes of one planned tensor, in pieces. Raises NumericsError for a value that the new dtype
+    does not hold."""
     if entry not in tensors.make:
         yield from source.read_bytes(entry)
         return
@@ -232,13 +240,11 @@ def _factors(source: Source, specs: Mapping[str, Spec]) -> dict[str, tuple[str, 
 def relaid_name(spec: Spec, name: str) -> tuple[str, Order | None]:
     """What an export calls a stored tensor of a layer, and the order of its axes there; packed ones are
     in kernel layout already."""
-    if isinstance(spec, CorrectedSpec):
+    if len(spec.parts()) > 1:
         part, _, own = name.partition(".")
         relaid, order = relaid_name(dict(spec.parts())[part], own)
         return f"{part}.{relaid}", order
-    if isinstance(spec, QuantizedSpec):
-        return name, None
-    if name in spec.indices():
+    if spec.packing is not None or name in spec.indices():
         return name, None
     return stored_name(name), orders(spec)[name]
 
@@ -252,12 +258,6 @@ def _check_stored(source: Source, name: str, stored: Stored) -> None:
             f"{dtype or 'floating-point numbers'} of shape {list(shape)}, as config.blr.layers says"
         )
         refuse(source.folder, f"{found} under {quote(name)}", expected, "compress the model again")
-
-
-def whole_factors(spec: Spec) -> Spec:
-    """The low rank in two whole factors that a pair is, as it would be stored plainly."""
-    plain = spec.plain
-    return plain.low_rank() if isinstance(plain, PivotedSpec) else plain
 
 
 def _unpacked(source: Source, module: str, spec: Spec, factor: str, dtype: str) -> Tensor:
@@ -282,9 +282,7 @@ def _convert(source: Source, entry: TensorEntry, order: Order | None, dtype: str
 
 def in_order(group: list[Slot], slots: list[Slot]) -> list[Slot]:
     """The tensors of a shard in the order of `slots`, where that leaves each aligned to its elements.
-
-    So the tensors of a layer, which are computed together, are written together.
-    """
+    So the tensors of a layer, which are computed together, are written together."""
     if any(slot.origin.nbytes % 8 for slot in group):
         return group
     position = {slot.name: n for n, slot in enumerate(slots)}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.modeling.layers import rows_at_once
-from blr.compressor.structures.balance import even_columns
+from blr.compressor.structures.balance import even_columns, turned
 from blr.compressor.structures.base import FitOptions, relative_error, weighted_norm_squared
 from blr.compressor.structures.blast import from_low_rank
 from blr.compressor.structures.float8 import EASE, Costs, costs_of, round_fp8
@@ -44,7 +44,6 @@ from blr.compressor.structures.specs import (
     Spec,
     stored_names,
 )
-from blr.compressor.structures.turning import turned
 from blr.kernels.decode.quantized.reference import pack
 from blr.kernels.fp8.reference import is_number
 

@@ -23,10 +23,8 @@ _NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d{0,8})(?=\.)")
 
 
 def open_checked(folder: Path, allow_pickle: bool = False, scratch: Path | None = None) -> Source:
-    """`open_source` of a dense checkpoint, as transformers reads it.
-
-    Raises InputError, also for a checkpoint that is an output of ours already.
-    """
+    """`open_source` of a dense checkpoint, as transformers reads it. Raises InputError, also for a
+    checkpoint that is an output of ours already."""
     source = open_source(folder, allow_pickle=allow_pickle, scratch=scratch)
     check_dense(folder, source.model_type)
     check_unquantized(source)
@@ -67,10 +65,8 @@ def check_transformers(source: Source, what: str) -> None:
 
 
 def check_unquantized(source: Source) -> None:
-    """Raise InputError for a checkpoint whose config says that its weights are quantized.
-
-    Its loader would quantize the structured layers as well, and packed weights are no matrices.
-    """
+    """Raise InputError for a checkpoint whose config says that its weights are quantized. Its loader
+    would quantize the structured layers as well, and packed weights are no matrices."""
     settings = source.config.get("quantization_config")
     if settings:
         method = settings.get("quant_method") if isinstance(settings, dict) else settings

@@ -45,7 +45,7 @@ def load_diffusion(folder: Path, *, dtype: str | None = None, device: str = "aut
     return model
 
 
-def load_written(folder: Path) -> Any:
+def load_written(folder: Path) -> object:
     """The model in a folder that was just written, as stored."""
     return _structured(open_source(folder), None)
 
@@ -129,11 +129,9 @@ def stored_dtype(source: Source) -> torch.dtype:
     return getattr(torch, TORCH_NAMES[max(sizes, key=lambda dtype: sizes[dtype])])
 
 
-def diffusion_trial(model: Any, where: object) -> Trial:
-    """What `model` makes of a random latent image, a time step, and a class or a text.
-
-    Raises InputError for a model that does not run on them, NumericsError for no finite result.
-    """
+def diffusion_trial(model: object, where: object) -> Trial:
+    """What `model` makes of a random latent image, a time step, and a class or a text. Raises
+    InputError for a model that does not run on them, NumericsError for no finite result."""
     try:
         with quiet_diffusers():
             return trial_of(model, trial_inputs(model), "a latent image at one time step", where)

@@ -134,10 +134,8 @@ def _check_generates(source: Source) -> None:
 
 
 def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> Any:
-    """The tokenizer in `folder`, tried on the start of `text` before.
-
-    Raises InputError when it has none that loads, or one that explodes.
-    """
+    """The tokenizer in `folder`, tried on the start of `text` before. Raises InputError when it has
+    none that loads, or one that explodes."""
     _open(folder)
     check_tokenizer(folder, text)
     try:
@@ -155,10 +153,8 @@ def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> Any:
 
 
 def _open(folder: Path) -> Source:
-    """Check the files of `folder`, and that its model type is known if it is one of ours.
-
-    Raises InputError as `open_source`: transformers would wait on a FIFO or unpickle.
-    """
+    """Check the files of `folder`, and that its model type is known if it is one of ours. Raises
+    InputError as `open_source`: transformers would wait on a FIFO or unpickle."""
     register()
     source = open_source(folder)
     check_transformers(source, "text is read and written by")

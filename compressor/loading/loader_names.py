@@ -61,9 +61,7 @@ def _loaded(source: Source, cls: Any) -> tuple[Any, dict[str, Any]]:
 
 def _named(source: Source) -> Source:
     """`source` with the class under `architectures` that has a place for the most of its tensors.
-
-    Raises InputError where every class of its model type lacks some.
-    """
+    Raises InputError where every class of its model type lacks some."""
     check_type(source)
     left = {name: count for name in _candidates(source) if (count := _left(source, name)) is not None}
     if not left:
@@ -217,7 +215,7 @@ def meta_tensors(entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
     }
 
 
-def load_empty(cls: Any, folder: Path | None, **options: Any) -> tuple[Any, dict[str, Any]]:
+def load_empty(cls: Any, folder: Path | None, **options: object) -> tuple[Any, dict[str, Any]]:
     """A model of class `cls` as transformers loads it, on the meta device, and what its loader says of
     keys (`output_loading_info`)."""
     with quiet_transformers():

@@ -26,10 +26,8 @@ from blr.compressor.modeling.modeling_blr import PREFIX
 
 
 def native_class(source: Source) -> Any:
-    """The model class named first under `architectures`.
-
-    Raises as `check_type`, and InputError for none, or one that transformers does not have.
-    """
+    """The model class named first under `architectures`. Raises as `check_type`, and InputError for
+    none, or one that transformers does not have."""
     check_type(source)
     path, names = source.folder / "config.json", source.config.get("architectures")
     if not names:
@@ -97,9 +95,7 @@ def _among(known: Mapping[str, Any], source: Source) -> bool:
 
 def read_context(source: Source) -> int:
     """Tokens that the model has positions for, by its configuration with all that transformers adds.
-
-    Raises InputError for a configuration that it cannot be built from.
-    """
+    Raises InputError for a configuration that it cannot be built from."""
     return context_of(made_config(source).to_dict())
 
 

@@ -246,10 +246,8 @@ def _of_pipeline(repository: str, revision: str | None, offline: bool, patterns:
 
 
 def _stays(repository: str, revision: str | None, patterns: list[str], stream: bool | None) -> bool:
-    """Say what a download takes, ahead of it; whether weights are to stay on the hub instead.
-
-    Raises StorageError where the hub's cache has no room and they must not.
-    """
+    """Say what a download takes, ahead of it; whether weights are to stay on the hub instead. Raises
+    StorageError where the hub's cache has no room and they must not."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     files = _snapshot(repository, revision, patterns, dry_run=True)
@@ -326,10 +324,8 @@ def _header(shard: RemoteShard) -> bytes:
 
 
 def _put(path: Path, data: bytes) -> None:
-    """Write a file whole, unless it is there: other processes of the run may read it.
-
-    Raises OutputError where something else is: a commit's files never change.
-    """
+    """Write a file whole, unless it is there: other processes of the run may read it. Raises
+    OutputError where something else is: a commit's files never change."""
     with storage_errors(path.parent), suppress(FileExistsError):
         write_stream(path, [data], new=True)
     found = b"" if os.path.islink(path) else bytes(read_whole(path, max(len(data), 1)))

@@ -157,11 +157,8 @@ def _same_ids(expected: tuple[str, list[int]], folder: Path) -> bool:
 
 
 def token_ids(folder: Path, *, code: bool = True) -> tuple[str, list[int]] | None:
-    """Class name of the tokenizer in `folder` and its ids of a probing text.
-
-    code: with our model type known. None when it has no tokenizer, or one that does not load without
-    code of its own.
-    """
+    """Class name of the tokenizer in `folder` and its ids of a probing text. code: with our model type
+    known. None when it has no tokenizer, or one that does not load without code of its own."""
     if not any((folder / name).exists() for name in VOCABULARIES):
         return None
     try:

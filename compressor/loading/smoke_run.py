@@ -31,11 +31,9 @@ class Trial:
     expected: Tensor
     what: str
 
-    def distance(self, model: Any, where: object) -> float:
-        """Relative distance of what `model` computes from what is expected.
-
-        Raises NumericsError for numbers that are not finite.
-        """
+    def distance(self, model: object, where: object) -> float:
+        """Relative distance of what `model` computes from what is expected. Raises NumericsError for
+        numbers that are not finite."""
         found, keep = self._results(model, where), self.expected.isfinite()
         missed = (found - self.expected)[keep].norm()
         return float(missed / self.expected[keep].norm().clamp_min(torch.finfo(missed.dtype).tiny))
@@ -51,10 +49,8 @@ class Trial:
 
 
 def first_trial(model: Any, where: object) -> Trial:
-    """Run `model` on the first input of its kind that it takes.
-
-    Raises InputError when it takes none that is known here, NumericsError for no finite result.
-    """
+    """Run `model` on the first input of its kind that it takes. Raises InputError when it takes none
+    that is known here, NumericsError for no finite result."""
     reason = ""
     for inputs in candidates(model):
         try:
@@ -68,7 +64,7 @@ def first_trial(model: Any, where: object) -> Trial:
     refuse_model(model, where, reason or f"no input named {model.main_input_name!r} is known")
 
 
-def refuse_model(model: Any, where: object, reason: str) -> NoReturn:
+def refuse_model(model: object, where: object, reason: str) -> NoReturn:
     """Raise InputError for a model that runs on no small input."""
     raise InputError(
         f"{where}: {type(model).__name__} does not run on a small input ({quote(reason, 160)[1:-1]}); "
@@ -76,11 +72,9 @@ def refuse_model(model: Any, where: object, reason: str) -> NoReturn:
     )
 
 
-def trial_of(model: Any, inputs: dict[str, Any], what: str, where: object) -> Trial:
-    """Run `model` on `inputs`, tensors or tables of tensors by argument.
-
-    Raises NumericsError for no finite result, and what the model raises.
-    """
+def trial_of(model: object, inputs: dict[str, Any], what: str, where: object) -> Trial:
+    """Run `model` on `inputs`, tensors or tables of tensors by argument. Raises NumericsError for no
+    finite result, and what the model raises."""
     return _checked(Trial(inputs, run(model, inputs), what), where)
 
 

@@ -60,7 +60,7 @@ def empty_model(source: Source) -> Any:
     return load_empty(cls, None, config=config, state_dict=tensors)[0].eval()
 
 
-def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
+def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> object:
     """The model in an output, loaded as the README says, in `dtype`; beyond `WHOLE` bytes, block by
     block and as stored."""
     register()
@@ -104,9 +104,7 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 class Parts:
     """The stored tensors of a `model` by the block that they belong to; "" is what belongs to none.
-
-    Raises InputError for a configuration that it cannot be built from.
-    """
+    Raises InputError for a configuration that it cannot be built from."""
 
     def __init__(self, source: Source) -> None:
         with native_errors(source), quiet_transformers():

@@ -84,9 +84,7 @@ def taken_by(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def encode_padded(tokenizer: Any, texts: list[str], longest: int) -> Any:
     """Token ids and mask [m, w] of `texts`, cut at `longest` tokens and padded to the longest of them.
-
-    Raises InputError for a tokenizer without a token to pad with.
-    """
+    Raises InputError for a tokenizer without a token to pad with."""
     if tokenizer.pad_token is None:
         raise InputError(
             f"{tokenizer.name_or_path}: the tokenizer has no padding token, expected one to read texts "

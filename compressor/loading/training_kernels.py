@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from blr.compressor.modeling.extended import Extension
-from blr.compressor.modeling.fused_gate import FusedGate
-from blr.compressor.modeling.fused_rotary import (
+from blr.compressor.modeling.fused import (
+    FusedGate,
     behind_renaming,
     calls_rotation,
     is_renamed,

@@ -19,7 +19,7 @@ from blr.compressor.bundling.module import BundleError, Module
 from blr.compressor.modeling.modeling_blr import HOME
 from blr.compressor.modeling.settings import ExportSettings
 from blr.compressor.structures.specs import Spec, families
-from blr.kernels.decode.gemv.segments import PLAIN_FROM
+from blr.kernels.decode.gemv.segments import SEVERAL
 
 MODELING = "blr.compressor.modeling"
 DIFFUSION = "diffusion_blr"  # what `auto_map` of a model of diffusers names
@@ -74,7 +74,7 @@ class Contents:
             absent |= {f"decode.integer.{part}" for part in ("form", "launch", "looped")}
         if "pivoted" not in self.structures:
             absent.add("layers.pivoted.gather")
-        if self.rows < PLAIN_FROM:
+        if self.rows < SEVERAL:
             absent.add("decode.skinny")
         runtime = set() if self.rows else {"blr.compressor.runtime"}
         return frozenset({f"blr.kernels.{name}" for name in absent} | runtime)
@@ -99,10 +99,8 @@ def exported_classes(auto_map: Mapping[str, str]) -> dict[str, str]:
 
 
 def runtime_files(contents: Contents) -> dict[str, bytes]:
-    """The files of a self-contained export.
-
-    Raises BundleError for modules that cannot be joined (a mistake in the sources).
-    """
+    """The files of a self-contained export. Raises BundleError for modules that cannot be joined (a
+    mistake in the sources)."""
     return _bundled(contents.left_out())
 
 
@@ -111,14 +109,12 @@ def _bundled(left_out: frozenset[str]) -> dict[str, bytes]:
     modules = read_modules(ROOTS.values(), left_out)
     held = {file: names for file, names in assigned(ROOTS, modules).items() if names}
     abouts = {file: ORIGIN.format(about=ABOUT[file], version=__version__) for file in held}
-    return dict(sorted(bundle(held, modules, abouts, {HOME}).items()))
+    return dict(sorted(bundle(held, modules, abouts).items()))
 
 
 def read_modules(roots: Iterable[str], left_out: frozenset[str] = frozenset()) -> dict[str, Module]:
-    """The modules that `roots` import, at the top or inside functions, and what these import.
-
-    Raises BundleError when a module of `left_out` is needed at the top of another.
-    """
+    """The modules that `roots` import, at the top or inside functions, and what these import. Raises
+    BundleError when a module of `left_out` is needed at the top of another."""
     found: dict[str, Module] = {}
     waiting = list(roots)
     while waiting:
@@ -139,7 +135,7 @@ def assigned(roots: Mapping[str, str], modules: Mapping[str, Module]) -> dict[st
     done: set[str] = set()
     held: dict[str, list[str]] = {}
     for file, start in starts.items():
-        held[file] = [name for name in reached(start, modules) if name not in done]
+        held[file] = [name for name in sorted(reached(start, modules)) if name not in done]
         done.update(held[file])
     return held
 

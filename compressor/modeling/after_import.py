@@ -18,15 +18,13 @@ def after_import(package: str, run: Callable[[], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds one package, as the finders behind it do, and runs a function behind its own code.
-
-    One of those may be another of this kind: every copy of our modules in a process waits by itself.
-    """
+    """Finds one package, as the finders behind it do, and runs a function behind its own code. One of
+    those may be another of this kind: every copy of our modules in a process waits by itself."""
 
     def __init__(self, package: str, run: Callable[[], None]) -> None:
         self.package, self.run = package, run
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name != self.package:
             return None
         spec = self._others_find(name, path, target)
@@ -35,7 +33,7 @@ class _Waiting(MetaPathFinder):
         loader: Any = spec.loader
         execute = loader.exec_module
 
-        def exec_module(module: Any) -> None:
+        def exec_module(module: object) -> None:
             execute(module)
             sys.meta_path.remove(self)  # not before: others ask where a package is, and do not import it
             self.run()

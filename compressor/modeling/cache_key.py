@@ -78,14 +78,14 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _is_inert(hook: Any) -> bool:
+def _is_inert(hook: object) -> bool:
     """Whether a hook changes nothing: a check of ours, or what transformers leaves on modules once it
     was asked for hidden states, which acts where they are asked for again."""
     return isinstance(hook, Check) or getattr(hook, "__module__", None) == CAPTURING
 
 
 @dataclass(frozen=True)
-class Held:
+class MadeFor:
     """Something made for a model, and what it rests on. times: it was made, with those before it."""
 
     basis: Basis
@@ -97,17 +97,17 @@ class Held:
         return type(None), ()
 
 
-def held_for(model: nn.Module, name: str, make: Callable[[], Any], values: bool = False) -> Held:
+def held_for(model: nn.Module, name: str, make: Callable[[], Any], values: bool = False) -> MadeFor:
     """What `make` gives, kept as `name` beside the model until something changes that it rests on.
 
     Args:
         values: it rests on copies of some weights.
     """
     with _making:
-        found: Held | None = model.__dict__.get(name)
+        found: MadeFor | None = model.__dict__.get(name)
         if found is None or not found.basis.holds():
             times = 1 if found is None else found.times + 1
             model.__dict__[name] = found = None  # its memory is free for the next
             made = make()  # which may put weights elsewhere
-            model.__dict__[name] = found = Held(Basis(model, values), made, times)
+            model.__dict__[name] = found = MadeFor(Basis(model, values), made, times)
     return found

@@ -42,7 +42,7 @@ class CapturedForward:
     tensors or plain values. Everything else, and a model that cannot be captured, runs as usual.
     """
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Any, *args: object, **kwargs: object) -> object:
         native: Any = super()
         if not _capturable(self):
             return native.__call__(*args, **kwargs)
@@ -181,7 +181,7 @@ def _tensors(leaves: list[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _key(leaves: list[Any], spec: Any) -> Any:
+def _key(leaves: list[Any], spec: object) -> object:
     """What two calls must share to share a graph; None for inputs that no graph can take."""
     parts: list[Any] = []
     for leaf in leaves:
@@ -196,7 +196,7 @@ def _key(leaves: list[Any], spec: Any) -> Any:
     return tuple(parts), str(spec), torch.is_autocast_enabled("cuda")
 
 
-def _check_output(result: Any) -> None:
+def _check_output(result: object) -> None:
     """Raise ValueError for results that a replay cannot give again: caches grow from call to call."""
     if isinstance(result, dict) and any(result.get(name) is not None for name in NAMES):
         raise ValueError("it returns a cache")
@@ -208,7 +208,7 @@ def _maskless(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name != MASK}
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: object, b: object) -> bool:
     """Whether two results are the same numbers."""
     (ours, kind), (others, other) = tree_flatten(a), tree_flatten(b)
     if kind != other:
@@ -223,7 +223,7 @@ def captured(run: Callable[[], Any]) -> Replay:
     return Captured(run)
 
 
-def captured_if_faster(run: Callable[[], Any], pool: Any = None) -> Replay | None:
+def captured_if_faster(run: Callable[[], Any], pool: object = None) -> Replay | None:
     """The same; None where the GPU takes longer than the host, so that a graph would gain nothing and
     hold the memory of a large pass.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from blr.compressor.modeling.diffusion_blr import StructuredDiffusion
 from blr.compressor.modeling.diffusion_blr import diffusion_class as structured_class
-from blr.compressor.modeling.float8_makers import share_rows
+from blr.compressor.modeling.float8 import share_rows
 from blr.compressor.modeling.layers import make_layer, prepare_layers
 
 

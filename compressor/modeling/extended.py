@@ -43,7 +43,7 @@ def extended_class(native: Any, mixins: tuple[Any, ...]) -> Any:
     return type(native.__name__, (*mixins, native), body)
 
 
-def _empty(native: Any, mixins: tuple[Any, ...]) -> Any:
+def _empty(native: object, mixins: tuple[Any, ...]) -> object:
     made: Any = extended_class(native, mixins)
     return made.__new__(made)
 

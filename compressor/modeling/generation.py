@@ -26,10 +26,8 @@ class FusedGeneration:
     def generate(
         self: Any, inputs: Tensor | None = None, generation_config: Any = None, *rest: Any, **kwargs: Any
     ) -> Any:
-        """As `transformers.GenerationMixin.generate`: same arguments, same form of the result.
-
-        Raises ValueError when prompt and new tokens exceed the model's own maximum.
-        """
+        """As `transformers.GenerationMixin.generate`: same arguments, same form of the result. Raises
+        ValueError when prompt and new tokens exceed the model's own maximum."""
         native: Any = super()
         settings = export_settings(self.config)
         request: Request | str = "positional arguments"
@@ -42,10 +40,8 @@ class FusedGeneration:
 
 
 def find_decoder(model: Any, settings: ExportSettings, request: Request | str) -> Any:
-    """The runtime for `request`, or None when transformers is to answer it, saying once why.
-
-    Raises ValueError for more tokens than the model has positions.
-    """
+    """The runtime for `request`, or None when transformers is to answer it, saying once why. Raises
+    ValueError for more tokens than the model has positions."""
     if isinstance(request, Request):
         _check_positions(model, request)
     if model.training:
@@ -108,14 +104,14 @@ def _excess(settings: ExportSettings, request: Request | str) -> str | None:
     return None
 
 
-def _unsupported(model: Any) -> str | None:
+def _unsupported(model: object) -> str | None:
     """Why the runtime cannot take this model."""
     from blr.compressor.runtime.phases import supports
 
     return supports(model)
 
 
-def _make_decoder(model: Any, settings: ExportSettings) -> Any:
+def _make_decoder(model: object, settings: ExportSettings) -> object:
     from blr.compressor.runtime.decoder import Decoder
 
     assert settings.context is not None  # as every export that generates has it

@@ -55,7 +55,7 @@ class HeadSlices(Extension):
         heads = _attended(self, compute, given, max(int(limit * self.key_heads / taken), 1))
         return heads if self.last is None else getattr(self, self.last)(heads), None
 
-    def _can_part(self: Any, compute: Any, given: dict[str, Any]) -> bool:
+    def _can_part(self: Any, compute: object, given: dict[str, Any]) -> bool:
         """Whether heads are right by themselves: compared once, of a few tokens that no mask hides."""
         if self.apart is None:
             few = {n: _first(each) for n, each in given.items() if n != "attention_mask"}
@@ -142,7 +142,7 @@ def _is_plain(given: dict[str, Any]) -> bool:
     return all(each is None or isinstance(each, bool | int | float | str) for each in more)
 
 
-def _first(argument: Any) -> Any:
+def _first(argument: object) -> object:
     """The first `TRIED` tokens of the first sequence of [B, T, …]."""
     if isinstance(argument, tuple):
         return tuple(map(_first, argument))

@@ -18,10 +18,16 @@ from torch.nn.functional import linear
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.after_import import after_import
 from blr.compressor.modeling.float8 import float8_product, forget_scales, prepare_layer
-from blr.compressor.modeling.packed import Packed, packed_factor
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
-from blr.compressor.modeling.stages import Corrections, Stage, correction_of, stages_of
-from blr.compressor.structures.specs import CorrectedSpec, QuantizedSpec, Spec, spec_from_dict
+from blr.compressor.modeling.stages import (
+    Corrections,
+    LayerStage,
+    Packed,
+    correction_of,
+    packed_factor,
+    stages_of,
+)
+from blr.compressor.structures.specs import CorrectedSpec, Spec, spec_from_dict
 from blr.kernels.common.inlining import add_decompositions
 from blr.kernels.common.layout import ALIGNED, relaid, spaced, wide_rank, with_zeros
 from blr.kernels.common.orders import order_of
@@ -66,11 +72,9 @@ KERNELS = {
 FORMULA = Kernels()
 
 
-class KernelLinear(modeling_blr.StructuredLinear):
-    """A layer whose products are kernels, as `spec` says.
-
-    spec: of the structure. packing: how its factors are packed, or None. exported: as of the base.
-    """
+class KernelLinear(modeling_blr.FormulaLinear):
+    """A layer whose products are kernels, as `spec` says. spec: of the structure. packing: how its
+    factors are packed, or None. exported: as of the base."""
 
     def __init__(self, spec: Spec, bias: bool, exported: bool = False) -> None:
         super().__init__(spec.to_dict(), bias, exported)
@@ -78,7 +82,7 @@ class KernelLinear(modeling_blr.StructuredLinear):
         self._describe(spec)
 
     def _describe(self, spec: Spec) -> None:
-        self.spec, self.packing = spec.plain, spec if isinstance(spec, QuantizedSpec) else None
+        self.spec, self.packing = spec.plain, spec.packing
         self.kernels = KERNELS.get(spec.structure, FORMULA)
 
     def respecify(self, spec: Spec) -> None:
@@ -124,7 +128,7 @@ class KernelLinear(modeling_blr.StructuredLinear):
         """The packed factor `name`."""
         return packed_factor(self, name)
 
-    def stages(self) -> tuple[Stage, ...] | None:
+    def stages(self) -> tuple[LayerStage, ...] | None:
         """The products that decoding kernels compute it by, in order; None if only `forward` does."""
         return stages_of(self)
 
@@ -144,7 +148,7 @@ class KernelLinear(modeling_blr.StructuredLinear):
         """The factors for an input."""
         return self.ordered()
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: object, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         forget_scales(self)
         if self.packing is not None and self.packing.fp8:
@@ -242,7 +246,7 @@ class StructuredLinear(KernelLinear):
             return self.ordered()
         return [with_zeros(factor, self.wide[0]) for factor in self.ordered()]
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: object, recurse: bool = True) -> Self:
         """What every move and cast goes through: on a GPU, kernel layout."""
         if self.shared is not None:
             self.shared.part()
@@ -268,7 +272,7 @@ class QuantizedLinear(KernelLinear):
         return linear(x, w.dequantized(), self.bias)
 
 
-class CorrectedLinear(modeling_blr.CorrectedLinear):
+class CorrectedLinear(modeling_blr.SummedLinear):
     """The sum of a dense weight in few bits and a structure."""
 
     def __init__(self, spec: CorrectedSpec, bias: bool, exported: bool = False) -> None:
@@ -279,7 +283,7 @@ class CorrectedLinear(modeling_blr.CorrectedLinear):
         """As of the base."""
         return layer_of(dict(self.spec.parts())[part], False, exported)
 
-    def stages(self) -> tuple[Stage, ...] | None:
+    def stages(self) -> tuple[LayerStage, ...] | None:
         """One: the packed weight's, corrected; None if only `forward` computes it."""
         return stages_of(self)
 

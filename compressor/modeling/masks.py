@@ -51,7 +51,7 @@ def is_full(mask: Any) -> bool:
 
 
 @contextmanager
-def _answering(name: str, answer: Any) -> Iterator[None]:
+def _answering(name: str, answer: object) -> Iterator[None]:
     """`answer` in this thread, where this release of transformers has the function."""
     if not hasattr(masking_utils, name):
         yield
@@ -71,7 +71,7 @@ def _answering(name: str, answer: Any) -> Iterator[None]:
                 setattr(masking_utils, name, _answered.pop(name).native)
 
 
-def _function(answered: _Answered, answer: Any) -> Any:
+def _function(answered: _Answered, answer: object) -> object:
     def function(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() in answered.threads:
             return answer

@@ -2,7 +2,7 @@
 
 A structured layer stores a weight W [o, i] as a product of smaller tensors, or in few bits a number, or
 both. This file builds the native model of transformers that ``config.json`` names, puts a
-`StructuredLinear` in the place of every layer in the table ``config.json["blr"]["layers"]``, and lets
+`FormulaLinear` in the place of every layer in the table ``config.json["blr"]["layers"]``, and lets
 transformers load the weights::
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
@@ -250,7 +250,7 @@ def _factor(entry: Entry, name: str, shape: Shape, exported: bool, index: bool) 
 
 
 @dataclass(frozen=True)
-class Structure:
+class Formula:
     """One way to write a weight as a product.
 
     shapes: the factors by name, of the `sizes` of an entry. product: ``x Wᵀ + bias`` of an entry,
@@ -336,14 +336,14 @@ def kronecker(entry: Entry, x: Tensor, bias: Tensor | None, *factors: Tensor) ->
 
 
 STRUCTURES = {
-    "dense": Structure(lambda n: {"weight": (n.o, n.i)}, lambda _, x, bias, w: linear(x, w, bias)),
-    "svd": Structure(_low_rank_shapes, low_rank),
-    "pivoted": Structure(
+    "dense": Formula(lambda n: {"weight": (n.o, n.i)}, lambda _, x, bias, w: linear(x, w, bias)),
+    "svd": Formula(_low_rank_shapes, low_rank),
+    "pivoted": Formula(
         lambda n: {"U": (n.o - n.r, n.r), "V": (n.i, n.r), "places": (n.o,)}, pivoted, ("places",)
     ),
-    "monarch": Structure(lambda n: {"U": (n.b, n.o // n.b, n.r), "V": (n.b, n.i // n.b, n.r)}, monarch),
-    "blast": Structure(_blast_shapes, blast),
-    "ks": Structure(lambda n: {f"factors.{k}": tuple(p) for k, p in enumerate(n.patterns)}, kronecker),
+    "monarch": Formula(lambda n: {"U": (n.b, n.o // n.b, n.r), "V": (n.b, n.i // n.b, n.r)}, monarch),
+    "blast": Formula(_blast_shapes, blast),
+    "ks": Formula(lambda n: {f"factors.{k}": tuple(p) for k, p in enumerate(n.patterns)}, kronecker),
 }
 
 
@@ -376,7 +376,7 @@ class ComposedLinear(nn.Module):
         return ", ".join(f"{k}={v}" for k, v in {**self.entry, "bias": self.bias is not None}.items())
 
 
-class StructuredLinear(ComposedLinear):
+class FormulaLinear(ComposedLinear):
     """A product of factors. exported: whether they lie as kernels read them."""
 
     def __init__(self, entry: Entry, bias: bool, exported: bool = False) -> None:
@@ -428,16 +428,16 @@ class StructuredLinear(ComposedLinear):
         return super()._apply(apply, recurse)
 
 
-class CorrectedLinear(ComposedLinear):
+class SummedLinear(ComposedLinear):
     """The sum of two layers, ``W = Q + S``: a dense weight in few bits and a structure."""
 
     def __init__(self, entry: Entry, bias: bool, exported: bool = False) -> None:
         super().__init__(entry, entry["base"]["in_features"], entry["base"]["out_features"], bias)
         self.base, self.correction = (self.make(part, exported) for part in ("base", "correction"))
 
-    def make(self, part: str, exported: bool) -> StructuredLinear:
+    def make(self, part: str, exported: bool) -> FormulaLinear:
         """One of both layers."""
-        return StructuredLinear(self.entry[part], False, exported)
+        return FormulaLinear(self.entry[part], False, exported)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.base(x) + self.correction(x)
@@ -468,7 +468,7 @@ class Pair(nn.Sequential):
 
 def linear_of(entry: Entry, bias: bool, exported: bool = False) -> ComposedLinear:
     """The layer of an entry of the table, with first values."""
-    kind = CorrectedLinear if entry.get("structure") == "corrected" else StructuredLinear
+    kind = SummedLinear if entry.get("structure") == "corrected" else FormulaLinear
     return kind(entry, bias, exported)
 
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from blr.compressor.modeling.attention import register_attention
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers import initialization as init
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
 from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.exported import model_class as exported_class
-from blr.compressor.modeling.float8 import prepare_float8
-from blr.compressor.modeling.float8_makers import share_rows
-from blr.compressor.modeling.fused import fuse
-from blr.compressor.modeling.fused_activation import fuse_activations
+from blr.compressor.modeling.float8 import prepare_float8, share_rows
+from blr.compressor.modeling.fused import fuse, fuse_activations
 from blr.compressor.modeling.head_slices import part_heads
-from blr.compressor.modeling.initial import initialize_packed
-from blr.compressor.modeling.layers import make_layer, prepare_layers
-from blr.compressor.modeling.modeling_blr import PREFIX, StructuredConfig, StructuredModel
+from blr.compressor.modeling.layers import KernelLinear, make_layer, prepare_layers
+from blr.compressor.modeling.modeling_blr import PREFIX, Factor, StructuredConfig, StructuredModel
 from blr.compressor.modeling.modeling_blr import replace_layers as put_layers
 from blr.compressor.modeling.rank_attention import keep_ranks
 from blr.compressor.modeling.rank_cache import rank_cache
@@ -33,6 +36,15 @@ from blr.compressor.modeling.splitting import (
     split_plan,
     table_plan,
 )
+
+NAME = "blr"
+
+
+def register_attention() -> None:
+    """Make transformers know ``attn_implementation="blr"``."""
+    AttentionInterface.register(NAME, sdpa_attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
 
 register_attention()
 
@@ -65,7 +77,7 @@ class KernelModel(StructuredModel):
         initialize_packed(self)  # first: then transformers marks all layers
         super().initialize_weights()
 
-    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self: Any, fn: object, recurse: bool = True) -> object:
         """What every move and cast goes through; layers of one input that lie on a GPU share it."""
         native: Any = super()
         native._apply(fn, recurse)
@@ -125,3 +137,40 @@ def __getattr__(name: str) -> type[Any]:
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return model_class(name)
+
+
+MIXER, SHIFT, BYTE = 2654435761, 16, 255  # of a multiplicative hash (Knuth)
+SMALL = 191  # the bits of a byte but the one that makes a float8 2 or more, or no number
+PART = 0.5  # of unit gain: a weight and its correction are summed, and neither is trained to less
+FLOAT8 = 0.6  # root mean square of such numbers
+
+
+@torch.no_grad()
+def initialize_packed(model: Any) -> None:
+    """Give the packed factors of `model` first values, but for layers and tensors that have theirs, of
+    which transformers keeps a mark, and what lies on the meta device."""
+    for layer in model.modules():
+        if not isinstance(layer, KernelLinear) or getattr(layer, "_is_hf_initialized", False):
+            continue
+        for factor in layer.held.values():
+            if factor.bits:
+                packed, scale = layer.stored(factor)
+                _fill(packed, _mixed, factor)
+                _fill(scale, _scale, factor)
+
+
+def _fill(buffer: Tensor, values: Any, factor: Factor) -> None:
+    if not buffer.is_meta and not getattr(buffer, "_is_hf_initialized", False):
+        init.copy_(buffer, values(buffer, factor))
+
+
+def _mixed(buffer: Tensor, factor: Factor) -> Tensor:
+    places = torch.arange(buffer.numel(), device=buffer.device)
+    mixed = (places * MIXER >> SHIFT) & (SMALL if factor.storage == "float8" else BYTE)
+    return mixed.to(torch.uint8).view(buffer.dtype).view(buffer.shape)
+
+
+def _scale(buffer: Tensor, factor: Factor) -> Tensor:
+    """Scales that give the numbers `PART` of a standard deviation of unit gain."""
+    levels = FLOAT8 if factor.storage == "float8" else 2**factor.bits / 12**0.5
+    return torch.full_like(buffer, PART * factor.unit / levels)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.modeling.extended import Extension, extend, with_children
-from blr.compressor.modeling.fused_rotary import ROTATION, behind_renaming
-from blr.compressor.modeling.rank_cache import Angles, RankCache, RankLayer
-from blr.compressor.modeling.rank_formats import FORMATS, Format, Parts
+from blr.compressor.modeling.fused import ROTATION, behind_renaming
+from blr.compressor.modeling.rank_cache import FORMATS, Angles, Parts, RankCache, RankFormat, RankLayer
 from blr.compressor.modeling.ranks import OfRanks, RankRequest, have_ranks
 
 APART = ("k_proj", "v_proj")
@@ -42,15 +41,13 @@ class Made(NamedTuple):
 
 
 @dataclass
-class Step:
-    """What an attention makes of new tokens for a cache.
-
-    angles: cosines and sines of their positions, None for an attention that is given none.
-    """
+class RankStep:
+    """What an attention makes of new tokens for a cache. angles: cosines and sines of their positions,
+    None for an attention that is given none."""
 
     attention: Any
     angles: Angles | None
-    format: Format
+    format: RankFormat
     made: dict[str, Made] = field(default_factory=dict)
 
     @property
@@ -123,10 +120,8 @@ class Step:
 
 
 class RankAttention(Extension):
-    """Mixin before an attention whose keys and values are of low rank.
-
-    key_orders: the orders of `ORDERS` that its keys are made by, as far as it is known; None before any.
-    """
+    """Mixin before an attention whose keys and values are of low rank. key_orders: the orders of
+    `ORDERS` that its keys are made by, as far as it is known; None before any."""
 
     key_orders: tuple[tuple[str, ...], ...] | None = None
 
@@ -140,7 +135,7 @@ class RankAttention(Extension):
             return compute(*args, **kwargs)
         x = args[0] if args else kwargs["hidden_states"]
         angles = kwargs.get("position_embeddings")
-        step = Step(self, angles if _are_angles(angles) else None, FORMATS[held.kind])
+        step = RankStep(self, angles if _are_angles(angles) else None, FORMATS[held.kind])
         if _is_watched(self, x):
             _make_whole(step, held, x)
             return compute(*args, **kwargs)
@@ -188,7 +183,7 @@ def _rotated(attention: Any, keys: Tensor, *angles: Tensor) -> Tensor:
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
-def _fits(attention: Any, order: tuple[str, ...], flat: Tensor, angles: Any, keys: Tensor) -> bool:
+def _fits(attention: object, order: tuple[str, ...], flat: Tensor, angles: object, keys: Tensor) -> bool:
     try:
         return _close(ordered(attention, order, flat, angles), keys)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
@@ -202,7 +197,7 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).abs().max() <= most)
 
 
-def _are_angles(given: Any) -> bool:
+def _are_angles(given: object) -> bool:
     return isinstance(given, tuple) and len(given) == 2 and all(each.dim() == 3 for each in given)
 
 
@@ -223,7 +218,7 @@ def _is_watched(attention: nn.Module, x: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _make_whole(step: Step, held: RankLayer, x: Tensor) -> None:
+def _make_whole(step: RankStep, held: RankLayer, x: Tensor) -> None:
     """Let a cache that holds ranks hold whole keys and values of the same tokens from here on."""
     if held.length and have_ranks(step.attention, *projections(step.attention)):
         for layer in step.layers().values():

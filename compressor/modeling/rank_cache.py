@@ -1,5 +1,8 @@
 """A cache of transformers that holds the ranks of keys and values.
 
+They are held in their dtype, in int8, or in int8 for the first quarter and int4 for the others, which
+loses a sixth or less of what int4 alone does (`scripts/log`).
+
 An attention (`rank_attention.py`) gives it the ranks of new tokens and gets all tokens' keys and values,
 made from ranks for one layer at a time. Rotations are kept once for all layers.
 """
@@ -7,17 +10,79 @@ made from ranks for one layer at a time. Rotations are kept once for all layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from blr.compressor.modeling.rank_formats import FORMATS, Parts
 from blr.compressor.modeling.settings import warn_once
+from blr.compressor.structures.cached import KV_CACHES, leading
 
 if TYPE_CHECKING:
-    from blr.compressor.modeling.rank_attention import Step
+    from blr.compressor.modeling.rank_attention import RankStep
+
+LARGEST = {"int8": 127, "int4": 7}
+
+Parts = tuple[Tensor, ...]
+
+
+class RankFormat(NamedTuple):
+    """Ranks [B, T, …, r] to what is held of them, [B, T, …] each, and back in a dtype."""
+
+    pack: Callable[[Tensor], Parts]
+    unpack: Callable[[Parts, torch.dtype], Tensor]
+
+
+def _rounded(ranks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Whole numbers in int8, and the scale of every token's ranks. In float32: half precision has no
+    number between 127 and 128, which int8 has not."""
+    wide, most = ranks.float(), LARGEST[kind]
+    scale = (wide.abs().amax(-1, keepdim=True) / most).to(ranks.dtype)
+    scale = scale.clamp_min(torch.finfo(ranks.dtype).tiny)
+    return (wide / scale.float()).round().clamp(-most, most).to(torch.int8), scale
+
+
+def _scaled(parts: Parts, dtype: torch.dtype) -> Tensor:
+    whole, scale = parts
+    return whole.to(dtype) * scale
+
+
+def _mixed(ranks: Tensor) -> Parts:
+    """Whole numbers of the first ranks and their scale, then the others', two a byte, and theirs."""
+    first, others = ranks.tensor_split([leading(ranks.shape[-1])], -1)
+    if not others.shape[-1]:
+        return _rounded(first, "int8")
+    whole, scale = _rounded(others, "int4")
+    low, high = (whole + 8).to(torch.uint8).unflatten(-1, (2, -1)).unbind(-2)
+    return *_rounded(first, "int8"), low | high << 4, scale
+
+
+def _unmixed(parts: Parts, dtype: torch.dtype) -> Tensor:
+    first = _scaled(parts[:2], dtype)
+    if len(parts) == 2:
+        return first
+    pairs, scale = parts[2:]
+    whole = torch.cat((pairs & 15, pairs >> 4), -1).to(dtype) - 8
+    return torch.cat((first, whole * scale), -1)
+
+
+def _kept(ranks: Tensor) -> Parts:
+    return (ranks,)
+
+
+def _only(parts: Parts, dtype: torch.dtype) -> Tensor:
+    return parts[0]
+
+
+_FORMATS = (  # by names that pickle finds: a cache may be kept in a file
+    RankFormat(_kept, _only),
+    RankFormat(partial(_rounded, kind="int8"), _scaled),
+    RankFormat(_mixed, _unmixed),
+)
+FORMATS = dict(zip(KV_CACHES, _FORMATS, strict=True))
+
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
 
@@ -53,7 +118,7 @@ class RankStore:
         self.held = tuple(function(tensor) for tensor in self.held)
 
 
-class Rotation:
+class AngleTable:
     """Cosines and sines of all tokens, for all layers that are given the same. The first of these, the
     leader, extends and changes them."""
 
@@ -72,16 +137,14 @@ class Rotation:
 
 
 class RankLayer(DynamicLayer):
-    """One layer's keys and values by their ranks; whole ones where they come whole.
-
-    rotations: those of the cache. step: what an attention makes of new tokens, while it does.
-    """
+    """One layer's keys and values by their ranks; whole ones where they come whole. rotations: those of
+    the cache. step: what an attention makes of new tokens, while it does."""
 
     stores: tuple[RankStore, RankStore]
-    rotation: Rotation | None
-    step: Step | None = None
+    rotation: AngleTable | None
+    step: RankStep | None = None
 
-    def __init__(self, rotations: list[Rotation], kind: str) -> None:
+    def __init__(self, rotations: list[AngleTable], kind: str) -> None:
         super().__init__()
         self.rotations, self.kind = rotations, kind
         self.reset_ranks()
@@ -108,7 +171,7 @@ class RankLayer(DynamicLayer):
         self._append(step)
         return (key_states, value_states) if first else step.all_of(self)
 
-    def _append(self, step: Step) -> None:
+    def _append(self, step: RankStep) -> None:
         keys, values = step.keys.parts, step.values.parts
         if values is keys:
             self.stores = (self.stores[0], self.stores[0])  # the same ranks, of a projection to both
@@ -122,7 +185,7 @@ class RankLayer(DynamicLayer):
         if self.rotation is None:
             self.rotation = next((known for known in self.rotations if _same(known.new, new)), None)
             if self.rotation is None:
-                self.rotation = Rotation(self, new)
+                self.rotation = AngleTable(self, new)
                 self.rotations.append(self.rotation)
         elif self.rotation.leader is self:
             self.rotation.extend(new)
@@ -220,11 +283,11 @@ class RankCache(Cache):
 
     Args:
         layers: those that a `DynamicCache` of the model has; full ones are replaced.
-        kind: of `rank_formats.FORMATS`.
+        kind: of `FORMATS`.
     """
 
     def __init__(self, layers: Iterable[Any], kind: str = "ranks", offloading: bool = False) -> None:
-        rotations: list[Rotation] = []
+        rotations: list[AngleTable] = []
         made = [RankLayer(rotations, kind) if type(layer) is DynamicLayer else layer for layer in layers]
         super().__init__(layers=made, offloading=offloading)
 

@@ -9,10 +9,8 @@ from torch.nn.functional import linear
 
 
 class RankRequest(NamedTuple):
-    """What a low-rank layer is called with, in the place of `x`, to give what `in_ranks` gives.
-
-    The layer's own call is the way to ask: whoever keeps its weights elsewhere brings them in for one.
-    """
+    """What a low-rank layer is called with, in the place of `x`, to give what `in_ranks` gives. The
+    layer's own call is the way to ask: whoever keeps its weights elsewhere brings them in for one."""
 
     x: Tensor
 

@@ -23,11 +23,8 @@ _PLAINEST = ("", "ForCausalLM", "ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForMaskedLM
 
 
 def register(model_type: str) -> type:
-    """Make transformers' tables of models know the structured variant of a native `model_type`.
-
-    Returns:
-        Its configuration class. Raises KeyError for a type that transformers does not have.
-    """
+    """Make transformers' tables of models know the structured variant of a native `model_type`. Returns
+    Its configuration class. Raises KeyError for a type that transformers does not have."""
     native = CONFIG_MAPPING[model_type]
     config = config_class(PREFIX + native.__name__)
     AutoConfig.register(config.model_type, config, exist_ok=True)
@@ -120,7 +117,7 @@ def auto_classes(model_type: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _known(classes: Any) -> tuple[str, ...]:
+def _known(classes: object) -> tuple[str, ...]:
     """The names of those classes, one or several, that transformers has for all."""
     listed = classes if isinstance(classes, tuple | list) else (classes,)
     return tuple(c.__name__ for c in listed if hasattr(transformers, c.__name__))

@@ -86,7 +86,7 @@ def unusual_settings(config: GenerationConfig) -> set[str]:
     return found
 
 
-def _same(value: Any, usual: Any) -> bool:
+def _same(value: object, usual: object) -> bool:
     """Whether a setting is what it usually is, or unset; an option that is off by itself may say so."""
     return value is None or value == usual or (value is False and usual is None)
 

@@ -42,11 +42,9 @@ class ExportSettings:
         return int((self.quantize or "int0").removeprefix("int"))
 
 
-def export_settings(config: Any) -> ExportSettings | None:
-    """Those of a transformers configuration, None for a model that is no export.
-
-    Raises ValueError for an export of another layout, which this code would misread.
-    """
+def export_settings(config: object) -> ExportSettings | None:
+    """Those of a transformers configuration, None for a model that is no export. Raises ValueError for
+    an export of another layout, which this code would misread."""
     found = (getattr(config, "blr", None) or {}).get("export")
     if found is None:
         return None
@@ -59,7 +57,7 @@ def export_settings(config: Any) -> ExportSettings | None:
     return ExportSettings(**{key: value for key, value in found.items() if key in known})
 
 
-def caches_ranks(config: Any) -> str | None:
+def caches_ranks(config: object) -> str | None:
     """What ``config.blr["kv_cache"]`` says of the cache of keys and values: a name of `KV_CACHES`, the
     first in the model's dtype; None for whole ones."""
     found = (getattr(config, "blr", None) or {}).get("kv_cache")

@@ -33,13 +33,8 @@ class Left(NamedTuple):
 
 
 class SharedInput:
-    """Layers of one input, which it makes views of one stored V.
-
-    Whatever moves, casts or replaces a V parts them: they compute by themselves from then on.
-
-    Raises:
-        ValueError: as `pack_shared_input`.
-    """
+    """Layers of one input, which it makes views of one stored V. Whatever moves, casts or replaces a V
+    parts them: they compute by themselves from then on. Raises ValueError: as `pack_shared_input`."""
 
     def __init__(self, layers: Sequence[StructuredLinear]) -> None:
         self.layers = tuple(layers)
@@ -49,7 +44,7 @@ class SharedInput:
         for layer in layers:
             layer.shared = self
 
-    def __deepcopy__(self, memo: Any) -> None:
+    def __deepcopy__(self, memo: object) -> None:
         """None: the V of copied layers lie apart."""
 
     def take(self, layer: StructuredLinear, x: Tensor) -> Tensor | None:
@@ -99,10 +94,8 @@ def _tensor(layer: StructuredLinear, name: str) -> Any:
 
 
 def share_siblings(model: nn.Module) -> int:
-    """Compute the low-rank layers on a GPU that read the same input together; how many groups do.
-
-    A group with another layer in it stays as it is.
-    """
+    """Compute the low-rank layers on a GPU that read the same input together; how many groups do. A
+    group with another layer in it stays as it is."""
     found = 0
     for layers in siblings(model):
         if all(map(_shares, layers)) and len(set(map(_kind, layers))) == 1:

@@ -23,10 +23,8 @@ BESIDE = 3  # copies of a block's input that live beside its attention: normed, 
 
 
 class TokenSlices(Extension):
-    """Mixin before a module that computes token by token.
-
-    token_features: numbers that it holds for one token. token_itemsize: bytes of each, 0: its input's.
-    """
+    """Mixin before a module that computes token by token. token_features: numbers that it holds for one
+    token. token_itemsize: bytes of each, 0: its input's."""
 
     token_features: int
     token_itemsize: int
@@ -42,10 +40,8 @@ class TokenSlices(Extension):
 
 
 class RowSlices(Extension):
-    """Mixin before a block of transformers, whose first argument is [B, T, d].
-
-    block_features, feed_forward_features: numbers that a token takes in it, and in `feed_forward_chunk`.
-    """
+    """Mixin before a block of transformers, whose first argument is [B, T, d]. block_features,
+    feed_forward_features: numbers that a token takes in it, and in `feed_forward_chunk`."""
 
     block_features: int
     feed_forward_features: int
@@ -72,7 +68,7 @@ class RowSlices(Extension):
             return compute(*args, **kwargs)
         return made
 
-    def feed_forward_chunk(self: Any, attention_output: Tensor) -> Any:
+    def feed_forward_chunk(self: Any, attention_output: Tensor) -> object:
         """As of blocks of BERT's kind, which have their MLP in this method; no others call it."""
         compute: Any = super().feed_forward_chunk  # type: ignore[misc]
         if (limit := limit_of(attention_output)) is None:
@@ -81,7 +77,7 @@ class RowSlices(Extension):
         return by_tokens(self, compute, attention_output, width, limit)
 
 
-def limit_of(x: Any) -> int | None:
+def limit_of(x: object) -> int | None:
     """Bytes that may be taken on the way from hidden states `x`. None where a module computes them
     whole: with gradients, in a trace, and where there is no bound."""
     if type(x) is not Tensor or torch.is_grad_enabled() or x.dim() < 2:
@@ -99,7 +95,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 def by_tokens(
     module: nn.Module, compute: Callable[[Tensor], Any], x: Tensor, width: int, limit: int
-) -> Any:
+) -> object:
     """``compute(x)`` of some tokens at a time. width: bytes that one takes on the way."""
     tokens = x.shape[:-1].numel()
     at_once = tokens_within(limit, width)
@@ -131,7 +127,7 @@ def _by_rows(compute: Any, args: Any, kwargs: Any, x: Tensor, at_once: int) -> T
     return out
 
 
-def _has_rows(argument: Any, batch: int) -> bool:
+def _has_rows(argument: object, batch: int) -> bool:
     """Whether it is known which rows of an argument belong to which of `batch` sequences. Of a cache it
     is not: a block appends to it once. Nor of angles [T, d] of positions, when T is the batch."""
     if isinstance(argument, Tensor):

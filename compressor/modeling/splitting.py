@@ -34,10 +34,7 @@ EMBEDDING = "embed_tokens"  # as transformers itself adds to plans
 
 def split_plan(model: Any, size: int) -> dict[str, str]:
     """Module or parameter to style, by names with `*` for numbers; empty where not every layer that the
-    native plan splits can be.
-
-    Raises ValueError for blocks that `size` processes do not divide.
-    """
+    native plan splits can be. Raises ValueError for blocks that `size` processes do not divide."""
     plan: dict[str, str] = {}
     if "export" in (model.config.blr or {}):
         return plan  # other axes
@@ -105,7 +102,7 @@ def table_plan(model: Any) -> dict[str, str]:
     return tables | {n: style for n, style in heads.items() if isinstance(modules.get(n), nn.Linear)}
 
 
-def pair_plan(model: Any) -> dict[str, str]:
+def pair_plan(model: object) -> dict[str, str]:
     """The native plan of tensor parallelism with a pair cut where its layer would be: U by outputs, V
     by inputs, so that what is summed over processes has the size of the rank.
 
@@ -121,6 +118,6 @@ def pair_plan(model: Any) -> dict[str, str]:
     return plan if {True} in kinds.values() and not mixed else {}
 
 
-def _native_plan(config: Any) -> dict[str, str]:
+def _native_plan(config: object) -> dict[str, str]:
     plans = (cls.__dict__.get("base_model_tp_plan") for cls in type(config).__mro__)
     return next((plan for plan in plans if plan), {})

@@ -15,7 +15,7 @@ from blr.compressor.planning.heads import groups_for_budget, groups_for_rank, ne
 from blr.compressor.planning.layers import Layer, stored_spec
 from blr.compressor.recipe.schema import LayerSettings, Recipe
 from blr.compressor.structures.patterns import choose_patterns, parse_patterns, validate_chain
-from blr.compressor.structures.registry import STRUCTURES, Form, Structure
+from blr.compressor.structures.registry import STRUCTURES, LayerSizes, Structure
 from blr.compressor.structures.specs import KroneckerSpec, Spec
 
 CHAIN_TOLERANCE = 0.005  # of the compression factor, that a chosen chain may exceed
@@ -98,7 +98,7 @@ class Task:
     def spec(self, rank: int) -> Spec:
         """The structure of this layer with `rank`."""
         o, i = self.layer.shape
-        form = Form(i, o, self.blocks, self.groups, self.layer.head_side)
+        form = LayerSizes(i, o, self.blocks, self.groups, self.layer.head_side)
         make = self.structure.of_rank
         assert make is not None
         return make(form, rank)

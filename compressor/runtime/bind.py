@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.modeling.modeling_blr import is_number
-from blr.compressor.modeling.packed import Packed
+from blr.compressor.modeling.stages import Packed
 from blr.compressor.runtime.memory import CHOICE_BLOCK, DecoderState
 from blr.compressor.runtime.plan import Columns, Phase, StagePart
 from blr.kernels.decode.attention.reference import decode_attention as reference_attention
 from blr.kernels.decode.gemv.reference import ACTIVATIONS
-from blr.kernels.decode.gemv.segments import PACKED_FROM, PLAIN_FROM, Segment
+from blr.kernels.decode.gemv.segments import SEVERAL, Segment
 from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment, dual, grouped
 
 Run = Callable[[], Any]
@@ -29,8 +29,8 @@ class Binder:
     """How phases run: on the first `rows` rows of `state`, contexts of up to `bucket` slots.
 
     triton: kernels, else the references. pdl: kernels start while the kernel before them ends.
-    splits: of the attention, None for the launcher's choice. halved: slots whose numbers are in the
-    model's dtype. ordered: and in the order of the packed weights that read them.
+    halved: slots whose numbers are in the model's dtype. ordered: and in the order of the packed weights
+    that read them.
     """
 
     state: DecoderState
@@ -38,7 +38,6 @@ class Binder:
     bucket: int
     triton: bool
     pdl: bool = False
-    splits: int | None = None
     halved: set[Columns] = field(default_factory=set)
     ordered: set[Columns] = field(default_factory=set)
 
@@ -77,69 +76,51 @@ class Binder:
         )
 
     def _order(self, part: StagePart) -> tuple[int, int] | None:
-        """The order in which packed weights read a stage's target, if they are skinny products."""
-        return part.order if self.triton and self.rows >= PACKED_FROM else None
+        """The order in which packed weights read a stage's target, if tensor cores surely take them."""
+        least = SEVERAL if part.order is None or part.order[0] == 4 else SEVERAL + 1
+        return part.order if self.triton and self.rows >= least else None
 
     def _stages(self, phase: Phase) -> Run:
         segments = [self._segment(part) for part in phase.parts]
         norm: dict[str, Any] = {"gain": phase.gain, "eps": phase.eps}
-        if self.triton:
-            from blr.kernels.decode.quantized.either import stages
-
-            if run := self._skinny(phase, segments, add=phase.add, **norm):
-                return run
-            return stages(segments, add=phase.add, pdl=self.pdl, **norm)
-        if phase.add:
-            return lambda: [s.y.add_(s.product(phase.gain, phase.eps)) for s in segments]
-        return partial(grouped, segments, **norm)
-
-    def _dual(self, phase: Phase) -> Run:
-        gate, up = (self._segment(part) for part in phase.parts)
-        options: dict[str, Any] = {"activation": phase.activation, "gain": phase.gain, "eps": phase.eps}
-        if self.triton:
-            from blr.kernels.decode.quantized.either import pair
-
-            if run := self._skinny(phase, [gate, up], **options):
-                return run
-            return pair(gate, up, pdl=self.pdl, **options)
-        return partial(dual, gate, up, **options)
-
-    def _skinny(
-        self,
-        phase: Phase,
-        segments: list[Segment | QuantizedSegment],
-        *,
-        activation: str = "",
-        **options: Any,
-    ) -> Run | None:
-        """What runs segments, or with an activation a pair, by skinny products if those take them."""
+        if not self.triton:
+            if phase.activation:
+                return partial(dual, *segments, activation=phase.activation, **norm)
+            if phase.add:
+                return lambda: [s.y.add_(s.product(phase.gain, phase.eps)) for s in segments]
+            return partial(grouped, segments, **norm)
+        options = {**norm, "add": phase.add, "activation": phase.activation, "pdl": self.pdl}
         targets = {part.target for part in phase.parts}
-        if self.rows < PLAIN_FROM:
-            self.ordered.difference_update(targets)
-            return None
-        from blr.kernels.decode.skinny.bound import pair, stages
-
-        made, dtype = self.state.workspace, self.state.kv.dtype
-        order = self._order(phase.parts[0])
-        order = order if segments[0].y.dtype == dtype else None
-        options |= {"pdl": self.pdl, "order": order}
-        options["ordered"] = all(part.source in self.ordered for part in phase.parts)
-        if activation:
-            gate, up = segments
-            run = pair(gate, up, made, dtype, activation=activation, **options)
-        else:
-            run = stages(segments, made, dtype, **options)
         self.ordered.difference_update(targets)
-        if run is not None and order is not None:
-            self.ordered.update(targets)
+        from blr.kernels.decode.quantized.either import pays_twice, stages
+
+        several = self.rows >= SEVERAL and not pays_twice(segments)
+        run = self._tensor_cores(phase, segments, **options) if several else None
+        return run or stages(segments, **options)
+
+    _dual = _stages
+
+    def _tensor_cores(
+        self, phase: Phase, segments: list[Segment | QuantizedSegment], **options: Any
+    ) -> Run | None:
+        """What runs segments on tensor cores, if those take them, and what is stored in whose order."""
+        from blr.kernels.decode.skinny.bound import Products, stages
+
+        dtype, order = self.state.kv.dtype, self._order(phase.parts[0])
+        options["order"] = order if segments[0].y.dtype == dtype else None
+        options["ordered"] = all(part.source in self.ordered for part in phase.parts)
+        run = stages(segments, Products(self.state.workspace, dtype, **options))
+        assert run is not None or not options["ordered"], "inputs in an order that nothing reads"
+        if run is not None and options["order"] is not None:
+            self.ordered.update(part.target for part in phase.parts)
         return run
 
     def _slots(self, phase: Phase) -> tuple[Tensor, Tensor]:
         return self._view(phase.source), self._view(phase.target)
 
     def _view(self, slot: Columns) -> Tensor:
-        """A slot: what packed weights read, and from three rows on plain ones, in the model's dtype."""
-        half = self.rows >= PLAIN_FROM or slot in self.halved
+        """A slot: what packed weights read, and several rows of plain ones, in the model's dtype."""
+        half = self.rows >= SEVERAL or slot in self.halved
         return self.state.view(slot, self.rows, self.triton and half)
 
     def _gate(self, phase: Phase) -> Run:
@@ -184,7 +165,7 @@ class Binder:
         if self.triton:
             from blr.kernels.decode.attention.launch import decode_attention
 
-            options |= {"workspace": state.attention, "bucket": self.bucket, "splits": self.splits}
+            options |= {"workspace": state.attention, "bucket": self.bucket}
             options |= {"exact": state.kv.dtype == torch.float32}
             return partial(decode_attention, *inputs, **options, out=target, pdl=self.pdl)
         return lambda: target.copy_(reference_attention(*inputs, **options))

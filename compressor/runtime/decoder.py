@@ -37,13 +37,11 @@ from blr.compressor.runtime.sampling import Collector, Sampler, check_logits
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
 from blr.kernels.common.capturing import Captured, own_stream
 from blr.kernels.common.placing import on_gpu
-from blr.kernels.decode.attention.launch import MAX_SPLITS
 
 __all__ = ["Decoder", "supports"]
 
-MAX_BATCH = 16  # the stages of BLAST and of three or eight bits take no more
+MAX_BATCH = 16  # rows, up to which stages were measured
 Method = TypeVar("Method", bound=Callable[..., Any])
-FIXED_SPLIT = 256  # slots of a split of the attention in deterministic mode
 
 
 def _on_own_gpu(method: Method) -> Method:
@@ -70,8 +68,6 @@ class Decoder:
             power of two of the context; "eager" launches the phases one by one; "auto" is "graph".
             Without a GPU, or with ops "torch", "graph" runs as "eager".
         ops: "triton" kernels, or "torch" for their references, on any device.
-        deterministic: besides, the attention splits every context at the same slots, whatever the
-            batch: results of a row then differ with the batch only through the matrix products.
         cache: of keys and values, "whole" in the model's dtype or "int8" with a scale a token and head,
             half the memory and bytes to read.
 
@@ -90,13 +86,12 @@ class Decoder:
         context: int,
         mode: str = "auto",
         ops: str = "triton",
-        deterministic: bool = False,
         cache: str = CACHES[0],
     ) -> None:
         self.plan = make_plan(model)
         _check(model, batch, context, mode, ops, cache)
         self.model, self.batch, self.context = model, batch, context
-        self.ops, self.deterministic = ops, deterministic
+        self.ops = ops
         self.mode = "graph" if mode == "auto" else mode
         self.pdl = ops == "triton" and supports_pdl(model.device)
         self.state = DecoderState(model, self.plan, batch, context, cache)
@@ -144,9 +139,7 @@ class Decoder:
     @_on_own_gpu
     def step(self, tokens: Tensor) -> Tensor:
         """Feed `tokens` [B] after a `prefill` of B rows; returns the logits [B, vocab] in float32.
-
-        Raises ContextError when the cache is full, BatchError for another number of rows.
-        """
+        Raises ContextError when the cache is full, BatchError for another number of rows."""
         if tokens.shape != (self.rows,) or self.rows == 0:
             expected = [self.rows] if self.rows else "a prompt before"
             raise BatchError(f"a step with tokens of shape {list(tokens.shape)}: expected {expected}")
@@ -240,24 +233,15 @@ class Decoder:
 
     def binder(self, rows: int, bucket: int) -> Binder:
         """How the phases run for `rows` rows and contexts of up to `bucket` slots."""
-        splits = self.fixed_splits(bucket)
-        return Binder(self.state, rows, bucket, self.ops == "triton", self.pdl, splits)
-
-    def fixed_splits(self, bucket: int) -> int | None:
-        """Splits of the attention in contexts of up to `bucket` slots, None for any."""
-        if not self.deterministic:
-            return None
-        return -(-bucket // max(FIXED_SPLIT, bucket_of(self.context) // MAX_SPLITS))
+        return Binder(self.state, rows, bucket, self.ops == "triton", self.pdl)
 
     def token(self, rows: int, bucket: int) -> Run:
         """A whole token of `rows` rows in contexts of up to `bucket` slots."""
         return self.capture(self.binder(rows, bucket).bind_all(self.plan.phases))
 
     def capture(self, runs: list[Run]) -> Run:
-        """One function that does `runs` in order: a CUDA graph unless in mode "eager", on a GPU.
-
-        They run once before; tokens and positions are put back as they were.
-        """
+        """One function that does `runs` in order: a CUDA graph unless in mode "eager", on a GPU. They
+        run once before; tokens and positions are put back as they were."""
 
         def once() -> None:
             for run in runs:

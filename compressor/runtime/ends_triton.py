@@ -10,10 +10,8 @@ except ImportError as error:
 
 @triton.jit
 def embed_kernel(tokens, table, table_row, x, x_row, width, BLOCK: tl.constexpr):
-    """x[b] = table[tokens[b]] in float32. Grid (rows, ceil(width / BLOCK)).
-
-    Launched without programmatic dependence: it starts when everything before it has ended.
-    """
+    """x[b] = table[tokens[b]] in float32. Grid (rows, ceil(width / BLOCK)). Launched without
+    programmatic dependence: it starts when everything before it has ended."""
     row = tl.program_id(0)
     token = tl.load(tokens + row)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -32,10 +32,8 @@ class BusyError(DecoderError):
 
 
 class Turn:
-    """A lock that a thread holds as a context; others wait. Copies and pickles have their own.
-
-    Raises BusyError where a thread enters it again, which would wait for itself.
-    """
+    """A lock that a thread holds as a context; others wait. Copies and pickles have their own. Raises
+    BusyError where a thread enters it again, which would wait for itself."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

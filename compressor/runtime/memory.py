@@ -23,10 +23,8 @@ MIN_BUCKET = 128
 
 
 class PrefillLayer(CacheLayerMixin):
-    """A layer of transformers' cache over slots of tensors that are not its own.
-
-    keys, values: [B, Hkv, L, D]; the slots from `length` on are free.
-    """
+    """A layer of transformers' cache over slots of tensors that are not its own. keys, values: [B, Hkv,
+    L, D]; the slots from `length` on are free."""
 
     is_compileable = False
     is_sliding = False

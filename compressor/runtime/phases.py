@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.modeling.stages import Stage, kind_of, stages_of
+from blr.compressor.modeling.stages import LayerStage, kind_of, stages_of
 from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.plan import Columns, Heads, Phase, StagePart, TokenPlan
 from blr.kernels.decode.gemv.segments import dual_fits
@@ -53,10 +53,8 @@ def supports(model: Any) -> str | None:
 
 @torch.no_grad()
 def make_plan(model: Any) -> TokenPlan:
-    """The phases of `model`, which may mix dense and structured layers.
-
-    Raises UnsupportedError: with the reason that `supports` gives.
-    """
+    """The phases of `model`, which may mix dense and structured layers. Raises UnsupportedError: with
+    the reason that `supports` gives."""
     reason = supports(model)
     if reason is not None:
         raise UnsupportedError(f"{reason}; generate with transformers instead")
@@ -127,7 +125,7 @@ def _mlp(plan: TokenPlan, prefix: str, layer: Any, activation: str, x: Columns) 
     _projections(plan, prefix, {"down": (mlp.down_proj, x)}, inner, "down", add=True)
 
 
-def _order(stages: Sequence[Sequence[Stage] | None], depth: int) -> tuple[int, int] | None:
+def _order(stages: Sequence[Sequence[LayerStage] | None], depth: int) -> tuple[int, int] | None:
     """Bits and group of the weights of all stages at a depth, if they are one packed block each that is
     neither mixed nor corrected, of whole groups or with zeros where the last one is padded."""
     found = set()
@@ -143,18 +141,18 @@ def _order(stages: Sequence[Sequence[Stage] | None], depth: int) -> tuple[int, i
     return found.pop() if len(found) == 1 else None
 
 
-def _pair(gate: Sequence[Stage], up: Sequence[Stage]) -> bool:
+def _pair(gate: Sequence[LayerStage], up: Sequence[LayerStage]) -> bool:
     """Whether the last stages of two layers fit one `dual`."""
     same = _number(gate) == _number(up) and kind_of(gate[-1].w) == kind_of(up[-1].w)
     return same and not _pivots(gate) and dual_fits(gate[-1].w, up[-1].w)
 
 
-def _number(stages: Sequence[Stage] | None) -> tuple[int, bool]:
+def _number(stages: Sequence[LayerStage] | None) -> tuple[int, bool]:
     """Of stages, none for layers that only their own forward computes, and whether these hold pivots."""
     return (0, False) if stages is None else (len(stages), _pivots(stages))
 
 
-def _pivots(stages: Sequence[Stage]) -> bool:
+def _pivots(stages: Sequence[LayerStage]) -> bool:
     """Whether the outputs of the stage before the last one are outputs of the layer as well."""
     return stages[-1].places is not None
 
@@ -190,7 +188,7 @@ def _projections(
 
 
 def _advance(
-    plan: TokenPlan, name: str, stages: Sequence[Sequence[Stage]], source: Columns, norm: Any
+    plan: TokenPlan, name: str, stages: Sequence[Sequence[LayerStage]], source: Columns, norm: Any
 ) -> list[Columns]:
     """All stages but the last of layers that share `source`; returns where each one's input is."""
     inputs = [source] * len(stages)
@@ -209,7 +207,7 @@ def _advance(
 
 def _last(
     inputs: Sequence[Columns],
-    stages: Sequence[Sequence[Stage]],
+    stages: Sequence[Sequence[LayerStage]],
     targets: Sequence[Columns],
     order: tuple[int, int] | None = None,
 ) -> list[StagePart]:
@@ -229,7 +227,7 @@ def _last(
 def _pivoted(
     plan: TokenPlan,
     name: str,
-    stages: Sequence[Sequence[Stage]],
+    stages: Sequence[Sequence[LayerStage]],
     target: Columns,
     source: Columns,
     norm: Any,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from blr.compressor.modeling.stages import Stage
+from blr.compressor.modeling.stages import LayerStage
 from blr.kernels.layers.pivoted.places import Places
 
 
@@ -33,7 +33,7 @@ class StagePart:
     """One stage of a launch, from one slot into another. first: that of its correction. order: bits and
     group of the packed weights that alone read the target, if there are such."""
 
-    stage: Stage
+    stage: LayerStage
     source: Columns
     target: Columns
     first: StagePart | None = None

@@ -25,10 +25,8 @@ LEAST = 16  # tokens that the lengths of graphs lie apart, a quarter of a power 
 
 
 def left_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A prompt [B, T] with the padding of every row on its left, and its lengths [B].
-
-    Raises BatchError for a mask of another shape, an empty row, or a hole inside a row.
-    """
+    """A prompt [B, T] with the padding of every row on its left, and its lengths [B]. Raises BatchError
+    for a mask of another shape, an empty row, or a hole inside a row."""
     if attention_mask is None:
         return input_ids, None
     if attention_mask.shape != input_ids.shape:

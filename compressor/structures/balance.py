@@ -1,38 +1,33 @@
-"""Balanced factors: the same product, its size spread evenly over what is multiplied.
+"""Other factors of the same product (up to rounding): of even size, or with their ranks mixed.
 
-Adam moves every number of a tensor by a like amount, so that a component which is large in one
-factor and small in the other would be trained in one of them only. All functions return new
-tensors of the same product (up to rounding).
+Adam moves every number of a tensor by a like amount, so that a component which is large in one factor
+and small in the other would be trained in one of them only: `balanced`.
+
+Where z = Vᵀx is rounded to floating point, every z_j errs by a share ε of its own size: the output by
+ε² Σ_j ‖u_j‖² E z_j². Fits give principal directions, with which that is ε² E‖y‖², as if the output
+itself were rounded. ``U R`` and ``V R`` have the same product for any rotation R, and a random one
+makes all ‖u_j‖ and all E z_j² about alike: ε² (Σ_j ‖u_j‖²) (Σ_j E z_j²) / r, which is less for factors
+of balanced sizes (`turned`). The least of all mixtures has sizes by the moments of the inputs; models
+gained nothing by that (scripts/log).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from blr.compressor.structures.specs import (
-    BlastSpec,
-    KroneckerSpec,
-    LowRankSpec,
-    MonarchSpec,
-    PivotedSpec,
-    Spec,
-)
+from blr.compressor.structures.linalg import orthonormal
+from blr.compressor.structures.spec import Spec
 
 Tensors = dict[str, Tensor]
 
 
 def balanced(tensors: Tensors, spec: Spec) -> Tensors:
     """`tensors` by the names of `spec`, with even sizes; pivots leave no choice of them."""
-    if isinstance(spec, PivotedSpec):
-        return tensors
-    if isinstance(spec, KroneckerSpec):
-        return _chain(tensors)
-    if isinstance(spec, BlastSpec):
-        return _blast(tensors)
-    return _monarch(tensors, spec) if isinstance(spec, MonarchSpec) else _lowrank(tensors)
+    return BALANCED.get(spec.structure, lambda held, _: held)(tensors, spec)
 
 
 def _size(tensor: Tensor, *axes: int) -> Tensor:
@@ -41,7 +36,7 @@ def _size(tensor: Tensor, *axes: int) -> Tensor:
     return torch.where(size > 0, size, torch.ones_like(size))
 
 
-def _lowrank(tensors: Tensors) -> Tensors:
+def _lowrank(tensors: Tensors, spec: Spec | None = None) -> Tensors:
     """Every component u vᵀ with |u| = |v|, of groups as well."""
     left, right = (tensors[name].square().sum(-2, keepdim=True).sqrt() for name in "UV")
     scale = _ratio(left, right).sqrt()
@@ -54,9 +49,9 @@ def _ratio(left: Tensor, right: Tensor) -> Tensor:
     return torch.where(good, left / torch.where(good, right, 1.0), torch.ones_like(left))
 
 
-def _monarch(tensors: Tensors, spec: MonarchSpec) -> Tensors:
+def _monarch(tensors: Tensors, spec: Spec) -> Tensors:
     """As of low rank, in every block: U[k, :, (l, s)] belongs to V[l, :, (k, s)]."""
-    b = spec.blocks
+    b = len(tensors["U"])
     left = tensors["U"].unflatten(-1, (b, -1))  # [k, q, l, s]
     right = tensors["V"].unflatten(-1, (b, -1)).transpose(0, 2)  # [k, p, l, s]
     found = _lowrank({"U": left.transpose(1, 2), "V": right.transpose(1, 2)})
@@ -65,7 +60,7 @@ def _monarch(tensors: Tensors, spec: MonarchSpec) -> Tensors:
     return {"U": U.contiguous(), "V": V.contiguous()}
 
 
-def _blast(tensors: Tensors) -> Tensors:
+def _blast(tensors: Tensors, spec: Spec) -> Tensors:
     """Columns of U_k and V_l of one size, what they differ by in S; then a third of the size of each
     rank in each of the three."""
     U, S, V = (tensors[name] for name in "USV")
@@ -77,7 +72,7 @@ def _blast(tensors: Tensors) -> Tensors:
     return {"U": U * third, "S": S * (third / of_s), "V": V * third}
 
 
-def _chain(tensors: Tensors) -> Tensors:
+def _chain(tensors: Tensors, spec: Spec) -> Tensors:
     """Every channel between two factors as large on the one side as on the other."""
     names, found = list(tensors), dict(tensors)
     for outer, inner in pairwise(names):
@@ -90,18 +85,32 @@ def _chain(tensors: Tensors) -> Tensors:
     return found
 
 
-def even_columns(spec: Spec, factors: dict[str, Tensor]) -> dict[str, Tensor]:
+BALANCED: dict[str, Callable[[Tensors, Spec], Tensors]] = {
+    **{"svd": _lowrank, "monarch": _monarch, "blast": _blast, "ks": _chain}
+}
+
+
+def even_columns(spec: Spec, factors: Tensors) -> Tensors:
     """The same product with columns of U of one size, V taking the rest, for rows that share a scale."""
-    if not isinstance(spec, LowRankSpec | MonarchSpec | BlastSpec):
+    if spec.structure not in ("svd", "monarch", "blast"):
         return factors
     U, V = factors["U"], factors["V"]
-    if isinstance(spec, MonarchSpec):  # U [k, q, l·s] belongs to V [l, p, k·s]
-        shape = spec.blocks, spec.blocks, spec.block_rank
-        size = _size(U, 1).unflatten(-1, shape[1:]).squeeze(1)  # [k, l, s]
-        other = size.transpose(0, 1).flatten(1)[:, None]
-        return {**factors, "U": U / size.flatten(1)[:, None], "V": V * other}
-    if isinstance(spec, BlastSpec):
-        size = _size(U.flatten(0, 1), 0)  # [1, r], of all blocks
-        return {**factors, "U": U / size, "V": V * size}
-    size = _size(U, -2)
-    return {**factors, "U": U / size, "V": V * size}
+    size = other = _size(U, -2)
+    if spec.structure == "monarch":  # U [k, q, l·s] belongs to V [l, p, k·s]
+        size = _size(U, 1)
+        other = size.unflatten(-1, (len(U), -1)).squeeze(1).transpose(0, 1).flatten(1)[:, None]
+    elif spec.structure == "blast":
+        size = other = _size(U.flatten(0, 1), 0)  # [1, r], of all blocks
+    return {**factors, "U": U / size, "V": V * other}
+
+
+def turned(spec: Spec, factors: Mapping[str, Tensor]) -> Tensors:
+    """Canonical factors with the ranks of U and V rotated, those of every block of Monarch alike; as
+    they are where a structure has couplings between ranks, or none."""
+    if spec.structure not in ("svd", "monarch"):
+        return dict(factors)
+    rank = factors["U"].shape[-1] // (len(factors["U"]) if spec.structure == "monarch" else 1)
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(rank, rank, generator=generator, dtype=torch.float64)
+    turn = orthonormal(random).to(factors["U"])
+    return {name: (t.unflatten(-1, (-1, rank)) @ turn).flatten(-2) for name, t in factors.items()}

@@ -15,10 +15,8 @@ MOST = 1 << 26  # numbers of a bank: a step holds some forty bytes of each for a
 
 
 class Bank:
-    """Latents of one grid, as their `publish` and `collect` would do it one by one.
-
-    From here on the masters of each are views of `latent` [n, G] and `scale` [n, 1].
-    """
+    """Latents of one grid, as their `publish` and `collect` would do it one by one. From here on the
+    masters of each are views of `latent` [n, G] and `scale` [n, 1]."""
 
     def __init__(self, latents: Sequence[Latent]) -> None:
         self.latents, self.bits, self.scale_dtype = latents, latents[0].bits, latents[0].scale_dtype

@@ -27,7 +27,7 @@ Apply = Callable[[Tensor], Tensor]
 Pair = tuple[Tensor, Tensor, Tensor]
 
 
-class Problem(Protocol):
+class Descent(Protocol):
     """A function of one flat vector to minimize."""
 
     def evaluate(self, theta: Tensor) -> tuple[float, Tensor]:
@@ -39,7 +39,7 @@ class Problem(Protocol):
         ...
 
 
-def descend(problem: Problem, theta: Tensor, rounds: int) -> tuple[Tensor, list[float]]:
+def descend(problem: Descent, theta: Tensor, rounds: int) -> tuple[Tensor, list[float]]:
     """Minimize `problem` from `theta` [n] for at most `rounds` accepted steps.
 
     Returns:
@@ -68,7 +68,7 @@ def descend(problem: Problem, theta: Tensor, rounds: int) -> tuple[Tensor, list[
 
 
 def _line_search(
-    problem: Problem, theta: Tensor, loss: float, direction: Tensor
+    problem: Descent, theta: Tensor, loss: float, direction: Tensor
 ) -> tuple[Tensor, float, Tensor] | None:
     """The first of ever shorter steps that lowers the loss: point, loss, negative gradient.
 

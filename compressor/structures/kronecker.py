@@ -196,11 +196,8 @@ def _residual(weight: Tensor, factors: list[Tensor] | None, gram: Tensor | None)
 
 
 def _refitted(factors: list[Tensor], n: int, residual: Tensor, gram: Tensor | None) -> list[Tensor]:
-    """Factor n moved towards the least weighted error, the others fixed.
-
-    With L and R the products left and right of it, the correction Δ solves
-    ``support(LᵀL Δ R H Rᵀ) = support(Lᵀ (E H) Rᵀ)``.
-    """
+    """Factor n moved towards the least weighted error, the others fixed. With L and R the products left
+    and right of it, the correction Δ solves ``support(LᵀL Δ R H Rᵀ) = support(Lᵀ (E H) Rᵀ)``."""
     a, b, c, d = factors[n].shape
     pattern = (a, b, c, d)
     left = _product(factors[:n]) if n else None

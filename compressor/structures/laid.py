@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, Spec
+from blr.compressor.structures.spec import Spec
 from blr.kernels.common.layout import wide_rank
 from blr.kernels.common.tables import Shape
 
@@ -10,11 +10,11 @@ from blr.kernels.common.tables import Shape
 def laid_rank(spec: Spec) -> int:
     """The rank that kernels see, zeros behind it included; 0 where there is none."""
     rank = int(getattr(spec, "rank", 0))
-    whole = isinstance(spec, LowRankSpec | BlastSpec) and getattr(spec, "groups", 1) == 1
+    whole = spec.structure in ("svd", "blast") and getattr(spec, "groups", 1) == 1
     return wide_rank(rank) if whole else rank
 
 
 def laid_shape(spec: Spec) -> Shape:
     """What a table is asked by; the blocks of a Kronecker-sparse layer are its factors."""
-    blocks = len(spec.patterns) if isinstance(spec, KroneckerSpec) else getattr(spec, "blocks", 1)
+    blocks = len(getattr(spec, "patterns", ())) or getattr(spec, "blocks", 1)
     return Shape(spec.in_features, spec.out_features, blocks, laid_rank(spec))

@@ -267,10 +267,8 @@ def _of_symmetric(call: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
 
 
 def _repeated(call: Callable[[Tensor], Any], matrix: Tensor, name: str) -> Any:
-    """`call` of a matrix, once more on the CPU in float64 where the library fails on it.
-
-    Raises NumericsError.
-    """
+    """`call` of a matrix, once more on the CPU in float64 where the library fails on it. Raises
+    NumericsError."""
     if (found := _attempted(call, matrix)) is not None:
         return found
     check_finite(matrix)
@@ -314,10 +312,8 @@ def _is_divergence(error: RuntimeError) -> bool:
 
 
 def balance(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Rescale columns so that left [..., m, r] and right [..., n, r] have equal column norms.
-
-    Their product is unchanged; equal scales keep half-precision storage harmless.
-    """
+    """Rescale columns so that left [..., m, r] and right [..., n, r] have equal column norms. Their
+    product is unchanged; equal scales keep half-precision storage harmless."""
     tiny = torch.finfo(left.dtype).tiny
     left_norm = left.norm(dim=-2, keepdim=True).clamp_min(tiny)
     right_norm = right.norm(dim=-2, keepdim=True)
@@ -326,10 +322,8 @@ def balance(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mixed_gram(mix: Tensor, overlap: Tensor) -> Tensor:
-    """``Σ_l (s_l s_lᵀ) ∘ G_l`` [b, r, r] for every row of mix S [b, l, r] and overlap G [l, r, r].
-
-    One row at a time: the einsum of it would hold all [b, l, r, r] products.
-    """
+    """``Σ_l (s_l s_lᵀ) ∘ G_l`` [b, r, r] for every row of mix S [b, l, r] and overlap G [l, r, r]. One
+    row at a time: the einsum of it would hold all [b, l, r, r] products."""
     return torch.stack([(row[:, :, None] * overlap * row[:, None]).sum(0) for row in mix])
 
 

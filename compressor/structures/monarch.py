@@ -76,10 +76,8 @@ def _scatter(factors: Tensor, b: int) -> Tensor:
 
 
 class MonarchProblem:
-    """tr((W−W')H(W−W')ᵀ) as a function of theta = V [l, k, p, r'], U eliminated.
-
-    For each k, Z_k is block-diagonal over l, so ``Z_k H Z_kᵀ`` has blocks ``V_lkᵀ H_lm V_mk``.
-    """
+    """tr((W−W')H(W−W')ᵀ) as a function of theta = V [l, k, p, r'], U eliminated. For each k, Z_k is
+    block-diagonal over l, so ``Z_k H Z_kᵀ`` has blocks ``V_lkᵀ H_lm V_mk``."""
 
     def __init__(self, weight: Tensor, gram: Tensor, spec: MonarchSpec) -> None:
         b, self.spec = spec.blocks, spec

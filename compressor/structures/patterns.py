@@ -139,10 +139,8 @@ def validate_chain(patterns: Sequence[Pattern], in_features: int, out_features: 
 
 
 def check_pattern(text: str) -> None:
-    """Check a pattern by itself: that there is a layer, of whatever size, that it is a chain of.
-
-    Raises UsageError as `parse_patterns` and `validate_chain`, and for a layer beyond all sizes.
-    """
+    """Check a pattern by itself: that there is a layer, of whatever size, that it is a chain of. Raises
+    UsageError as `parse_patterns` and `validate_chain`, and for a layer beyond all sizes."""
     if text.strip().lower() in NAMED:
         return
     patterns = parse_patterns(text)
@@ -184,10 +182,8 @@ def parameters(patterns: Sequence[Pattern]) -> int:
 
 
 def h(pattern: Pattern) -> float:
-    """(b + c)/(bc): memory traffic the fused kernel saves per multiplication of one factor.
-
-    Source: "Fast Inference with Kronecker-Sparse Matrices", equation 4.
-    """
+    """(b + c)/(bc): memory traffic the fused kernel saves per multiplication of one factor. Source:
+    "Fast Inference with Kronecker-Sparse Matrices", equation 4."""
     _, b, c, _ = pattern
     return (b + c) / (b * c)
 

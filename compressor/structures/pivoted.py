@@ -31,9 +31,7 @@ def fit(
     options: FitOptions = FitOptions(),
 ) -> Fit:
     """The optimal low rank for `weight` [o, i] in the norm of `gram` [i, i], held by pivot rows.
-
-    Tensors as of `from_low_rank`.
-    """
+    Tensors as of `from_low_rank`."""
     found = lowrank.fit(weight, spec.low_rank(), gram, options)
     found.tensors = from_low_rank(found.tensors["U"], found.tensors["V"])
     return found
@@ -41,9 +39,7 @@ def fit(
 
 def from_low_rank(left: Tensor, right: Tensor) -> dict[str, Tensor]:
     """U [o - r, r], V [i, r] and places [o] (int32) of ``left rightᵀ``, for left [o, r], right [i, r].
-
-    Decomposed in float64; U and V get the dtype of `left`.
-    """
+    Decomposed in float64; U and V get the dtype of `left`."""
     wide = left.double()
     pivots, coefficients = strong_pivots(orthonormal(wide))
     rest = _others(pivots, len(left))

@@ -22,10 +22,8 @@ Factors = tuple[Tensor, Tensor, Tensor]  # U [b, q, r], S [b, b, r], V [b, p, r]
 
 
 def precgd(weight: Tensor, spec: BlastSpec, steps: int, seed: int) -> Factors:
-    """Factors of `weight` [o, i] after `steps` steps from a start that `seed` determines.
-
-    Runs in float32 as published: the damping keeps every system well conditioned.
-    """
+    """Factors of `weight` [o, i] after `steps` steps from a start that `seed` determines. Runs in
+    float32 as published: the damping keeps every system well conditioned."""
     scale = weight.std().clamp_min(1e-30)
     blocks = in_blocks((weight / scale).float(), spec.blocks)
     U, S, V = _start(blocks, spec, seed)

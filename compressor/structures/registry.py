@@ -30,7 +30,7 @@ Call = Callable[..., "Tensor"]
 
 
 @dataclass(frozen=True)
-class Form:
+class LayerSizes:
     """What a spec follows from, beside its rank: sizes, blocks, groups of heads and their side."""
 
     inputs: int
@@ -40,19 +40,19 @@ class Form:
     side: str = "out"
 
 
-def _lowrank(form: Form, rank: int) -> Spec:
+def _lowrank(form: LayerSizes, rank: int) -> Spec:
     return LowRankSpec(form.inputs, form.outputs, rank, form.groups, form.side)
 
 
-def _pivoted(form: Form, rank: int) -> Spec:
+def _pivoted(form: LayerSizes, rank: int) -> Spec:
     return PivotedSpec(form.inputs, form.outputs, rank)
 
 
-def _monarch(form: Form, rank: int) -> Spec:
+def _monarch(form: LayerSizes, rank: int) -> Spec:
     return MonarchSpec(form.inputs, form.outputs, form.blocks, rank // form.blocks)
 
 
-def _blast(form: Form, rank: int) -> Spec:
+def _blast(form: LayerSizes, rank: int) -> Spec:
     return BlastSpec(form.inputs, form.outputs, form.blocks, rank)
 
 
@@ -72,7 +72,7 @@ class Structure:
 
     spec: type[Spec]
     solvers: tuple[str, ...]
-    of_rank: Callable[[Form, int], Spec] | None = None
+    of_rank: Callable[[LayerSizes, int], Spec] | None = None
     blocks: int | None = None
     stepped: bool = False
     grouped: bool = False

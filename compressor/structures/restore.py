@@ -9,14 +9,14 @@ from torch import Tensor
 
 from blr.compressor.structures.packing import unpack_factor
 from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec
+from blr.compressor.structures.specs import DenseSpec, Spec
 
 
 def factors_of(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The canonical factors of a plain or packed layer in `dtype`, and its indices, by name."""
     indices = {name: tensors[name] for name in spec.indices()}
-    if isinstance(spec, QuantizedSpec):
-        return {n: unpack_factor(spec, n, tensors, dtype) for n in spec.shapes()} | indices
+    if (packing := spec.packing) is not None:
+        return {n: unpack_factor(packing, n, tensors, dtype) for n in spec.shapes()} | indices
     return {name: tensors[name].to(dtype) for name in spec.shapes()} | indices
 
 
@@ -26,12 +26,12 @@ def restored(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> T
     Args:
         tensors: by the names of ``spec.stored()``.
     """
-    if isinstance(spec, CorrectedSpec):
+    if len(spec.parts()) > 1:
         parts = ((part, part_of(tensors, name)) for name, part in spec.parts())
         base, correction = (restored(part, held, dtype) for part, held in parts)
         return base + correction
     factors, plain = factors_of(spec, tensors, dtype), spec.plain
-    if isinstance(plain, DenseSpec):
+    if plain.structure == DenseSpec.structure:
         return factors["weight"]
     return STRUCTURES[plain.structure].factorizer().reconstruct(factors, plain)
 

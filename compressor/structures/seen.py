@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blr.compressor.structures.linalg import solve_spd
 from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec, Spec
+from blr.compressor.structures.spec import Spec
 
 NOTHING = 1e-5  # of the mean diagonal: what float32 leaves of a difference that is none
 
@@ -27,17 +27,17 @@ def seen_by_v(spec: Spec, factors: Mapping[str, Tensor], gram: Tensor | None) ->
     Args:
         factors: canonical. gram: [i, i] of the layer's inputs, None for white ones.
     """
-    if not isinstance(spec, LowRankSpec | MonarchSpec | BlastSpec) or getattr(spec, "groups", 1) > 1:
+    if spec.structure not in ("svd", "monarch", "blast") or getattr(spec, "groups", 1) > 1:
         return None
     right = STRUCTURES[spec.structure].factorizer().right_factor(dict(factors), spec)  # [..., i, K]
     whole = torch.eye(spec.in_features).to(right) if gram is None else gram.to(right)
-    if isinstance(spec, LowRankSpec):
+    if spec.structure == "svd":
         return _left(whole, right, 1)[0]
-    if isinstance(spec, MonarchSpec):
-        return torch.stack([_left(whole, Z, spec.blocks) for Z in right], 1)
+    if spec.structure == "monarch":
+        return torch.stack([_left(whole, Z, len(right)) for Z in right], 1)
     used = factors["U"].square().sum(1)[:, None] * factors["S"].square()  # [k, l, r]
     shares = used.mean(-1)[..., None, None]
-    parts = (s * _left(whole, Z, spec.blocks) for s, Z in zip(shares, right, strict=True))
+    parts = (s * _left(whole, Z, len(right)) for s, Z in zip(shares, right, strict=True))
     return reduce(torch.add, parts)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from blr.compressor.structures.specs import QuantizedSpec
 
 Shape = tuple[int, ...]
 INDEX = "I32"  # of tensors that say where something goes
@@ -47,6 +50,19 @@ class Spec:
     @property
     def plain(self) -> Spec:
         """The structure whose factors are stored: itself, but where they are packed."""
+        return self
+
+    @property
+    def packing(self) -> QuantizedSpec | None:
+        """How its factors are packed, None if they are not."""
+        return None
+
+    def parts(self) -> tuple[tuple[str, Spec], ...]:
+        """The specs that a layer is the sum of, by module in it; "" is the layer itself."""
+        return (("", self),)
+
+    def low_rank(self) -> Spec:
+        """The same function by whole factors."""
         return self
 
     @property

@@ -103,7 +103,6 @@ class PivotedSpec(Spec):
         return {"places": (self.out_features,)}
 
     def low_rank(self) -> LowRankSpec:
-        """The same function as two whole factors."""
         return LowRankSpec(self.in_features, self.out_features, self.rank)
 
     def describe(self) -> str:
@@ -235,6 +234,10 @@ class QuantizedSpec(Spec):
         return self.of
 
     @property
+    def packing(self) -> QuantizedSpec:
+        return self
+
+    @property
     def kind(self) -> str:
         """As recipes write it: int4, fp8."""
         return "fp8" if self.fp8 else f"int{self.bits}"
@@ -255,12 +258,12 @@ class QuantizedSpec(Spec):
         """The canonical axes behind each axis of the matrix [..., R, K] that a factor is packed as: in
         kernel layout, but two made one where a product sums over both or one alone would leave most of
         a group empty: Kronecker-sparse [a, d, b·c], and U of low rank in input groups [o, G·r]."""
-        if isinstance(self.of, LowRankSpec) and self.of.side == "in" and name == "U":
+        if getattr(self.of, "side", "out") == "in" and name == "U":
             return (1,), (0, 2)
         if name == "S":
             return (0,), (1,), (2,)  # a row is as long as the rank
         order = order_of(name, len(self.shapes()[name]))
-        if isinstance(self.of, KroneckerSpec):
+        if self.structure == KroneckerSpec.structure:
             return order[:1], order[1:2], order[2:]
         return tuple((axis,) for axis in order)
 
@@ -324,12 +327,9 @@ class CorrectedSpec(Spec):
 
     def __post_init__(self) -> None:
         base, correction = self.base, self.correction
-        if not isinstance(base, QuantizedSpec) or not isinstance(base.of, DenseSpec):
+        if base.packing is None or base.structure != DenseSpec.structure:
             raise ValueError(f"base {base}: expected a quantized dense weight")
-        if (
-            isinstance(correction, CorrectedSpec | DenseSpec)
-            or correction.structure == DenseSpec.structure
-        ):
+        if correction.structure in (self.structure, DenseSpec.structure):
             raise ValueError(f"correction {correction}: expected a structure")
         for name in ("in_features", "out_features"):
             if getattr(base, name) != getattr(correction, name):
@@ -343,7 +343,6 @@ class CorrectedSpec(Spec):
         return {f"{part}.{n}": s for part, spec in self.parts() for n, s in spec.stored().items()}
 
     def parts(self) -> tuple[tuple[str, Spec], ...]:
-        """Both by the name of their module."""
         return ("base", self.base), ("correction", self.correction)
 
     def to_dict(self) -> dict[str, Any]:
@@ -355,7 +354,7 @@ class CorrectedSpec(Spec):
 
 def leaves(spec: Spec) -> tuple[tuple[str, Spec], ...]:
     """The specs that a layer consists of, which are not corrected, by module in it; "" is the layer."""
-    return spec.parts() if isinstance(spec, CorrectedSpec) else (("", spec),)
+    return spec.parts()
 
 
 def families(spec: Spec) -> set[str]:

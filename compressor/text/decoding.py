@@ -27,7 +27,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blr.compressor.base.exhaustion import exhausted, raise_exhausted
 from blr.compressor.modeling.cache_names import cache_name
-from blr.compressor.text.own import distance
 from blr.kernels.common.capturing import Captured
 from blr.kernels.common.placing import on_gpu
 
@@ -317,3 +316,9 @@ def _cache(model: Any, place: SlotPlace, length: int) -> Cache:
 def _log(probabilities: Tensor) -> Tensor:
     """Logits, but for what all of a sample have in common."""
     return probabilities.clamp_min(1e-30).log()
+
+
+def distance(found: Tensor, expected: Tensor) -> Tensor:
+    """Relative to what all logits have in common: softmax does not see that."""
+    found, expected = (x.float() - x.float().mean(-1, keepdim=True) for x in (found, expected))
+    return (found - expected).norm() / expected.norm().clamp_min(1e-9)

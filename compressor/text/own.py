@@ -253,6 +253,8 @@ def _cached(model: Any, ids: Tensor) -> bool:
     """Whether `model` goes on from a cache as if it had read all at once. RWKV leaves the cache as it
     is, MiniMax refuses it, CPM-Ant takes an empty one for its first words: these read the whole text
     for every token."""
+    from blr.compressor.text.decoding import distance  # brings in transformers
+
     given = _fresh_cache(model)
     try:
         out = model(input_ids=ids, **given, use_cache=True, logits_to_keep=1)
@@ -267,12 +269,6 @@ def _cached(model: Any, ids: Tensor) -> bool:
     twice = torch.cat([ids, ids[:, -1:]], 1)
     expected = model(input_ids=twice, use_cache=False, logits_to_keep=1).logits[:, -1:]
     return found.shape == expected.shape and bool(distance(found, expected) < SAME)
-
-
-def distance(found: Tensor, expected: Tensor) -> Tensor:
-    """Relative to what all logits have in common: softmax does not see that."""
-    found, expected = (x.float() - x.float().mean(-1, keepdim=True) for x in (found, expected))
-    return (found - expected).norm() / expected.norm().clamp_min(1e-9)
 
 
 def sample(logits: Tensor, generator: torch.Generator) -> Tensor:

@@ -30,12 +30,12 @@ METADATA_KEY = "blr"  # one key only: safetensors writes several in random order
 COMMANDS = {"recipe": "compress", "teacher": "heal", "export": "export"}  # by what their runs alone have
 
 
-def layer_key(**determinants: Any) -> str:
+def layer_key(**determinants: object) -> str:
     """SHA-256 of everything the factors of one layer depend on, as canonical JSON."""
     return hashlib.sha256(canonical_json(determinants)).hexdigest()
 
 
-def canonical_json(value: Any) -> bytes:
+def canonical_json(value: object) -> bytes:
     """The one JSON text of `value`: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
@@ -79,10 +79,8 @@ class Journal:
         return read
 
     def await_all(self, keys: list[str]) -> None:
-        """Return when what other processes have stored under `keys` is seen from here.
-
-        Raises OutputError: it never is.
-        """
+        """Return when what other processes have stored under `keys` is seen from here. Raises
+        OutputError: it never is."""
         deadline = time.monotonic() + SHOWN_WITHIN
         for key in keys:
             while not (self.folder / f"{key}.safetensors").exists():
@@ -190,7 +188,7 @@ def _changes(left: dict[str, Any], now: dict[str, Any], prefix: str) -> list[str
     return found
 
 
-def _is_digest(value: Any) -> bool:
+def _is_digest(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 

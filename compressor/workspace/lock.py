@@ -50,10 +50,8 @@ class Lock:
         self._descriptor = CLOSED
 
     def acquire(self) -> None:
-        """Take the lock without waiting.
-
-        Raises OutputError: another run holds it, or something that is no lock of ours is in its place.
-        """
+        """Take the lock without waiting. Raises OutputError: another run holds it, or something that is
+        no lock of ours is in its place."""
         for _ in range(TRIES):
             with LOCKING:
                 if self._try():

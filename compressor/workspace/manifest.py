@@ -47,7 +47,7 @@ THREADS = 4  # hashing more files at once waits for the disk
 REMEDY = "copy or compress it again; `blr verify` lists all that differs"
 
 
-def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: Any) -> bytes:
+def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: object) -> bytes:
     """The manifest as JSON text; no times, no paths.
 
     Args:
@@ -65,9 +65,7 @@ def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: Any
 
 def with_file(folder: Path, name: str, data: bytes) -> bytes:
     """The manifest of `folder` with other contents for a listed file, which need not lie there yet.
-
-    Raises as `read_manifest`.
-    """
+    Raises as `read_manifest`."""
     manifest = read_manifest(folder)
     files = {listed: (found["size"], found["sha256"]) for listed, found in manifest["files"].items()}
     files[name] = (len(data), hashlib.sha256(data).hexdigest())
@@ -121,11 +119,8 @@ def computing_digest(folder: Path) -> str | None:
 
 
 def verify_manifest(folder: Path) -> int:
-    """Check every file of an output and its manifest; how many files there are.
-
-    Raises OutputError: as `read_manifest`; VerifyError: a file or the manifest itself differs, or
-    something cannot be read.
-    """
+    """Check every file of an output and its manifest; how many files there are. Raises OutputError: as
+    `read_manifest`; VerifyError: a file or the manifest itself differs, or something cannot be read."""
     manifest, damage = _read(folder)
     problems = [f"{MANIFEST}: {damage}"] if damage else verify_files(folder, manifest)
     if problems:
@@ -161,10 +156,8 @@ def _damage(manifest: dict[str, Any], text: bytes) -> str:
 
 
 def saved_by(config: dict[str, Any]) -> str | None:
-    """By whom and from what a folder was saved, None for one that `blr` wrote itself.
-
-    Raises TypeError or KeyError for a configuration that is none of ours.
-    """
+    """By whom and from what a folder was saved, None for one that `blr` wrote itself. Raises TypeError
+    or KeyError for a configuration that is none of ours."""
     saved = config["blr"].get("saved")
     if saved is None:
         return None
@@ -201,7 +194,7 @@ def _is_inside(name: str) -> bool:
     return name.isprintable() and "\\" not in name and not {"", ".", ".."} & set(parts)
 
 
-def _is_listing(found: Any) -> bool:
+def _is_listing(found: object) -> bool:
     return (
         type(found) is dict
         and type(found.get("size")) is int
@@ -210,7 +203,7 @@ def _is_listing(found: Any) -> bool:
     )
 
 
-def _is_digest(value: Any) -> bool:
+def _is_digest(value: object) -> bool:
     return type(value) is str and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
@@ -265,9 +258,7 @@ def _check(path: Path, expected: dict[str, Any]) -> str | None:
 
 def read_listed(folder: Path) -> dict[str, dict[str, Any]]:
     """What the manifest of `folder` lists of the files that loaders read; empty without a manifest.
-
-    Raises InputError for a manifest that is damaged.
-    """
+    Raises InputError for a manifest that is damaged."""
     if not os.path.lexists(folder / MANIFEST):
         return {}
     try:
@@ -279,10 +270,7 @@ def read_listed(folder: Path) -> dict[str, dict[str, Any]]:
 
 def check_listed(folder: Path, hashes: Hashes) -> None:
     """Compare the files of an output with its manifest: their sizes, the headers of shards, and the
-    SHA-256 of those that `hashes` says.
-
-    Raises InputError naming the first file that differs.
-    """
+    SHA-256 of those that `hashes` says. Raises InputError naming the first file that differs."""
     listed = read_listed(folder)
     for name, expected in listed.items():
         _check_outline(folder, name, expected)

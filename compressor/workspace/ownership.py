@@ -66,10 +66,8 @@ def in_the_way(path: Path, why: str) -> NoReturn:
 
 
 def check_listed(folder: Path, listed: Iterable[str]) -> Entries:
-    """The entries of `folder`, all of them plain files that `listed` names, or folders of these.
-
-    Raises OutputError naming the first other one.
-    """
+    """The entries of `folder`, all of them plain files that `listed` names, or folders of these. Raises
+    OutputError naming the first other one."""
     names = set(listed)
     converted = {f"{PICKLED}/{name}" for name in ("teacher", *(f"module-{n}" for n in range(10)))}
     parents = {str(p) for name in names for p in PurePosixPath(name).parents}
@@ -109,10 +107,8 @@ def check_folder(folder: Path) -> None:
 
 
 def check_whole(folder: Path) -> Entries:
-    """The entries of an output of ours, which holds what its manifest lists, byte for byte.
-
-    Raises OutputError naming what is not, also what was changed since.
-    """
+    """The entries of an output of ours, which holds what its manifest lists, byte for byte. Raises
+    OutputError naming what is not, also what was changed since."""
     check_folder(folder)
     manifest = read_manifest(folder)
     found = check_listed(folder, {*manifest["files"], MANIFEST})
@@ -131,10 +127,8 @@ def unchanged(before: Entries, folder: Path) -> bool:
 
 
 def remove(folder: Path, listed: Iterable[str]) -> None:
-    """Delete a folder of ours, its markers last: a kill midway leaves it recognizable.
-
-    Raises OutputError, before anything is deleted, if it holds anything that is not `listed`.
-    """
+    """Delete a folder of ours, its markers last: a kill midway leaves it recognizable. Raises
+    OutputError, before anything is deleted, if it holds anything that is not `listed`."""
     check_folder(folder)
     delete(folder, check_listed(folder, listed))
     os.rmdir(folder)
@@ -151,7 +145,7 @@ def delete(folder: Path, found: Entries) -> None:
             os.unlink(folder / name)
 
 
-def write_marker(partial: Path, run: Any, files: Iterable[str]) -> None:
+def write_marker(partial: Path, run: object, files: Iterable[str]) -> None:
     """Mark `partial`, made if need be, as ours: what its run is, and all that it may come to hold."""
     marker = {"about": ABOUT, "files": sorted(files), "run": run}
     made = not os.path.lexists(partial)
@@ -208,7 +202,7 @@ def _small(path: Path) -> bytes:
         return file.read() if plain and status.st_size <= MAX_BYTES else b""
 
 
-def _are_names(files: Any) -> bool:
+def _are_names(files: object) -> bool:
     if type(files) is not list or not all(type(name) is str for name in files):
         return False
     return not any({"", ".", ".."} & set(name.split("/")) for name in files)

@@ -33,10 +33,8 @@ class Slot:
 def assign_shards(
     slots: list[Slot], max_bytes: int, library: Library = TRANSFORMERS
 ) -> dict[str, list[Slot]]:
-    """File name to its tensors, filled in order up to `max_bytes` (one larger tensor fills one).
-
-    Inside a shard wider dtypes come first, which keeps every tensor aligned to its elements.
-    """
+    """File name to its tensors, filled in order up to `max_bytes` (one larger tensor fills one). Inside
+    a shard wider dtypes come first, which keeps every tensor aligned to its elements."""
     groups: list[list[Slot]] = [[]]
     size = 0
     for slot in slots:
@@ -63,10 +61,7 @@ def write_shards(
     shards: Mapping[str, list[Slot]],
     read: Callable[[TensorEntry], Iterable[Bytes]],
 ) -> dict[str, tuple[int, str]]:
-    """Write every shard, then the index if there are several.
-
-    Returns file name to (bytes, SHA-256).
-    """
+    """Write every shard, then the index if there are several. Returns file name to (bytes, SHA-256)."""
     written = {}
     for name, slots in shards.items():
         written[name] = write_stream(folder / name, _shard_bytes(slots, read))

@@ -76,7 +76,7 @@ def fitted(
         refuse(path, _found(error, data), expected, remedy)
 
 
-def _found(error: ValidationError, data: Any) -> str:
+def _found(error: ValidationError, data: object) -> str:
     """The first thing that does not fit, and where in `data` it is."""
     first, parts = error.errors(include_url=False)[0], list[str]()
     for part in first["loc"]:  # those of a union are of its types

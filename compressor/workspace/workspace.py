@@ -141,10 +141,8 @@ class Workspace:
         return self._is_result(folder, read, verify_listed)
 
     def commit(self) -> None:
-        """Turn the partial folder, whose manifest is written, into the output.
-
-        Everything that the manifest does not list is purged first, then one rename.
-        """
+        """Turn the partial folder, whose manifest is written, into the output. Everything that the
+        manifest does not list is purged first, then one rename."""
         listed = {*read_manifest(self.partial)["files"], MANIFEST}
         found = ownership.check_listed(self.partial, self._files | listed)
         replaces = self._replaces()
@@ -161,10 +159,8 @@ class Workspace:
 
     @contextmanager
     def room(self, needed: int, check: bool = True) -> Iterator[None]:
-        """For work that writes up to `needed` bytes beside what is there.
-
-        Raises StorageError before it for less room (if `check`), and for what the system then says.
-        """
+        """For work that writes up to `needed` bytes beside what is there. Raises StorageError before it
+        for less room (if `check`), and for what the system then says."""
         parent = self.output.parent
         with storage_errors(parent, needed, self.output, self._holds_work):
             if check:

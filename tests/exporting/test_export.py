@@ -21,9 +21,9 @@ from transformers.dynamic_module_utils import get_imports, get_relative_imports
 from blr.compressor import __version__, register
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.exporting import origin as checkpoint
+from blr.compressor.exporting.tensors import orders, stored_name
 from blr.compressor.loading.vendor import Contents, code_files, runtime_files
 from blr.compressor.modeling import modeling_blr
-from blr.compressor.modeling.kernel_layout import orders, stored_name
 from blr.compressor.modeling.settings import LAYOUT
 from blr.compressor.structures.specs import SPECS, spec_from_dict
 from blr.compressor.workspace.manifest import MANIFEST, read_manifest, verify_files

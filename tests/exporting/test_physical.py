@@ -7,7 +7,7 @@ import torch
 from kernel_layers import SPECS, pair
 from tolerances import TOLERANCES
 
-from blr.compressor.modeling.kernel_layout import orders, stored_name
+from blr.compressor.exporting.tensors import orders, stored_name
 
 pytestmark = pytest.mark.fast
 

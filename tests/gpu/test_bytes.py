@@ -67,7 +67,7 @@ def pairs(x: Tensor, gain: Tensor, rows: int, form: tuple[int, int, int], limit:
     options = {"gain": gain, "eps": 1e-5}
     wide = [replace(s, x=x.double()).product(**options) for s in (gate, up)]
     expected = torch.nn.functional.silu(wide[0]) * wide[1]
-    (found,) = replayed(either.pair(gate, up, activation="silu", pdl=True, **options), [up])
+    (found,) = replayed(either.stages([gate, up], activation="silu", pdl=True, **options), [up])
     yield bounded(f"bytes {form[0]}/{form[1]}", f"pair of {rows}", relative(found, expected), 3 * limit)
 
 

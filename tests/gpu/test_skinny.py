@@ -74,7 +74,7 @@ def test_one_token_of_long_packed_rows(device: str) -> None:
     either.stages([gate, up], gain=gain, eps=EPS)()
     for s, expected in zip((gate, up), wide, strict=True):
         assert distance(s.y, expected) < 1e-3
-    either.pair(gate, up, activation="silu", gain=gain, eps=EPS)()
+    either.stages([gate, up], activation="silu", gain=gain, eps=EPS)()
     assert distance(up.y, torch.nn.functional.silu(wide[0]) * wide[1]) < 1e-3
 
 

@@ -118,5 +118,5 @@ def test_pairs_as_rows_of_one_launch(correct: bool) -> None:
         gate, up = (quantized(x, 9, (4, 128)) for _ in range(2))
         gate, up = (replace(s, scale=s.scale.half()) for s in (gate, up))
     expected = torch.nn.functional.silu(gate.product(**options)) * up.product(**options)
-    either.pair(gate, up, activation="silu", **options)()
+    either.stages([gate, up], activation="silu", **options)()
     assert float((up.y - expected).norm() / expected.norm()) < TOLERANCES[torch.float16]

@@ -11,8 +11,8 @@ from tolerances import TOLERANCES
 from torch import Tensor
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.decode.gemv import launch, reference, segments
 from blr.kernels.decode.gemv.segments import Segment, Stage, Tile
+from blr.kernels.decode.quantized import segments
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
 # blocks, rows of each, columns of each, rows that stay together, mixed, shared input
@@ -129,19 +129,12 @@ def test_dual_stage(normed: bool, tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 8])
 @pytest.mark.parametrize("name", ["wide", "blocks", "monarch"])
-def test_stage_with_residual_and_activation(name: str, tokens: int, dtype: torch.dtype) -> None:
+def test_stage_added_to_its_result(name: str, tokens: int, dtype: torch.dtype) -> None:
     s = segment(name, tokens, dtype, torch.Generator().manual_seed(tokens))
     residual = torch.randn(s.y.shape)
-    for activation, apply in reference.ACTIVATIONS.items():
-        truth = apply(in_float64(s)) + residual.double()
-        out = residual.clone()  # in place, as the residual stream is
-        options = {"bias": s.bias, "part": s.part, "activation": activation}
-        close(launch.gemv(s.x, s.w, residual=out, out=out, **options), truth, dtype)
-        close(reference.gemv(s.x, s.w.float(), residual=residual, **_float(options)), truth, dtype)
-
-
-def _float(options: dict[str, Any]) -> dict[str, Any]:
-    return {n: v.float() if isinstance(v, Tensor) else v for n, v in options.items()}
+    s.y.copy_(residual)  # in place, as the residual stream is
+    grouped([s], add=True)
+    close(s.y, in_float64(s) + residual.double(), dtype)
 
 
 STAGE = Stage(
@@ -164,7 +157,7 @@ def test_registers_hold_grouped_stages(mix: int) -> None:
     s = Segment(w.float(), w, w, mix=torch.empty(mix, mix, 1024) if mix else None)
     shape = segment_shape(s, w)
     tile = Tile(shape["BR"], shape["BK"], NORM=1, MIX=mix)
-    constants = {"COUNT": 3, "PDL": True, "T0": tile, "T1": tile, "T2": tile}
+    constants = {"COUNT": 3, "ADD": False, "PDL": True, "T0": tile, "T1": tile, "T2": tile}
     module = "blr.kernels.decode.gemv.grouped"
     made = compile_for(module, "grouped_kernel", SIGNATURE, constants, 90, num_warps=shape["num_warps"])
     assert made["spills"] == 0

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tolerances import TOLERANCES
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.decode.quantized import reference, segments
+from blr.kernels.decode.gemv.reference import gemv
+from blr.kernels.decode.quantized import segments
 from blr.kernels.decode.quantized.formats import BITS as ALL_BITS
 from blr.kernels.decode.quantized.formats import GROUPS, packed_width
 from blr.kernels.decode.quantized.reference import (
@@ -116,7 +117,6 @@ def _stage(
     epilogue: dict[str, Any] = {
         "bias": torch.randn(blocks * rows).to(dtype),
         "residual": torch.randn(tokens, blocks * rows).to(dtype),
-        "activation": "silu",
         "part": part,
     }
     if norm and blocks == 1:
@@ -127,7 +127,45 @@ def _stage(
 def _expected(arguments: tuple[Any, ...], epilogue: dict[str, Any]) -> torch.Tensor:
     x, *rest = arguments
     wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in epilogue.items()}
-    return reference.gemv_quantized(x.double(), *rest, **wide)
+    return dequantized(x.double(), *rest, **wide)
+
+
+def dequantized(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    bits: int,
+    K: int,
+    residual: Any = 0.0,
+    **epilogue: Any,
+) -> torch.Tensor:
+    """A stage from its definition."""
+    return gemv(x, dequantize(packed, scale, bits, K, x.dtype), **epilogue) + residual
+
+
+def multiplied(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    bits: int,
+    K: int,
+    *,
+    bias: Any = None,
+    part: Any = None,
+    residual: Any = None,
+    gain: Any = None,
+    eps: float = 0.0,
+    **config: int,
+) -> torch.Tensor:
+    """The same by kernels."""
+    from blr.kernels.decode.quantized.grouped import grouped
+
+    y = torch.full((len(x), packed.shape[0] * packed.shape[1]), float("nan"), dtype=x.dtype)
+    if residual is not None:
+        y.copy_(residual)
+    s = segments.QuantizedSegment(x, packed, scale, bits, K, y, bias, part=part)
+    grouped([s], gain=gain, eps=eps, add=residual is not None, config=[config])
+    return y
 
 
 def _near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -143,12 +181,8 @@ def _near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bo
 def test_stage_equals_its_dequantized_weights(
     stage: tuple[Any, ...], tokens: int, dtype: torch.dtype, bits: int
 ) -> None:
-    from blr.kernels.decode.quantized.launch import gemv_quantized
-
     arguments, epilogue = _stage(stage, bits, tokens, dtype, norm=tokens != 2)
-    out = torch.full((tokens, stage[0] * stage[1]), float("nan"), dtype=dtype)
-    assert gemv_quantized(*arguments, **epilogue, out=out) is out
-    assert _near(out, _expected(arguments, epilogue), dtype)
+    assert _near(multiplied(*arguments, **epilogue), _expected(arguments, epilogue), dtype)
 
 
 @needs_triton
@@ -157,10 +191,8 @@ def test_stage_equals_its_dequantized_weights(
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_any_tile_gives_the_same(bits: int, config: dict[str, int], tokens: int) -> None:
     """Chunks that end inside, at, and far beyond a row, and rows that do not fill a tile."""
-    from blr.kernels.decode.quantized.launch import gemv_quantized
-
     arguments, epilogue = _stage((1, 19, 700, None), bits, tokens, torch.float32, norm=True)
-    found = gemv_quantized(*arguments, **epilogue, **config)
+    found = multiplied(*arguments, **epilogue, **config)
     assert _near(found, _expected(arguments, epilogue), torch.float32)
 
 
@@ -210,22 +242,20 @@ def test_mixing_stage_with_any_tile(bits: int, config: dict[str, int]) -> None:
 @BITS
 def test_slices_of_packed_weights_need_no_copy(bits: int) -> None:
     """Rows of a larger packed tensor, as V of q|k|v in one, at an offset."""
-    from blr.kernels.decode.quantized.launch import as_words, gemv_quantized
+    from blr.kernels.decode.quantized.launch import as_words
 
     (x, packed, scale, _, K), _ = _stage((1, 24, 200, None), bits, 1, torch.float32, norm=False)
     part, part_scale = packed[:, 8:20], scale[:, 8:20]
     assert as_words(part, bits, K).data_ptr() == part.data_ptr()
-    expected = reference.gemv_quantized(x.double(), part, part_scale, bits, K)
-    assert _near(gemv_quantized(x, part, part_scale, bits, K), expected, torch.float32)
+    expected = dequantized(x.double(), part, part_scale, bits, K)
+    assert _near(multiplied(x, part, part_scale, bits, K), expected, torch.float32)
 
 
 @needs_triton
 def test_a_wrong_width_is_refused() -> None:
-    from blr.kernels.decode.quantized.launch import gemv_quantized
-
     packed, scale = quantize(torch.randn(1, 4, 200), 4)
     with pytest.raises(ValueError, match="expected 256 for 200 columns of int8"):
-        gemv_quantized(torch.zeros(1, 200), packed, scale, 8, 200)
+        multiplied(torch.zeros(1, 200), packed, scale, 8, 200)
 
 
 def _segments(bits: int, tokens: int, stages: list[tuple[Any, ...]]) -> list[segments.QuantizedSegment]:
@@ -328,13 +358,11 @@ def test_rounding_of_the_offsets_stays_small(bits: int, tokens: int, dtype: torc
     """Numbers carry offsets of up to 70 levels, which are taken from the sums of quads only: inputs of
     one sign make those sums large. With float32 scales nothing is lost, with float16 scales a hundredth
     of what they may lose."""
-    from blr.kernels.decode.quantized.launch import gemv_quantized
-
     torch.manual_seed(0)
     packed, scale = quantize(torch.randn(1, 32, 1024) / 32, bits, dtype)
     for x in (torch.randn(tokens, 1024), torch.rand(tokens, 1024) + 1):
-        found = gemv_quantized(x, packed, scale, bits, 1024).double()
-        expected = reference.gemv_quantized(x.double(), packed, scale, bits, 1024)
+        found = multiplied(x, packed, scale, bits, 1024).double()
+        expected = dequantized(x.double(), packed, scale, bits, 1024)
         allowed = TOLERANCES[dtype] / (1 if dtype == torch.float32 else 100)
         assert float((found - expected).norm() / expected.norm()) < allowed
 
@@ -349,11 +377,10 @@ def test_dense_and_quantized_stages_side_by_side() -> None:
     made = [int4[0].dense(), int4[1], int8]
     _against_reference(lambda: either.grouped(made), lambda: segments.grouped(made), made)
     for s in made:
-        before = torch.ones_like(s.y)
-        s.y.copy_(before)
-        either.add_to(s)
-        expected = before + s.product(None, 0.0)
-        assert _near(s.y, expected.double(), torch.float32)
+        s.y.fill_(1)
+    either.grouped(made, add=True)
+    for s in made:
+        assert _near(s.y, 1 + s.product(None, 0.0).double(), torch.float32)
     with pytest.raises(ValueError, match="weights of 0/0 and 4/128 bits"):
         either.dual(made[0], int4[0], activation="silu")
 

@@ -29,19 +29,15 @@ def _compiled(
     types = dict.fromkeys(QuantizedStage._fields, "i32") | {"x": "*fp32", "w": "*i32"}
     types |= {"z": "*fp32", "u": "*i8", "u_scale": "*bf16"}
     types |= dict.fromkeys(("scale", "mix", "bias", "y"), f"*{dtype}")
-    aligned = [f"s.{n}" for n, t in types.items() if t != "i32"]
-    aligned += [f"s.{n}" for n in ("x_block", "w_block", "w_row", "K")]
-    signature = {"s": QuantizedStage(**types), "residual": f"*{dtype}"}
-    signature |= {"gain": f"*{dtype}", "eps": "fp32"}
-    constants = {
-        "T": tile,
-        "RESIDUAL": True,
-        "ACT": "",
-        "PDL": capability >= 90,
-    }
+    aligned = [f"s0.{n}" for n, t in types.items() if t != "i32"]
+    aligned += [f"s0.{n}" for n in ("x_block", "w_block", "w_row", "K")]
+    signature = dict.fromkeys(("s0", "s1", "s2"), QuantizedStage(**types))
+    signature |= {"programs0": "i32", "programs1": "i32", "gain": f"*{dtype}", "eps": "fp32"}
+    constants = {"COUNT": 1, **dict.fromkeys(("T0", "T1", "T2"), tile)}
+    constants |= {"ADD": True, "PDL": capability >= 90}
     made = compile_for(
-        *("blr.kernels.decode.quantized.triton", "gemv_kernel", signature, constants, capability),
-        divisible=(*aligned, "residual", "gain"),
+        *("blr.kernels.decode.quantized.grouped", "grouped_kernel", signature, constants, capability),
+        divisible=(*aligned, "gain"),
         num_warps=shape["num_warps"],
     )
     return made, shape

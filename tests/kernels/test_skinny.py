@@ -10,9 +10,7 @@ from skinny import EPS, close, drawn, made, ready
 
 from blr.kernels.common.available import has_triton
 from blr.kernels.decode.gemv.segments import Segment
-from blr.kernels.decode.gemv.segments import dual as plain_dual
 from blr.kernels.decode.quantized.segments import Correction, Narrow, dual
-from blr.kernels.decode.skinny.bound import PACKED_FROM
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
 CASES = {
@@ -81,7 +79,7 @@ def test_pairs(kind: str, split: int) -> None:
     config = {"BR": 16, "SPLIT": split, **({"STEP": 64} if kind == "16" else {})}
     run(*ready([gate, up]), Workspace(), activation="silu", config=config)
     found = up.y.clone()
-    (plain_dual if kind == "16" else dual)(gate, up, activation="silu")
+    dual(gate, up, activation="silu")
     close(found, up.y)
 
 
@@ -108,7 +106,7 @@ def test_first_factors_ride_with_the_inputs(rank: int, tokens: int) -> None:
 @pytest.mark.parametrize("order", [None, (4, 32)], ids=["", "ordered"])
 def test_blocks_are_mixed(order: tuple[int, int] | None, kind: str, tokens: int) -> None:
     """BLAST's first factors, of one layer and of three; also as packed second factors read them."""
-    from blr.kernels.decode.skinny.bound import stages
+    from blr.kernels.decode.skinny.bound import Products, stages
     from blr.kernels.decode.skinny.launch import Workspace
     from blr.kernels.decode.skinny.segments import field_order
 
@@ -120,11 +118,7 @@ def test_blocks_are_mixed(order: tuple[int, int] | None, kind: str, tokens: int)
         for rows in (32, 64, 96)
     ]
     for several in (segments[:1], segments):
-        options = {"gain": gain, "eps": EPS, "pdl": False}
-        run = stages(several, Workspace(), dtype, add=False, order=order, **options)
-        if kind != "16" and len(x) < PACKED_FROM:
-            assert run is None
-            continue
+        run = stages(several, Products(Workspace(), dtype, gain, EPS, order=order))
         assert run is not None
         run()
         for s in several:
@@ -138,13 +132,53 @@ def test_blocks_are_mixed(order: tuple[int, int] | None, kind: str, tokens: int)
 
 def test_what_is_not_mixed_here() -> None:
     """Layers that add, that differ in blocks, or of which one has none."""
-    from blr.kernels.decode.skinny.bound import stages
+    from blr.kernels.decode.skinny.bound import Products, stages
     from blr.kernels.decode.skinny.launch import Workspace
 
     x = torch.randn(3, 64)
     two, four = (
         made("16", x, 8, 64 // blocks, blocks=blocks, mix=drawn(blocks, blocks, 8)) for blocks in (2, 4)
     )
-    options = {"order": None, "gain": None, "eps": 0.0, "pdl": False}
     for several, add in (([two], True), ([two, four], False), ([two, made("16", x, 8, 64)], False)):
-        assert stages(several, Workspace(), torch.float16, add=add, **options) is None
+        assert stages(several, Products(Workspace(), torch.float16, add=add)) is None
+
+
+@pytest.mark.parametrize("tokens", [2, 9])
+def test_corrections_of_blocks_are_added_behind(tokens: int) -> None:
+    """And stages of two formats in two launches, each with inputs of its own."""
+    from blr.kernels.decode.skinny.bound import Products, stages
+    from blr.kernels.decode.skinny.launch import Workspace
+
+    torch.manual_seed(0)
+    x, gain, blocks = torch.randn(tokens, 128), torch.rand(128), 2
+    z = torch.full((tokens, blocks * 5), float("nan"))
+    first = Segment(x, drawn(blocks, 5, 64) / 8, z)
+    correction = Correction(first, Narrow(drawn(blocks, 20, 5)))
+    segments = [made("3/64", x, 40, 128, correction=correction), made("8/32", x, 16, 128)]
+    how = Products(Workspace(), torch.float16, gain, EPS)
+    run = stages(segments, how)
+    assert run is not None
+    run()
+    for s in segments:
+        close(s.y.clone(), s.product(gain, EPS))
+    pair = [segments[0], made("3/64", x, 40, 128)]
+    run = stages(pair, replace(how, activation="silu"))
+    assert run is not None
+    run()
+    found = pair[1].y.clone()
+    dual(*pair, activation="silu", gain=gain, eps=EPS)
+    close(found, pair[1].y)
+
+
+@pytest.mark.parametrize("kind", ["16", "3/64", "8/32"])
+def test_each_stage_may_have_inputs_of_its_own(kind: str) -> None:
+    from blr.kernels.decode.skinny.bound import Products, stages
+    from blr.kernels.decode.skinny.launch import Workspace
+
+    torch.manual_seed(0)
+    segments = [made(kind, torch.randn(3, K), 24, K) for K in (128, 72)]
+    run = stages(segments, Products(Workspace(), torch.float16))
+    assert run is not None
+    run()
+    for s in segments:
+        close(s.y.clone(), s.product(None, 0.0))

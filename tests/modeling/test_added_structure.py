@@ -23,7 +23,7 @@ from blr.compressor.modeling.models import model_class
 from blr.compressor.planning.roofline import find_gpu, layer_time
 from blr.compressor.structures import specs
 from blr.compressor.structures.packing import pack_factor
-from blr.compressor.structures.registry import STRUCTURES, Form, Structure
+from blr.compressor.structures.registry import STRUCTURES, LayerSizes, Structure
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.spec import Shape, Spec
 
@@ -36,7 +36,7 @@ def scaled(entry, x, bias, U, d, V):
     return linear(x @ V * d, U, bias)
 
 
-STRUCTURES["scaled"] = Structure(lambda n: {"U": (n.o, n.r), "d": (n.r,), "V": (n.i, n.r)}, scaled)
+STRUCTURES["scaled"] = Formula(lambda n: {"U": (n.o, n.r), "d": (n.r,), "V": (n.i, n.r)}, scaled)
 '''
 
 
@@ -63,7 +63,7 @@ def reconstruct(factors: dict[str, Tensor], spec: Any) -> Tensor:
     return factors["U"] * factors["d"] @ factors["V"].mT
 
 
-def of_rank(form: Form, rank: int) -> Spec:
+def of_rank(form: LayerSizes, rank: int) -> Spec:
     return ScaledSpec(form.inputs, form.outputs, rank)
 
 
@@ -97,7 +97,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.fast
 def test_a_layer_of_it_computes_stores_and_is_packed(added: None) -> None:
     weight, x = torch.randn(12, 20), torch.randn(5, 20)
-    spec = STRUCTURES["scaled"].of_rank(Form(20, 12), 12)  # type: ignore[misc]
+    spec = STRUCTURES["scaled"].of_rank(LayerSizes(20, 12), 12)  # type: ignore[misc]
     factors = STRUCTURES["scaled"].factorizer().fit(weight, spec)
     plain, exported = (layer_of(spec, False, exported=laid) for laid in (False, True))
     plain.load_state_dict(factors)
@@ -125,7 +125,7 @@ def test_a_model_of_it_loads_with_the_package_and_without(added: None, tmp_path:
     model = model_class(f"Blr{name}")(config).eval()
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert isinstance(again.model.layers[0].self_attn.o_proj, modeling_blr.StructuredLinear)
+    assert isinstance(again.model.layers[0].self_attn.o_proj, modeling_blr.FormulaLinear)
     file = tmp_path / "modeling_blr.py"
     file.write_text(file.read_text() + FORMULA)
     done = bare.run(REMOTE, tmp_path)

@@ -22,7 +22,7 @@ from transformers import (
 
 from blr.compressor.bench.models import to_float8
 from blr.compressor.modeling import float8
-from blr.compressor.modeling.float8_makers import Float8Gate, Float8Maker
+from blr.compressor.modeling.float8 import Float8Gate, Float8Maker
 from blr.compressor.modeling.probes import gate_of
 from blr.kernels.common import tables
 from blr.kernels.fp8 import op

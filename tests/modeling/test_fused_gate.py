@@ -15,10 +15,8 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from blr.compressor.loading.load import load_model
-from blr.compressor.modeling import fused_gate
-from blr.compressor.modeling.fused_gate import FusedGate, fuse_gates
-from blr.compressor.modeling.fused_norm import FusedNorm
-from blr.compressor.modeling.fused_rotary import FusedRotary
+from blr.compressor.modeling import fused as ours
+from blr.compressor.modeling.fused import FusedGate, FusedNorm, FusedRotary, fuse_gates
 from blr.kernels.fused.gated.reference import GATES
 
 pytestmark = pytest.mark.fast
@@ -46,7 +44,7 @@ def test_the_same_numbers_by_the_kernel(
         taken.append(make)
         return GATES[make](gate, up)
 
-    monkeypatch.setattr(fused_gate, "gated", counted)
+    monkeypatch.setattr(ours, "gated", counted)
     with torch.no_grad():
         assert torch.equal(fused(X), native(X)) and not taken, "on a CPU it is the module itself"
         monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)

@@ -10,8 +10,8 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from blr.compressor.modeling import fused_norm
-from blr.compressor.modeling.fused_norm import FusedLayerNorm, FusedNorm, fuse_norms, is_fused
+from blr.compressor.modeling import fused as ours
+from blr.compressor.modeling.fused import FusedLayerNorm, FusedNorm, fuse_norms, is_fused
 
 pytestmark = pytest.mark.fast
 
@@ -30,7 +30,7 @@ def test_the_same_numbers_rounded_once(dtype: torch.dtype, monkeypatch: pytest.M
     assert isinstance(fused, FusedNorm) and type(fused).__name__ == "LlamaRMSNorm"
     x = 30 * torch.randn(3, 5, 48).to(dtype)
     assert torch.equal(fused(x), native(x)), "on a CPU it is the module itself"
-    monkeypatch.setattr(fused_norm, "is_fused", lambda *_: True)
+    monkeypatch.setattr(ours, "is_fused", lambda *_: True)
     exact = pickle.loads(pickle.dumps(native)).double()(x.double())
     assert (fused(x) - exact).abs().max() <= (native(x) - exact).abs().max() * 1.01
     again = pickle.loads(pickle.dumps(fused))
@@ -51,9 +51,9 @@ def test_layer_norms_of_many_rows_are_one_kernel_of_ours(monkeypatch: pytest.Mon
     assert isinstance(fused, FusedLayerNorm) and type(fused).__name__ == "LayerNorm"
     x, ran = torch.randn(3, 48).bfloat16(), []
     for many in (False, True):
-        monkeypatch.setattr(fused_norm, "is_fused", lambda *_: True)
-        monkeypatch.setattr(fused_norm, "is_faster", lambda _, many=many: many)
-        monkeypatch.setattr(fused_norm, "layer_norm", lambda *given: ran.append(given) or native(x))
+        monkeypatch.setattr(ours, "is_fused", lambda *_: True)
+        monkeypatch.setattr(ours, "is_faster", lambda _, many=many: many)
+        monkeypatch.setattr(ours, "layer_norm", lambda *given: ran.append(given) or native(x))
         assert torch.equal(fused(x), native(x)) and len(ran) == many
     assert ran[0] == (x, fused.weight, fused.bias, native.eps)
 

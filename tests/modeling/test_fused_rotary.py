@@ -13,9 +13,9 @@ import transformers
 from torch import Tensor
 from transformers.utils.deprecation import deprecate_kwarg
 
-from blr.compressor.modeling import fused_rotary
+from blr.compressor.modeling import fused as ours
 from blr.compressor.modeling.cache_names import NAMES
-from blr.compressor.modeling.fused_rotary import FusedRotary, behind_renaming, fuse_rotary
+from blr.compressor.modeling.fused import FusedRotary, behind_renaming, fuse_rotary
 from blr.kernels.fused.rotary.reference import rotate
 
 pytestmark = pytest.mark.fast
@@ -42,7 +42,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         seen.append(q.shape)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
-    monkeypatch.setattr(fused_rotary, "rotated", counted)
+    monkeypatch.setattr(ours, "rotated", counted)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     return seen
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from blr.compressor import register
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
+from blr.compressor.exporting.tensors import orders
 from blr.compressor.modeling import models
-from blr.compressor.modeling.kernel_layout import orders
 from blr.compressor.modeling.layers import (
     StructuredLinear,
     make_layer,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import TOLERANCES
 
-from blr.compressor.modeling.rank_formats import FORMATS, LARGEST
+from blr.compressor.modeling.rank_cache import FORMATS, LARGEST
 from blr.compressor.structures.cached import KV_CACHES, held_bytes, leading
 
 

@@ -17,7 +17,7 @@ from tolerances import TOLERANCES
 from torch import Tensor, nn
 
 from blr.compressor.bench.memory import transient_bytes
-from blr.compressor.modeling import fused_activation, head_slices, settings, slices
+from blr.compressor.modeling import fused, head_slices, settings, slices
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common import transient
 from blr.kernels.fused.activated.reference import activated as reference
@@ -270,7 +270,7 @@ def test_activations_are_computed_with_their_layer(
         seen.append(activation)
         return reference(x, weight, bias, activation)
 
-    monkeypatch.setattr(fused_activation, "activated", kernel)
+    monkeypatch.setattr(fused, "activated", kernel)
     model = structured_model(name)
     assert_close(*both(model, inputs_of(name, model), bound, "1"))
     expected = {"gpt2": ["gelu_tanh"] * 2, "llama": []}

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
 from blr.compressor.base.progress import Progress
-from blr.compressor.bundling.module import BundleError
-from blr.compressor.bundling.scopes import bound_names
+from blr.compressor.bundling.module import BundleError, bound_names
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.loading.vendor import (
     ROOTS,
@@ -171,7 +170,9 @@ def test_every_file_can_be_imported_from_its_folder(made: Made, tmp_path: Path) 
 def test_every_name_is_defined(made: Made, tmp_path: Path) -> None:
     """In functions too, which no import runs; and what they import from other files is there."""
     trees = {name: ast.parse(data) for name, data in made().items()}
-    defined = {name: set(bound_names(tree.body)) for name, tree in trees.items()}
+    defined = {
+        name: {n for node in tree.body for n in bound_names(node)} for name, tree in trees.items()
+    }
     for name, tree in trees.items():
         (tmp_path / name).write_text(ast.unparse(tree))
         siblings = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.modeling.packed import narrow_factor
+from blr.compressor.modeling.stages import narrow_factor
 from blr.compressor.runtime.decoder import Decoder
 from blr.kernels.common.available import has_triton
 
@@ -100,13 +100,12 @@ HALF: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.skipif(not has_triton(), reason="needs triton")
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("kind", HALF)
 def test_half_precision_goes_by_skinny_products(
     kind: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import blr.kernels.decode.skinny.prepare as module
-    from blr.kernels.decode.skinny import bound
 
     settings, launches = HALF[kind]
     monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 2 if rows > 1 else 1)
@@ -120,35 +119,7 @@ def test_half_precision_goes_by_skinny_products(
         found.append(decoder.step(token))
     assert float((found[0] - found[1]).norm() / found[0].norm()) < TOLERANCES[torch.float16]
     layers = model.config.num_hidden_layers
-    many = rows >= bound.PACKED_FROM
-    assert len(seen) == many * (launches * layers + 1)  # the head is plain, after the last norm
-
-
-@pytest.mark.skipif(not has_triton(), reason="needs triton")
-@pytest.mark.parametrize(
-    ("kind", "wide", "prepared"),
-    [("lowrank", 1, 9), ("lowrank", 600, 3), ("dense", 1 << 40, 1)],
-)
-def test_two_rows_of_large_launches_go_by_skinny_products(
-    kind: str, wide: int, prepared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All, some and none of the launches of one block, between what CUDA cores multiply; each, and the
-    plain head, has its inputs prepared."""
-    import blr.kernels.decode.skinny.prepare as module
-    from blr.kernels.decode.skinny import bound
-
-    monkeypatch.setattr(bound, "WIDE", wide)
-    monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 1)
-    model = _model(tmp_path, HALF[kind][0]).half()
-    found, seen, prepare = [], [], module.prepare
-    monkeypatch.setattr(module, "prepare", lambda *a, **k: (seen.append(1), prepare(*a, **k)))
-    for ops in ("torch", "triton"):
-        decoder = Decoder(model, batch=2, context=8, ops=ops)
-        decoder.prefill(torch.tensor([[5, 9, 3], [7, 2, 8]]))
-        seen.clear()
-        found.append(decoder.step(torch.tensor([4, 6])))
-    assert float((found[0] - found[1]).norm() / found[0].norm()) < TOLERANCES[torch.float16]
-    assert len(seen) == prepared
+    assert len(seen) == (rows > 1) * (launches * layers + 1)  # the head is plain, after the last norm
 
 
 @pytest.mark.skipif(not has_triton(), reason="needs triton")
@@ -156,8 +127,7 @@ def test_two_rows_of_large_launches_go_by_skinny_products(
 def test_packed_stages_behind_plain_ones(
     rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain ones are skinny products from two rows on, packed ones from three: what reads a result
-    says in which order it is stored."""
+    """What reads a result says in which order it is stored."""
     monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 1)
     settings = {"method": "dense", "quantize": "int4", "exclude": ["*gate_proj", "*up_proj"]}
     model = _model(tmp_path, settings).half()
@@ -167,4 +137,24 @@ def test_packed_stages_behind_plain_ones(
         decoder = Decoder(model, batch=rows, context=8, ops=ops)
         decoder.prefill(ids)
         found.append(decoder.step(token))
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < TOLERANCES[torch.float16]
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs triton")
+@pytest.mark.parametrize("kind", ["int2", "dense2"])
+def test_two_rows_of_few_bits_run_one_after_the_other(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By products of bytes, wherever those take them; the others on tensor cores."""
+    from blr.kernels.decode.integer import form
+
+    monkeypatch.setattr(form, "pays", lambda segments: True)
+    monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 1)
+    settings = {"method": "dense", "quantize": "int2"} if kind == "dense2" else KINDS[kind]
+    model = _model(tmp_path, {**settings, "group": 64}).half()
+    found = []
+    for ops in ("torch", "triton"):
+        decoder = Decoder(model, batch=2, context=8, ops=ops)
+        decoder.prefill(torch.tensor([[5, 9, 3], [7, 2, 8]]))
+        found.append(decoder.step(torch.tensor([4, 6])))
     assert float((found[0] - found[1]).norm() / found[0].norm()) < TOLERANCES[torch.float16]

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tolerances import RECOVERY
 
 from blr.compressor.structures import lowrank
+from blr.compressor.structures.balance import turned
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, MonarchSpec, Spec
-from blr.compressor.structures.turning import turned
 
 pytestmark = pytest.mark.fast
 

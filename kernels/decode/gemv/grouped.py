@@ -83,32 +83,34 @@ def mixed_segment(
 
 
 @triton.jit
-def run_segment(tile, s, gain, eps, T: tl.constexpr, WAIT: tl.constexpr):
-    """One tile of a segment, stored; of T.MIX blocks that it mixes, if there are any."""
+def run_segment(tile, s, gain, eps, T: tl.constexpr, ADD: tl.constexpr, WAIT: tl.constexpr):
+    """One tile of a segment, stored, or added to what its result holds; of T.MIX blocks that it mixes,
+    if there are any."""
     if T.MIX > 0:
         mixed_segment(tile, s, gain, eps, T.MIX, T.BR, T.BK, T.NORM, WAIT)
     else:
         found, out, ok = stage_rows(tile, s, gain, eps, T, WAIT)
-        store_rows(s, s.y, found, out, ok, False)
+        store_rows(s, found, out, ok, ADD)
 
 
 @triton.jit
 def grouped_kernel(
     s0, s1, s2, programs0, programs1, gain, eps,
-    COUNT: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, PDL: tl.constexpr,
+    COUNT: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """COUNT segments: programs up to programs0 do the first, up to programs1 the second."""
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
     if program < programs0:
-        run_segment(program, s0, gain, eps, T0, PDL)
+        run_segment(program, s0, gain, eps, T0, ADD, PDL)
     if COUNT > 1:  # noqa: SIM102 (known when compiled, the rest is not)
         if (program >= programs0) & (program < programs1):
-            run_segment(program - programs0, s1, gain, eps, T1, PDL)
+            run_segment(program - programs0, s1, gain, eps, T1, ADD, PDL)
     if COUNT > 2:  # noqa: SIM102
         if program >= programs1:
-            run_segment(program - programs1, s2, gain, eps, T2, PDL)
+            run_segment(program - programs1, s2, gain, eps, T2, ADD, PDL)
 
 
 @triton.jit
@@ -121,7 +123,7 @@ def dual_kernel(
     program = tl.program_id(0)
     gate, out, ok = stage_rows(program, s0, gain, eps, T0, PDL)
     up, out, ok = stage_rows(program, s1, gain, eps, T1, False)
-    store_rows(s1, s1.y, activate(gate, ACT) * up, out, ok, False)
+    store_rows(s1, activate(gate, ACT) * up, out, ok, False)
 
 
 def grouped(
@@ -129,6 +131,7 @@ def grouped(
     *,
     gain: Tensor | None = None,
     eps: float = 0.0,
+    add: bool = False,
     pdl: bool = False,
     config: Sequence[dict[str, int]] | None = None,
 ) -> None:
@@ -136,12 +139,13 @@ def grouped(
 
     Args:
         segments: one to three, with columns of stride 1; of several tokens one launch each.
+        add: to what the results hold; of none that is mixed.
         config: BR, BK and num_warps of each segment in place of `tile_shape`'s; the launch has the
             most warps of any.
     """
     if len(segments[0].x) > 1:
         for token in tokens_of(segments):
-            grouped(token, gain=gain, eps=eps, pdl=pdl, config=config)
+            grouped(token, gain=gain, eps=eps, add=add, pdl=pdl, config=config)
         return
     chosen = [segment_shape(s, gain) for s in segments]
     shapes = [{**shape, **(config[i] if config else {})} for i, shape in enumerate(chosen)]
@@ -151,6 +155,7 @@ def grouped(
         [_tile(s, shape, gain) for s, shape in zip(segments, shapes, strict=True)],
         gain=gain,
         eps=eps,
+        ADD=add,
         num_warps=max(shape["num_warps"] for shape in shapes),
         **launch_options(pdl),
     )

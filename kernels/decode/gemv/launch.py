@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blr.kernels.common.launching import run_kernel
-from blr.kernels.decode.gemv.segments import Segment, Stage, Tile, shared_input
+from blr.kernels.decode.gemv.segments import Segment, Stage, shared_input
 
 
 def tile_shape(
@@ -57,54 +57,31 @@ def stage_tile(width: int) -> dict[str, int]:
     return {"BR": rows, "BK": min(columns, power_of_two(width)), "num_warps": 4}
 
 
-def gemv(
+def product(
     x: Tensor,
     w: Tensor,
-    *,
     bias: Tensor | None = None,
-    gain: Tensor | None = None,
-    eps: float = 0.0,
+    *,
+    dtype: torch.dtype,
     part: int | None = None,
-    residual: Tensor | None = None,
-    activation: str = "",
-    out: Tensor | None = None,
-    dtype: torch.dtype | None = None,
     pdl: bool = False,
-    **config: Any,
+    **config: int,
 ) -> Tensor:
-    """`reference.gemv` as one kernel a token.
+    """`reference.gemv` of one stage of a layer, a new tensor of `dtype`.
 
     Args:
-        x: [n, …] with columns of stride 1. w: [B, R, K], any strides; fastest with K of stride 1.
-        dtype: of the result (default: that of `x`); ignored when `out` [n, B·R] is given.
+        x: [n, …]. w: [B, R, K], any strides; fastest with K of stride 1.
         pdl: launched while the kernel before it still runs (compute capability 9 and later): the
             weights must not be written by that kernel.
-        config: BR, BK, num_warps in place of `tile_shape`'s.
+        config: of `grouped`, in place of `stage_tile`'s.
     """
-    from blr.kernels.decode.gemv.triton import gemv_kernel
+    from blr.kernels.decode.gemv.grouped import grouped
 
-    _, rows, width = w.shape
-    x, out = ready(x, w.shape[0] * rows, out, dtype)
-    if not len(x):
-        return out
-    segment, norm = Segment(x, w, out, bias, part=part), norm_kind(x, width, gain)
-    sizes = {"size": w.element_size(), "x_size": x.element_size()}
-    config = {**tile_shape(rows, width, norm=norm, **sizes), **config}
-    tile = Tile(config.pop("BR"), config.pop("BK"), norm, bias is not None)
-    options = {"gain": gain, "eps": eps, "ACT": activation, **config, **launch_options(pdl)}
-    for n, (one,) in enumerate(tokens_of([segment])):
-        run_stage(gemv_kernel, stage(one), tile, residual=residual_of(residual, n), **options)
-    return out
-
-
-def ready(
-    x: Tensor, outputs: int, out: Tensor | None, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
-    """x with columns of stride 1, and `out`, if None a new tensor [n, outputs] of `dtype`."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    if out is None:
-        out = torch.empty(len(x), outputs, dtype=dtype or x.dtype, device=x.device)
-    return x, out
+    y = torch.empty(len(x), w.shape[0] * w.shape[1], dtype=dtype, device=x.device)
+    s = Segment(x if x.stride(1) == 1 else x.contiguous(), w, y, bias, part=part)
+    if len(x):
+        grouped([s], pdl=pdl, config=[{**stage_tile(w.shape[2]), **config}])
+    return y
 
 
 def stage(s: Segment) -> Stage:
@@ -137,28 +114,6 @@ def mix_strides(mix: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if mix is None else mix.stride()
 
 
-def run_stage(
-    kernel: Any,
-    s: Any,
-    tile: Any,
-    *,
-    residual: Tensor | None,
-    gain: Tensor | None,
-    eps: float,
-    **constants: Any,
-) -> None:
-    """One stage by `kernel`, a `gemv_kernel`: of plain or of quantized weights, as s and tile are."""
-    run_kernel(
-        kernel,
-        (s.blocks * -(-s.rows // tile.BR),),
-        s,
-        *(s.x if residual is None else residual, s.x if gain is None else gain, eps),
-        T=tile,
-        RESIDUAL=residual is not None,
-        **constants,
-    )
-
-
 def run_grouped(
     kernel: Any,
     stages: list[Any],
@@ -168,7 +123,7 @@ def run_grouped(
     eps: float,
     **constants: Any,
 ) -> None:
-    """One to three stages by `kernel`, a `grouped_kernel`, as `run_stage`."""
+    """One to three stages by `kernel`, a `grouped_kernel` of plain or of quantized weights."""
     blocks = [1 if tile.MIX else s.blocks for s, tile in zip(stages, tiles, strict=True)]
     programs = [b * -(-s.rows // t.BR) for b, s, t in zip(blocks, stages, tiles, strict=True)]
     ends = [*accumulate(programs)]
@@ -194,11 +149,6 @@ def tokens_of(segments: Sequence[Any]) -> Iterator[list[Any]]:
     """Segments of one token after the other: what several are where only one is multiplied at a time."""
     for token in range(len(segments[0].x)):
         yield [s.of_token(token) for s in segments]
-
-
-def residual_of(residual: Tensor | None, token: int) -> Tensor | None:
-    """The row of a token."""
-    return None if residual is None else residual[token : token + 1]
 
 
 def norm_kind(x: Tensor, width: int, gain: Tensor | None) -> int:

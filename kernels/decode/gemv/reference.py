@@ -14,10 +14,8 @@ def gemv(
     gain: Tensor | None = None,
     eps: float = 0.0,
     part: int | None = None,
-    residual: Tensor | None = None,
-    activation: str = "",
 ) -> Tensor:
-    """``y = act(W norm(x) + bias) + residual`` over the blocks of one stage.
+    """``y = W norm(x) + bias`` over the blocks of one stage.
 
     Args:
         x: [n, B·K]: block g of the weights takes columns g·K…; or [n, K], which all take.
@@ -26,7 +24,6 @@ def gemv(
         gain: as wide as x, which is divided by its root mean square and multiplied by `gain`.
         part: rows of a block that stay together: output ``(row // part, block, row % part)``;
             Monarch's first stage has part = r'. None: R, the plain order.
-        residual: [n, B·R]. activation: "", "silu", "gelu", "gelu_tanh" or "relu".
 
     Returns:
         [n, B·R].
@@ -37,8 +34,7 @@ def gemv(
     x = x.unflatten(-1, (-1, width))  # [n, B, K], or [n, 1, K]
     y = torch.einsum("grk,ngk->ngr", w, x)
     y = y.unflatten(-1, (-1, part or rows)).transpose(1, 2).flatten(1)
-    y = ACTIVATIONS[activation](y if bias is None else y + bias)
-    return y if residual is None else y + residual
+    return y if bias is None else y + bias
 
 
 ACTIVATIONS = {

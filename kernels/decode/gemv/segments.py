@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from blr.kernels.decode.gemv.reference import ACTIVATIONS, gemv
+from blr.kernels.decode.gemv.reference import gemv
 
-# Rows from which tensor cores multiply plain weights (`kernels/decode/skinny`), and inputs are prepared
-# by a launch of their own; and packed weights, of which CUDA cores multiply few rows faster.
-PLAIN_FROM = 2
-PACKED_FROM = 3
+SEVERAL = 2  # rows from which tensor cores multiply (`kernels/decode/skinny`)
 
 
 @dataclass(frozen=True)
@@ -82,20 +78,6 @@ class Tile(NamedTuple):
     NORM: int = 0
     BIAS: bool = False
     MIX: int = 0
-
-
-def grouped(segments: Sequence[Segment], *, gain: Tensor | None = None, eps: float = 0.0) -> None:
-    """Every segment's stage; with `gain`, as wide as the input, of the input after an RMS norm."""
-    for segment in segments:
-        segment.y.copy_(segment.product(gain, eps))
-
-
-def dual(
-    gate: Segment, up: Segment, *, activation: str, gain: Tensor | None = None, eps: float = 0.0
-) -> None:
-    """``up.y = act(gate) ⊙ up``: two stages with the same B and R in the plain order."""
-    product = ACTIVATIONS[activation](gate.product(gain, eps)) * up.product(gain, eps)
-    up.y.copy_(product)
 
 
 def dual_fits(gate: Any, up: Any) -> bool:

@@ -8,7 +8,7 @@ launch), so that the memory stays busy between kernels. Derivation: README.md.
 try:
     import triton
     import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.language.extra.cuda import gdc_wait
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
@@ -142,20 +142,8 @@ def stage_rows(tile, s, gain, eps, T: tl.constexpr, WAIT: tl.constexpr):
 
 
 @triton.jit
-def store_rows(s, residual, found, out, ok, RESIDUAL: tl.constexpr):
-    """Store results of a token, plus `residual` if RESIDUAL."""
-    if RESIDUAL:
-        found += tl.load(residual + out, mask=ok, other=0.0).to(tl.float32)
+def store_rows(s, found, out, ok, ADD: tl.constexpr):
+    """Store results of a token, or add them to what is there."""
+    if ADD:
+        found += tl.load(s.y + out, mask=ok, other=0.0).to(tl.float32)
     tl.store(s.y + out, found.to(s.y.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def gemv_kernel(
-    s, residual, gain, eps,
-    T: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """``y = act(W x + bias) + residual`` for one stage of a structured layer; see `launch.gemv`."""
-    if PDL:
-        gdc_launch_dependents()
-    found, out, ok = stage_rows(tl.program_id(0), s, gain, eps, T, PDL)
-    store_rows(s, residual, activate(found, ACT), out, ok, RESIDUAL)

@@ -105,13 +105,13 @@ def inputs_kernel(
     program = tl.program_id(0)
     if COUNT > 0:  # noqa: SIM102 (known when compiled, the rest is not)
         if program < ends[0]:
-            run_segment(program, v0, gain, eps, V0, PDL)
+            run_segment(program, v0, gain, eps, V0, False, PDL)
     if COUNT > 1:  # noqa: SIM102
         if (program >= ends[0]) & (program < ends[1]):
-            run_segment(program - ends[0], v1, gain, eps, V1, PDL)
+            run_segment(program - ends[0], v1, gain, eps, V1, False, PDL)
     if COUNT > 2:  # noqa: SIM102
         if (program >= ends[1]) & (program < ends[2]):
-            run_segment(program - ends[1], v2, gain, eps, V2, PDL)
+            run_segment(program - ends[1], v2, gain, eps, V2, False, PDL)
     if program >= ends[2]:
         if PDL:
             gdc_wait()

@@ -61,7 +61,7 @@ def product(
         y: [SPLIT, B·R, n], any strides; SPLIT is 1 with a bias. Of x and y one may be a `room`, whose
             tokens beyond those of the other are zeros.
         part: rows of a block that stay together in y (default: all).
-        pdl: as `gemv.launch.gemv`.
+        pdl: as `gemv.launch.product`.
         config: in place of `tile_shape`'s.
     """
     from blr.kernels.decode.narrow.triton import product_kernel

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.kernels.decode.gemv.launch import tokens_of
 from blr.kernels.decode.gemv.segments import Segment
 from blr.kernels.decode.quantized.segments import QuantizedSegment
 
@@ -19,49 +20,54 @@ Run = Callable[[], Any]
 LONG = 4096  # columns of rows in int4 that are not in pairs
 
 
-def stages(segments: Sequence[AnySegment], *, add: bool = False, **options: Any) -> Run:
-    """The function that runs stages, each stored or added to its result. options: of `grouped`.
+def stages(
+    segments: Sequence[AnySegment], *, add: bool = False, activation: str = "", **options: Any
+) -> Run:
+    """The function that runs stages, each stored or added to its result, or with an activation
+    ``act(gate) ⊙ up`` of two. options: of `grouped`.
 
-    Where products of bytes pay, it is those of `kernels/decode/integer`. Else corrections are added by
-    a launch of their first stages and then of the layers.
+    Several rows run one after the other. Where products of bytes pay, it is those of
+    `kernels/decode/integer`. Else corrections are added by a launch of their first stages and then of
+    the layers.
     """
+    if len(segments[0].x) > 1:
+        tokens = [stages(s, add=add, activation=activation, **options) for s in tokens_of(segments)]
+        return partial(_in_turn, *tokens)
     if packed := _in_words(segments):
-        return _bytewise(packed, options, add=add)
+        return _bytewise(packed, options, add=add, activation=activation)
+    if activation and any(map(_long, segments)):
+        return _beside(segments, activation, options)
     runs = _firsts(segments, options)
-    if add:
-        runs += [partial(add_to, s, **options) for s in segments]
+    if activation:
+        runs.append(partial(dual, *segments, activation=activation, **options))
     else:
-        runs.append(partial(grouped, segments, **options))
-    return lambda: [run() for run in runs]
+        runs.append(partial(grouped, segments, add=add, **options))
+    return partial(_in_turn, *runs)
 
 
-def pair(gate: AnySegment, up: AnySegment, *, activation: str, **options: Any) -> Run:
-    """The function that runs `dual`, and the corrections of both as `stages` does."""
-    words = _in_words((gate, up))
-    if words:
-        return _bytewise(words, options, activation=activation)
-    if _apart(gate, up):
-        return _beside(gate, up, activation, options)
-    runs = _firsts((gate, up), options)
-    runs.append(partial(dual, gate, up, activation=activation, **options))
-    return lambda: [run() for run in runs]
+def pays_twice(segments: Sequence[AnySegment]) -> bool:
+    """Whether two rows, one after the other, are faster than on tensor cores: of few bits by products of
+    bytes. An 8B's layer takes 2 × 49 us for 117 in int3 + 16, 2 × 37 for 79 in int2 + 16, on an H200;
+    2 × 44 for 81 in int4."""
+    few = all(isinstance(s, QuantizedSegment) and s.bits < 4 for s in segments)
+    return few and len(segments[0].x) == 2 and bool(_in_words(next(tokens_of(segments))))
 
 
-def _apart(gate: AnySegment, up: AnySegment) -> bool:
+def _long(s: AnySegment) -> bool:
     """Whether gate and up are faster as rows of one launch, their product by another: on an H200 one of
     2 × 14336 rows takes 44 us as a pair in int4 and 31 as rows; corrected, in int2, 43 and 35."""
-    packed = [s for s in (gate, up) if isinstance(s, QuantizedSegment)]
-    long = any((s.bits == 4 and s.K >= LONG) or s.correction is not None for s in packed)
-    return long
+    if isinstance(s, Segment):
+        return False
+    return (s.bits == 4 and s.K >= LONG) or s.correction is not None
 
 
-def _beside(gate: AnySegment, up: AnySegment, activation: str, options: dict[str, Any]) -> Run:
+def _beside(segments: Sequence[AnySegment], activation: str, options: dict[str, Any]) -> Run:
     from blr.kernels.decode.gemv.gate import gate as run
 
-    width = up.y.shape[1]
-    both = torch.empty(len(up.x), 2 * width, dtype=torch.float32, device=up.x.device)
-    halves = [replace(s, y=y) for s, y in zip((gate, up), both.split(width, 1), strict=True)]
-    last = partial(run, both, up.y, activation=activation, pdl=options.get("pdl", False))
+    y = segments[1].y
+    both = torch.empty(len(y), 2 * y.shape[1], dtype=torch.float32, device=y.device)
+    halves = [replace(s, y=part) for s, part in zip(segments, both.chunk(2, 1), strict=True)]
+    last = partial(run, both, y, activation=activation, pdl=options.get("pdl", False))
     return partial(_in_turn, stages(halves, **options), last)
 
 
@@ -75,16 +81,18 @@ def grouped(
     *,
     gain: Tensor | None = None,
     eps: float = 0.0,
+    add: bool = False,
     pdl: bool = False,
 ) -> None:
-    """`segments.grouped` of either kind, of z that are there; neighbours of a format in one launch."""
+    """`segments.grouped` of either kind, of z that are there; neighbours of a format in one launch. add:
+    to what the results hold."""
     for (bits, _), found in groupby(segments, key=_format):
         launch: Callable[..., None]
         if bits:
             from blr.kernels.decode.quantized.grouped import grouped as launch
         else:
             from blr.kernels.decode.gemv.grouped import grouped as launch
-        launch(list(found), gain=gain, eps=eps, pdl=pdl)
+        launch(list(found), gain=gain, eps=eps, add=add, pdl=pdl)
 
 
 def dual(gate: AnySegment, up: AnySegment, **options: Any) -> None:
@@ -99,21 +107,6 @@ def dual(gate: AnySegment, up: AnySegment, **options: Any) -> None:
     else:
         from blr.kernels.decode.quantized.grouped import dual as launch
     launch(gate, up, **options)
-
-
-def add_to(s: AnySegment, *, gain: Tensor | None = None, eps: float = 0.0, pdl: bool = False) -> None:
-    """The stage of a segment without a mix, added to what its result holds."""
-    options: dict[str, Any] = {"bias": s.bias, "part": s.part, "gain": gain, "eps": eps, "pdl": pdl}
-    options |= {"residual": s.y, "out": s.y}
-    if isinstance(s, Segment):
-        from blr.kernels.decode.gemv.launch import gemv
-
-        gemv(s.x, s.w, **options)
-    else:
-        from blr.kernels.decode.quantized.launch import gemv_quantized
-
-        options |= {"group": s.group, "correction": s.correction}
-        gemv_quantized(s.x, s.packed, s.scale, s.bits, s.K, **options)
 
 
 def _format(s: AnySegment) -> tuple[int, int]:

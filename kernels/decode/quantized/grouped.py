@@ -35,8 +35,9 @@ except ImportError as error:
 
 
 @triton.jit
-def run_segment(tile, s, gain, eps, T: tl.constexpr, WAIT: tl.constexpr):
-    """One tile of a segment, stored; of T.MIX blocks that it mixes, if there are any."""
+def run_segment(tile, s, gain, eps, T: tl.constexpr, ADD: tl.constexpr, WAIT: tl.constexpr):
+    """One tile of a segment, stored, or added to what its result holds; of T.MIX blocks that it mixes,
+    if there are any."""
     if T.MIX > 0:
         mixed_segment(tile, s, gain, eps, T.MIX, T, WAIT)
     else:
@@ -44,26 +45,27 @@ def run_segment(tile, s, gain, eps, T: tl.constexpr, WAIT: tl.constexpr):
         if WAIT:
             gdc_wait()
         found, out, ok = stage_rows(stage_products(started, s, gain, T), started, s, eps, T)
-        store_rows(s, s.y, found, out, ok, False)
+        store_rows(s, found, out, ok, ADD)
 
 
 @triton.jit
 def grouped_kernel(
     s0, s1, s2, programs0, programs1, gain, eps,
-    COUNT: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, PDL: tl.constexpr,
+    COUNT: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """COUNT segments: programs up to programs0 do the first, up to programs1 the second."""
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
     if program < programs0:
-        run_segment(program, s0, gain, eps, T0, PDL)
+        run_segment(program, s0, gain, eps, T0, ADD, PDL)
     if COUNT > 1:  # noqa: SIM102 (known when compiled, the rest is not)
         if (program >= programs0) & (program < programs1):
-            run_segment(program - programs0, s1, gain, eps, T1, PDL)
+            run_segment(program - programs0, s1, gain, eps, T1, ADD, PDL)
     if COUNT > 2:  # noqa: SIM102
         if program >= programs1:
-            run_segment(program - programs1, s2, gain, eps, T2, PDL)
+            run_segment(program - programs1, s2, gain, eps, T2, ADD, PDL)
 
 
 @triton.jit
@@ -80,7 +82,7 @@ def dual_kernel(
         gdc_wait()
     gate, out, ok = stage_rows(stage_products(started0, s0, gain, T0), started0, s0, eps, T0)
     up, out, ok = stage_rows(stage_products(started1, s1, gain, T1), started1, s1, eps, T1)
-    store_rows(s1, s1.y, activate(gate, ACT) * up, out, ok, False)
+    store_rows(s1, activate(gate, ACT) * up, out, ok, False)
 
 
 def grouped(
@@ -88,6 +90,7 @@ def grouped(
     *,
     gain: Tensor | None = None,
     eps: float = 0.0,
+    add: bool = False,
     pdl: bool = False,
     config: Sequence[dict[str, int]] | None = None,
 ) -> None:
@@ -96,6 +99,7 @@ def grouped(
     Args:
         segments: one to three of the same bits, with columns of stride 1; of several tokens one launch
             each.
+        add: to what the results hold; of none that is mixed.
         config: BR, BQ and num_warps of each segment in place of `tile_shape`'s; the launch has the
             most warps of any.
     """
@@ -106,7 +110,8 @@ def grouped(
     ]
     warps = max(shape["num_warps"] for shape in shapes)
     tiles = tiles_of(segments, shapes, warps, gain)
-    options: dict[str, Any] = {"gain": gain, "eps": eps, "num_warps": warps, **launch_options(pdl)}
+    options: dict[str, Any] = {"gain": gain, "eps": eps, "ADD": add, "num_warps": warps}
+    options |= launch_options(pdl)
     for token in tokens_of(segments):
         run_grouped(grouped_kernel, [stage(s) for s in token], tiles, **options)
 

@@ -11,19 +11,9 @@ import torch
 from torch import Tensor
 
 from blr.kernels.common.available import interpreted
-from blr.kernels.decode.gemv.launch import (
-    launch_options,
-    mix_strides,
-    norm_kind,
-    power_of_two,
-    ready,
-    residual_of,
-    run_stage,
-    tokens_of,
-)
+from blr.kernels.decode.gemv.launch import mix_strides, norm_kind, power_of_two
 from blr.kernels.decode.quantized.formats import GROUP, Form, form_of, packed_width
 from blr.kernels.decode.quantized.segments import (
-    Correction,
     QuantizedSegment,
     QuantizedStage,
     QuantizedTile,
@@ -75,61 +65,6 @@ def mixed_shape(blocks: int, ranks: int, width: int, bits: int, group: int = GRO
     chunk = min(quads, max(128 // across, 8))
     warps = min(max(across * chunk // 32, 1), 8)
     return {"BR": min(power_of_two(ranks), 4), "BQ": chunk, "num_warps": warps}
-
-
-def gemv_quantized(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    bits: int,
-    K: int,
-    *,
-    group: int = GROUP,
-    correction: Correction | None = None,
-    bias: Tensor | None = None,
-    gain: Tensor | None = None,
-    eps: float = 0.0,
-    part: int | None = None,
-    residual: Tensor | None = None,
-    activation: str = "",
-    out: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    pdl: bool = False,
-    **config: Any,
-) -> Tensor:
-    """`reference.gemv_quantized` as one kernel a token.
-
-    Args:
-        x: [n, …], any float dtype.
-        packed: [B, R, bytes], int8 or uint8, rows of stride-1 bytes that start at multiples of 16.
-        scale: [B, R, groups], columns of stride 1.
-        K: columns of the weights before padding. group: of the scales.
-        correction: added, of a z that is there.
-        dtype: of the result (default: that of `x`); ignored when `out` [n, B·R] is given.
-        pdl: launched while the kernel before it still runs (compute capability 9 and later).
-        config: BR, BQ (at least 8), num_warps in place of `tile_shape`'s.
-
-    Raises:
-        ValueError: `packed` not as wide as K of `bits` asks.
-    """
-    from blr.kernels.decode.quantized.triton import gemv_kernel
-
-    blocks, rows, _ = packed.shape
-    x, out = ready(x, blocks * rows, out, dtype)
-    if not len(x):
-        return out
-    scale = scale if scale.stride(-1) == 1 else scale.contiguous()
-    s = QuantizedSegment(
-        x, packed, scale, bits, K, out, bias, part=part, group=group, correction=correction
-    )
-    config = {**tile_shape(rows, K, bits, blocks * rows, group), **config}
-    config = complete(config, config["num_warps"])
-    options: dict[str, Any] = {"gain": gain, "eps": eps, "ACT": activation, **launch_options(pdl)}
-    tile, warps = quantized_tile(s, config, gain), config["num_warps"]
-    for n, (one,) in enumerate(tokens_of([s])):
-        more = residual_of(residual, n)
-        run_stage(gemv_kernel, stage(one), tile, residual=more, num_warps=warps, **options)
-    return out
 
 
 def stage(s: QuantizedSegment) -> QuantizedStage:

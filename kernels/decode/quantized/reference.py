@@ -15,12 +15,9 @@ planes, first the low two bits of every level in words of 16 fields, then the hi
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from blr.kernels.decode.gemv.reference import gemv
 from blr.kernels.decode.quantized.formats import CURVE, GROUP, PLANES, SHIFT, check_format, packed_width
 
 # Scales tried for a group, as fractions of the one that maps its largest magnitude to the lowest level
@@ -164,18 +161,6 @@ def pack(levels: Tensor, bits: int, group: int = GROUP) -> Tensor:
         planes.append(_plane(codes & (2**width - 1), width))
         codes = codes >> width
     return torch.cat(planes, -1).flatten(-2)
-
-
-def gemv_quantized(
-    x: Tensor, packed: Tensor, scale: Tensor, bits: int, K: int, **epilogue: Any
-) -> Tensor:
-    """`blr.kernels.decode.gemv.reference.gemv` with weights dequantized to the dtype of `x`.
-
-    Args:
-        x: [n, …]. packed [B, R, bytes] and scale [B, R, groups]: of weights [B, R, K] in groups of 128.
-        epilogue: bias, gain, eps, part, residual, activation, as there.
-    """
-    return gemv(x, dequantize(packed, scale, bits, K, x.dtype), **epilogue)
 
 
 def _quantized(w: Tensor, bits: int, dtype: torch.dtype, costs: Tensor | None) -> tuple[Tensor, Tensor]:

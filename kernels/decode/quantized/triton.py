@@ -10,16 +10,13 @@ Derivation: README.md.
 try:
     import triton
     import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
 from blr.kernels.decode.gemv.triton import (
-    activate,
     bias_of,
     outputs,
     row_scale,
-    store_rows,
     tile_start,
 )
 from blr.kernels.decode.quantized.bytes import byte_sums
@@ -130,18 +127,3 @@ def stage_rows(products, started, s, eps, T: tl.constexpr):
     if T.NORM == 2:
         found *= row_scale(s.x, s.blocks * s.K, eps)
     return found + correction(s, narrow, T) + constant, out, ok
-
-
-@triton.jit
-def gemv_kernel(
-    s, residual, gain, eps,
-    T: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """``y = act(W x + bias) + residual`` for one stage with quantized weights; see `launch`."""
-    if PDL:
-        gdc_launch_dependents()
-    started = stage_start(tl.program_id(0), s, T)
-    if PDL:
-        gdc_wait()
-    found, out, ok = stage_rows(stage_products(started, s, gain, T), started, s, eps, T)
-    store_rows(s, residual, activate(found, ACT), out, ok, RESIDUAL)

@@ -1,106 +1,115 @@
-"""Functions that run the stages of a phase by skinny products, their inputs prepared before."""
+"""Functions that run the stages of a phase on tensor cores, their inputs prepared before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr.kernels.decode.gemv.segments import PACKED_FROM, PLAIN_FROM, Segment
+from blr.kernels.decode.gemv.segments import Segment
 from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedSegment
 from blr.kernels.decode.skinny.launch import (
     AnySegment,
     Order,
     Workspace,
+    bits_of,
     dual,
     fits,
     grouped,
     low_of,
-    rows_of,
     width_of,
 )
 
 Run = Callable[[], Any]
-WIDE = 1 << 25  # weights of a launch in four bits from which two rows are faster here, too
 
 
-def stages(
-    segments: Sequence[AnySegment],
-    workspace: Workspace,
-    dtype: torch.dtype,
-    *,
-    add: bool,
-    order: Order = None,
-    ordered: bool = False,
-    **options: Any,
-) -> Run | None:
-    """What runs stages, each stored or added to its result; None if these kernels do not take them.
+@dataclass(frozen=True)
+class Products:
+    """How stages of a model run.
 
-    dtype: of the model. order: as of `launch.grouped`. ordered: whether inputs are there in the order of
-    these weights. options: gain, eps and pdl, as of `grouped` of the quantized kernels.
+    dtype: of the model. gain, eps: of the norm of their inputs. add: to what the results hold.
+    activation: of a pair. order: as of `launch.grouped`. ordered: whether inputs are there in the order
+    of these weights. pdl: see `launch_options`.
     """
+
+    workspace: Workspace
+    dtype: torch.dtype
+    gain: Tensor | None = None
+    eps: float = 0.0
+    add: bool = False
+    activation: str = ""
+    order: Order = None
+    ordered: bool = False
+    pdl: bool = False
+
+
+def stages(segments: Sequence[AnySegment], how: Products) -> Run | None:
+    """What runs stages; None if these kernels do not take them."""
+    parts = [list(part) for _, part in groupby(segments, key=bits_of)]
+    if len(parts) > 1:
+        runs = [stages(part, how) for part in parts]
+        found = [run for run in runs if run is not None]
+        return in_turn(*found) if len(found) == len(runs) else None
     if any(s.mix is not None for s in segments):
-        more: dict[str, Any] = {**options, "order": order, "ordered": ordered}
-        return None if add else _mixed(segments, workspace, dtype, **more)
-    if not _taken(segments, dtype, ordered):
+        return None if how.add else _mixed(segments, how)
+    if not fits(segments, how.dtype):
         return None
-    before, ready = _inputs(segments, dtype, ordered, **options)
-    run = partial(grouped, ready, workspace, add=add, order=order, pdl=options["pdl"])
-    return _in_turn(*before, run)
+    if not all(map(_correctable, segments)):
+        return _corrected_after(segments, how)
+    before, ready = _inputs(segments, how)
+    options: dict[str, Any] = {"order": how.order, "pdl": how.pdl}
+    if how.activation:
+        gate, up = ready
+        run = partial(dual, gate, up, how.workspace, activation=how.activation, **options)
+    else:
+        run = partial(grouped, ready, how.workspace, add=how.add, **options)
+    return in_turn(*before, run)
 
 
-def _mixed(
-    segments: Sequence[AnySegment],
-    workspace: Workspace,
-    dtype: torch.dtype,
-    *,
-    order: Order,
-    **options: Any,
-) -> Run | None:
-    """The same of BLAST's first factors, whose products are mixed behind them; none is added."""
+def _mixed(segments: Sequence[AnySegment], how: Products) -> Run | None:
+    """The same of BLAST's first factors, whose products are mixed behind them."""
     from blr.kernels.decode.skinny.mix import fits as mixable
     from blr.kernels.decode.skinny.mix import mix
 
     if not mixable([s.mix for s in segments]):
         return None
     inner = [replace(s, y=torch.zeros(s.y.shape, device=s.y.device), mix=None) for s in segments]
-    if (run := stages(inner, workspace, dtype, add=False, **options)) is None:
+    if (run := stages(inner, replace(how, order=None))) is None:
         return None
     layers = [(z.y, s.mix, s.y) for z, s in zip(inner, segments, strict=True) if s.mix is not None]
-    return _in_turn(run, partial(mix, layers, order=order, pdl=options["pdl"]))
+    return in_turn(run, partial(mix, layers, order=how.order, pdl=how.pdl))
 
 
-def pair(
-    gate: AnySegment, up: AnySegment, workspace: Workspace, dtype: torch.dtype, *, activation: str,
-    order: Order = None,
-    ordered: bool = False,
-    **options: Any,
-) -> Run | None:  # fmt: skip
-    """The same of ``act(gate) ⊙ up``."""
-    if not _taken((gate, up), dtype, ordered):
-        return None
-    before, (first, second) = _inputs((gate, up), dtype, ordered, **options)
-    shared: dict[str, Any] = {"order": order, "pdl": options["pdl"]}
-    run = partial(dual, first, second, workspace, activation=activation, **shared)
-    return _in_turn(*before, run)
+def _corrected_after(segments: Sequence[AnySegment], how: Products) -> Run | None:
+    """The same of stages whose corrections are of blocks: V x and U z by launches of their own."""
+    if how.activation:
+        return None if how.order else _gated_after(segments, how)
+    found = [(s, s.correction) for s in segments if isinstance(s, QuantizedSegment) and s.correction]
+    bare = [replace(s, correction=None) if isinstance(s, QuantizedSegment) else s for s in segments]
+    seconds = [Segment(c.first.y, c.u.dense(how.dtype), s.y, part=None) for s, c in found]
+    own = replace(how, order=None, ordered=False, add=False)
+    runs = [stages([c.first], own) for _, c in found]
+    runs.append(stages(bare, how))
+    runs += [stages([s], replace(how, gain=None, ordered=False, add=True)) for s in seconds]
+    taken = [run for run in runs if run is not None]
+    return in_turn(*taken) if len(taken) == len(runs) and not how.ordered else None
 
 
-def _taken(segments: Sequence[AnySegment], dtype: torch.dtype, ordered: bool) -> bool:
-    if len(segments[0].x) < (PACKED_FROM if _few(segments) else PLAIN_FROM):
-        return False
-    fitting = fits(segments, dtype) and all(map(_correctable, segments))
-    assert fitting or not ordered, "inputs in an order that nothing reads"
-    return fitting and (ordered or _inputs_fit(segments, dtype))
+def _gated_after(segments: Sequence[AnySegment], how: Products) -> Run | None:
+    """The same of a pair: rows side by side, then their gated product."""
+    from blr.kernels.decode.gemv.gate import gate
 
-
-def _few(segments: Sequence[AnySegment]) -> bool:
-    """Whether CUDA cores multiply two rows faster: with less than `WIDE` weights of four bits."""
-    four = all(isinstance(s, QuantizedSegment) and s.bits == 4 for s in segments)
-    return four and sum(rows_of(s) * width_of(s) for s in segments) < WIDE
+    y = segments[1].y
+    both = torch.zeros(len(y), 2 * y.shape[1], device=y.device)
+    halves = [replace(s, y=part) for s, part in zip(segments, both.chunk(2, 1), strict=True)]
+    run = stages(halves, replace(how, activation=""))
+    last = partial(gate, both, y, activation=how.activation, pdl=how.pdl)
+    return None if run is None else in_turn(run, last)
 
 
 def _correctable(s: AnySegment) -> bool:
@@ -110,14 +119,6 @@ def _correctable(s: AnySegment) -> bool:
     first, blocks = s.correction.first, s.correction.u.shape[0]
     rows = first.packed if isinstance(first, QuantizedSegment) else first.w
     return first.mix is None and first.bias is None and blocks == 1 == rows.shape[0] == s.packed.shape[0]
-
-
-def _inputs_fit(segments: Sequence[AnySegment], dtype: torch.dtype) -> bool:
-    if _shared(segments):
-        return True
-    if isinstance(segments[0], Segment):
-        return all(s.x.dtype == dtype for s in segments)
-    return _slices(segments) is not None
 
 
 def _shared(segments: Sequence[AnySegment]) -> bool:
@@ -130,7 +131,9 @@ def _slices(segments: Sequence[AnySegment]) -> list[int] | None:
     zero where a slice is padded; None if they are not."""
     one = segments[0]
     packed = [s for s in segments if isinstance(s, QuantizedSegment) and s.correction is None]
-    if not isinstance(one, QuantizedSegment) or one.bits != 4 or len(packed) < len(segments):
+    if not isinstance(one, QuantizedSegment) or len(packed) < len(segments):
+        return None
+    if one.bits not in (4, 8) and any(s.K % s.group for s in packed):
         return None
     size = one.x.element_size()
     starts = [(s.x.data_ptr() - one.x.data_ptr()) // size for s in segments]
@@ -140,32 +143,26 @@ def _slices(segments: Sequence[AnySegment]) -> list[int] | None:
     return starts if blocks and whole and len(storage) == 1 else None
 
 
-def _inputs(
-    segments: Sequence[AnySegment],
-    dtype: torch.dtype,
-    ordered: bool,
-    *,
-    gain: Tensor | None,
-    eps: float,
-    pdl: bool,
-) -> tuple[list[Run], list[Any]]:
+def _inputs(segments: Sequence[AnySegment], how: Products) -> tuple[list[Run], list[Any]]:
     """What prepares the inputs of segments, and the segments of those."""
     from blr.kernels.decode.skinny.prepare import prepare, prepared
 
-    one, low = segments[0], low_of(segments[0])
-    if low == 16 and gain is None and one.x.dtype == dtype:
+    one, low, dtype = segments[0], low_of(segments[0]), how.dtype
+    if low == 16 and how.gain is None and all(s.x.dtype == dtype for s in segments):
         return [], list(segments)
-    if ordered:
+    if how.ordered:
         return [], [_padded(s) for s in segments]
     group = one.group if isinstance(one, QuantizedSegment) else 0
-    options: dict[str, Any] = {"low": low, "group": group, "gain": gain, "eps": eps, "pdl": pdl}
+    options: dict[str, Any] = {"low": low, "group": group, "eps": how.eps, "pdl": how.pdl}
+    options["gain"] = how.gain
     if _shared(segments):
         made = prepared(one.x, width_of(one), low, group, dtype)
         v, z, ready = _first_factors(segments, dtype)
         run = partial(prepare, one.x, made, width_of(one), v=v, z=z, **options)
         return [run], [replace(s, x=made) for s in ready]
-    starts = _slices(segments)
-    assert starts is not None
+    if (starts := _slices(segments)) is None:
+        each = [_inputs([s], how) for s in segments]
+        return [run for runs, _ in each for run in runs], [s for _, ready in each for s in ready]
     ends = [start + width_of(s) for start, s in zip(starts, segments, strict=True)]
     whole = one.x.as_strided((len(one.x), max(ends)), one.x.stride())
     made = prepared(whole, max(ends), low, group, dtype)
@@ -213,5 +210,6 @@ def _reading(s: AnySegment, parts: Iterator[Tensor], dtype: torch.dtype) -> AnyS
     return replace(s, correction=Correction(replace(s.correction.first, y=next(parts)), u))
 
 
-def _in_turn(*runs: Run) -> Run:
+def in_turn(*runs: Run) -> Run:
+    """The function that runs all."""
     return runs[0] if len(runs) == 1 else lambda: [run() for run in runs]

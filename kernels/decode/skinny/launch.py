@@ -25,6 +25,7 @@ PACKED = (8, 4, 3, 2)  # bits of the packed weights that these kernels take
 # the tiles of `tile_shape`, by whole tokens (scripts/log).
 PROGRAMS = (900, 528)
 FEW_ROWS = 8192  # of a launch of plain weights that has many small programs
+WIDE_ROWS = 8192  # of one of packed weights whose programs have long parts
 MANY_ROWS = 60000  # of one of packed weights, an output head, that fills the GPU by itself
 LEAST = 16  # units of a step: columns that a product of tensor cores sums
 DEEPEST = 16  # parts of a row at most
@@ -85,15 +86,20 @@ def tile_shape(bits: int, group: int, rows: int, K: int, tokens: int) -> dict[st
 
 
 def _packed_shape(bits: int, group: int, rows: int, K: int, tokens: int) -> dict[str, int]:
-    """Of a few tokens: rows in as many parts as there are, with little in flight of each."""
+    """Of a few tokens: rows in as many parts as there are, with little in flight of each; of many rows
+    that take long to unpack, in fewer. Of more tokens in few parts, whose sums weigh most."""
     several = max(LEAST // (group * PLANES[bits][0] // 16), 1)
-    steps, four = -(-K // (group * several)), bits == 4
-    if tokens <= 16 and rows <= MANY_ROWS and several == 1:
-        parts, flight = steps, {"STAGES": 2 if four else 3, "num_warps": 4 if four else 2}
+    steps, slow = -(-K // (group * several)), tokens > 8
+    parts = min(_parts(rows, 64, PROGRAMS[0]), steps // 2)
+    if tokens > 16:
+        parts, flight = min(parts, 4), {"STAGES": 4, "num_warps": 4}
+    elif rows > MANY_ROWS or several > 1:
+        flight = {"STAGES": 8 if several == 1 else 5, "num_warps": 2}
+    elif rows > WIDE_ROWS and (bits == 4 or slow):
+        flight = {"STAGES": 4, "num_warps": 4}
     else:
-        parts = min(_parts(rows, 64, PROGRAMS[0]), steps // 2)
-        few = {"STAGES": 8 if several == 1 else 5, "num_warps": 2}
-        flight = few if tokens <= 16 else {"STAGES": 4, "num_warps": 4}
+        two = bits == 4 or (bits == 3 and slow)
+        parts, flight = steps, {"STAGES": 2, "num_warps": 4} if two else {"STAGES": 3, "num_warps": 2}
     return {"BR": 64, "STEP": several, "AHEAD": 4, "SPLIT": max(min(parts, DEEPEST), 1), **flight}
 
 

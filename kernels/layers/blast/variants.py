@@ -11,8 +11,7 @@ from torch import Tensor
 from blr.kernels.common.available import supports_pdl
 from blr.kernels.common.replay import at_once
 from blr.kernels.decode.gemm.launch import library_bmm
-from blr.kernels.decode.gemv.launch import gemv as stage
-from blr.kernels.decode.gemv.launch import stage_tile
+from blr.kernels.decode.gemv.launch import product as stage
 from blr.kernels.decode.gemv.segments import Segment
 from blr.kernels.decode.narrow.layers import blast as narrow
 from blr.kernels.layers.blast.reference import blast_linear as reference
@@ -34,14 +33,7 @@ def gemv(
     if x.shape[0]:
         segment = Segment(x, V.transpose(1, 2), z, mix=S)
         grouped([segment], pdl=pdl, config=[first] if first else None)
-    return stage(
-        z,
-        U,
-        bias=bias,
-        dtype=x.dtype,
-        pdl=pdl,
-        **{**stage_tile(U.shape[-1]), **config.get("second", {})},
-    )
+    return stage(z, U, bias, dtype=x.dtype, pdl=pdl, **config.get("second", {}))
 
 
 def bmm_mix(

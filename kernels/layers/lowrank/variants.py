@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from blr.kernels.common.available import supports_pdl
-from blr.kernels.decode.gemv.launch import gemv as stage
-from blr.kernels.decode.gemv.launch import stage_tile
+from blr.kernels.decode.gemv.launch import product as stage
 from blr.kernels.decode.narrow.layers import lowrank as narrow
 from blr.kernels.layers.lowrank.reference import lowrank_linear as reference
 
@@ -17,21 +16,8 @@ from blr.kernels.layers.lowrank.reference import lowrank_linear as reference
 def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
     """Two kernels a token."""
     pdl = supports_pdl(x.device)
-    z = stage(
-        x,
-        V.t().unsqueeze(0),
-        dtype=torch.float32,
-        pdl=pdl,
-        **{**stage_tile(V.shape[-2]), **config.get("first", {})},
-    )
-    return stage(
-        z,
-        U.unsqueeze(0),
-        bias=bias,
-        dtype=x.dtype,
-        pdl=pdl,
-        **{**stage_tile(U.shape[-1]), **config.get("second", {})},
-    )
+    z = stage(x, V.t().unsqueeze(0), dtype=torch.float32, pdl=pdl, **config.get("first", {}))
+    return stage(z, U.unsqueeze(0), bias, dtype=x.dtype, pdl=pdl, **config.get("second", {}))
 
 
 def gemm(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -12,8 +12,7 @@ from blr.kernels.common.available import supports_pdl
 from blr.kernels.common.replay import at_once
 from blr.kernels.decode.gemm.launch import bmm as our_bmm
 from blr.kernels.decode.gemm.launch import library_bmm, run_length
-from blr.kernels.decode.gemv.launch import gemv as stage
-from blr.kernels.decode.gemv.launch import stage_tile
+from blr.kernels.decode.gemv.launch import product as stage
 from blr.kernels.decode.narrow.layers import monarch as narrow
 from blr.kernels.layers.monarch.reference import monarch_linear as reference
 
@@ -22,24 +21,9 @@ RUN = 8  # neighbours in z from which on our product stores it, 16 bytes of half
 
 def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
     """Two kernels a token; the first stores in the order that the second reads."""
-    part = V.shape[2] // V.shape[0]
-    pdl = supports_pdl(x.device)
-    z = stage(
-        x,
-        V.transpose(1, 2),
-        part=part,
-        dtype=torch.float32,
-        pdl=pdl,
-        **{**stage_tile(V.shape[-2]), **config.get("first", {})},
-    )
-    return stage(
-        z,
-        U,
-        bias=bias,
-        dtype=x.dtype,
-        pdl=pdl,
-        **{**stage_tile(U.shape[-1]), **config.get("second", {})},
-    )
+    pdl, part = supports_pdl(x.device), V.shape[2] // V.shape[0]
+    z = stage(x, V.mT, part=part, dtype=torch.float32, pdl=pdl, **config.get("first", {}))
+    return stage(z, U, bias, dtype=x.dtype, pdl=pdl, **config.get("second", {}))
 
 
 def permuted_store(
