@@ -36,6 +36,10 @@ BANNED = {  # what to write instead
     "simply": "(leave it out)",
     "obviously": "(leave it out)",
     "just": "only, or leave it out",
+    "know the weights alone": "fitted without a text",
+    "lesser": "less important",
+    "likest": "most alike",
+    "whatever is": "(name the case)",
     "utilize": "use",
     "in order to": "to",
 }

@@ -227,10 +227,10 @@ def _own_length(options: HealOptions, reading: Reading) -> int:
 
 
 def _wanted_tokens(options: HealOptions, step: int, parameters: int, gpu: bool) -> int:
-    """Own tokens to write: as asked for, else no more than steps of so many tokens read, and than usual
-    or, on a GPU, where it is more, a quarter of what training will read: what is read more often is
-    learnt by heart (SmolLM2, 12 times: divergence .09 on what was read, .23 on what was not). On a CPU,
-    where writing takes as long as training, in proportion to the minutes below the default."""
+    """Own tokens to write: as asked for, else no more than training reads, and than the usual number or,
+    on a GPU, a quarter of what training reads if that is more. Text that is read more often is
+    overfitted (SmolLM2, 12 times: divergence .09 on that text, .23 on other). On a CPU, where writing
+    takes as long as training, the number falls with the minutes below the default."""
     if options.own_tokens is not None:
         return options.own_tokens
     usual = GPU_OWN if gpu else CPU_OWN

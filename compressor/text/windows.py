@@ -32,8 +32,8 @@ PLAIN_READS = 3  # epochs in which windows are read as they are
 class Stream:
     """Windows of `window` tokens, with the tokenizer's `beginning`, of rows [n, l], or of one text as
     a single row. Every epoch visits them in a new order and, where there is room, at a new offset;
-    from the fourth on, the share `vary` of their tokens are others of the text, lest it be learnt by
-    heart. `held` [h, window] are never taken."""
+    from the fourth on, the share `vary` of their tokens is replaced by others of the text, against
+    overfitting. `held` [h, window] are never taken."""
 
     def __init__(
         self, rows: Tensor, window: int, seed: int, vary: float = 0.0, beginning: Beginning = ()
