@@ -120,7 +120,7 @@ def test_command_prints_json_or_text(sources: dict[str, Path], tmp_path: Path, i
     assert (code, err, found["layers"], found["context"]) == (0, "", 28, 1024)
     assert found["bytes_after"] == found["bytes_before"]
     code, out, err = invoke(*arguments, tmp_path / "b", "--gpu", "A100", "--batch", 4)
-    assert code == 0 and "for: a100, batch 4, context 1024 tokens" in out
+    assert code == 0 and "for:         a100, batch 4, context 1024 tokens" in out
     listed = [read_manifest(tmp_path / name)["files"] for name in "ab"]
     assert listed[0][WEIGHTS] == listed[1][WEIGHTS]
     assert verify_files(tmp_path / "a", read_manifest(tmp_path / "a")) == []

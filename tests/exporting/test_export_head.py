@@ -180,7 +180,7 @@ def test_the_command_reports_the_loss_and_the_bytes(
     assert code == 0, err
     added = read_manifest(tmp_path / "out")["untied_bytes"]
     assert f"output head: {added:,} bytes beside the embedding" in out
-    assert "int4 and int8 head error by layer type: " in out and "lm_head 0.00" in out
+    assert "error:       of int4 and int8 head, by layer type: " in out and "lm_head 0.00" in out
     assert "output head has int8 weights" in (tmp_path / "out" / "README.md").read_text()
     assert invoke("verify", tmp_path / "out")[0] == 0
     code, out, _ = invoke(*arguments, "--quantize", "int4", "--quantize-head", "none")
