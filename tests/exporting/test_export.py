@@ -91,7 +91,9 @@ def test_settings_and_files_of_an_export(exports: dict[str, Path], sources: dict
     for name in ("tokenizer.json", "generation_config.json", "recipe.yaml", "blr_layers.json"):
         assert (folder / name).read_bytes() == (sources["svd"] / name).read_bytes()
     card = (folder / "README.md").read_text()
-    assert card.startswith((sources["svd"] / "README.md").read_text())
+    front, _, compressed = (sources["svd"] / "README.md").read_text().partition("\n# ")
+    assert card.startswith(f"{front}\n# ") and card.count("from_pretrained") == 3
+    assert f"\n## {compressed.splitlines()[0]}" in card
     assert "contexts up to 128 tokens" in card
 
 
@@ -120,7 +122,7 @@ def test_command_prints_json_or_text(sources: dict[str, Path], tmp_path: Path, i
     assert (code, err, found["layers"], found["context"]) == (0, "", 28, 1024)
     assert found["bytes_after"] == found["bytes_before"]
     code, out, err = invoke(*arguments, tmp_path / "b", "--gpu", "A100", "--batch", 4)
-    assert code == 0 and "for:         a100, batch 4, context 1024 tokens" in out
+    assert code == 0 and "for:        a100, batch 4, context 1024 tokens" in out
     listed = [read_manifest(tmp_path / name)["files"] for name in "ab"]
     assert listed[0][WEIGHTS] == listed[1][WEIGHTS]
     assert verify_files(tmp_path / "a", read_manifest(tmp_path / "a")) == []
