@@ -164,7 +164,6 @@ def test_a_value_that_the_dtype_does_not_hold_is_an_error(tiny: Path, tmp_path: 
         (["--as", "dense", "--batch", "2"], 2, ["--batch 2", "--as dense has no use"]),
         (["--as", "dense", "--quantize", "int4"], 2, ["--quantize int4", "--as dense has no use"]),
         (["--as", "onnx", "--quantize-head", "int8"], 2, ["--as onnx has no use"]),
-        (["-o", "no/such/parent"], 5, ["no such folder"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
 )
