@@ -123,7 +123,7 @@ def exit_lines() -> Iterator[str]:
             kinds.setdefault(kind.exit_code, (kind.__doc__ or "").partition("\n")[0])
     for code, said in sorted((kinds | {1: "A bug in blr."}).items()):
         yield wrapped(f"`{code}`: {said}")
-    yield wrapped("`128+N`: stopped by signal N.")
+    yield wrapped("`128+N`: stopped by signal N (Ctrl-C: 130, kill: 143).")
 
 
 def reference() -> str:

@@ -44,7 +44,7 @@ class StorageError(BlrError):
 
 
 class NumericsError(BlrError):
-    """NaN, Inf or a decomposition that fails beyond its bounded retries."""
+    """NaN, Inf, a decomposition that fails, or a loss of over one nat a token without --force."""
 
     exit_code = 7
 

@@ -30,12 +30,11 @@ from blr.compressor.cli.summary import (
 from blr.compressor.recipe.heal_settings import MINUTES
 from blr.compressor.recipe.run_settings import CompressSettings
 
-OF_EFFORT = ("refit", "finish", "rounds", "samples")  # taken, but not shown: --effort says them
-FIRST = """output calibration method cf quantize base rank heal effort
-recipe exclude device gpus overwrite force quiet"""
+FIRST = """output calibration samples method cf quantize base rank heal effort
+recipe exclude device overwrite force quiet"""
 
 
-@taking(recipe_options(hidden=OF_EFFORT), setting_options(CompressSettings), first=FIRST)
+@taking(recipe_options(), setting_options(CompressSettings), first=FIRST)
 def compress(
     model: Model,
     output: Path | None = None,
@@ -59,7 +58,7 @@ def compress(
     """Make a checkpoint smaller: structured linear layers, fewer bits, or both.
 
     Options:
-        output (--output, -o): Write this folder. [NAME-METHOD-cfCF here]
+        output (--output, -o): Write this folder. [./NAME-METHOD-cfCF, as llama-svd-cf2]
         recipe (--recipe, -r): Take settings from a shipped recipe or a YAML file; options win.
         calibration (--text, --calibration): Fit to what the model computes on this text file, .jsonl or
             data set; self is text that it writes. [none, which loses several times more]

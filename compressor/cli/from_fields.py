@@ -59,11 +59,11 @@ def taking(*groups: Iterable[inspect.Parameter], first: str = "") -> Callable[[C
     return decorated
 
 
-def recipe_options(names: Collection[str] = (), hidden: Collection[str] = ()) -> list[inspect.Parameter]:
+def recipe_options(names: Collection[str] = ()) -> list[inspect.Parameter]:
     """Options of the recipe's fields: all, or those of these `names`. The recipe checks what is typed;
     what is not is None."""
     return [
-        _parameter(name, option, None, hidden=name in hidden)
+        _parameter(name, option, None)
         for name, option in options_of(Recipe).items()
         if name in (names or Recipe.model_fields)
     ]
@@ -87,9 +87,7 @@ def typed(owner: type, name: str, *names: str) -> Any:
     return _info(name, options_of(owner)[name], names, check=True)
 
 
-def _parameter(
-    name: str, option: Option, default: Any, check: bool = False, hidden: bool = False
-) -> inspect.Parameter:
+def _parameter(name: str, option: Option, default: Any, check: bool = False) -> inspect.Parameter:
     kind, names = option.kind, option.names
     if kind is bool and default is not False:
         names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
@@ -100,16 +98,16 @@ def _parameter(
     default = None if repeats else default
     if isinstance(default, str):
         kind = str
-    info: Any = _info(name, option, names, check, hidden)
+    info: Any = _info(name, option, names, check)
     taken: Any = Annotated[kind if default is not None else kind | None, info]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=taken)
 
 
-def _info(name: str, option: Option, names: Collection[str], check: bool, hidden: bool = False) -> Any:
+def _info(name: str, option: Option, names: Collection[str], check: bool) -> Any:
     checks = (NAMED_CHECKS.get((name, option.kind)) or CHECKS.get(option.kind)) if check else None
     more: dict[str, Any] = {"min": option.limits.least, "max": option.limits.most, "callback": checks}
     shown = option.default or True
-    return typer.Option(..., *names, help=option.help, show_default=shown, hidden=hidden, **more)
+    return typer.Option(..., *names, help=option.help, show_default=shown, **more)
 
 
 def _with(option: inspect.Parameter, **changes: Any) -> inspect.Parameter:

@@ -29,6 +29,7 @@ from blr.compressor.workspace.ownership import sibling
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DONE = b"\0"  # tells the watching thread that it is not needed any more
+NOTHING = "nothing was written"
 SETTLING = 1.0  # seconds that taking or giving up a lock may hold up a stop
 
 
@@ -114,8 +115,9 @@ def _stop(number: int, running: Running) -> None:
     """End the process at once, whatever else happens."""
     if not environment.is_first():
         os._exit(128 + number)
-    again = "resume with" if running.resumes else "start again with"
-    message = f"stopped by {signal.Signals(number).name}; {state_of(running)}"
+    left = state_of(running)
+    again = "resume with" if running.resumes and left != NOTHING else "start again with"
+    message = f"stopped by {signal.Signals(number).name}; {left}"
     leave_at_once(f"{message}; {again}: {resume_command(sys.argv)}", 128 + number)
 
 
@@ -139,7 +141,7 @@ def state_of(running: Running) -> str:
     output = running.progress.output if running.progress else None
     partial = sibling(Path(os.path.abspath(output)), "partial") if output else None
     if partial is None or not os.path.exists(partial):
-        return "nothing was written"
+        return NOTHING
     if not running.resumes:
         return f"there is no output yet, the next run replaces {partial}"
     return f"{running.kept} kept in {partial}"

@@ -14,7 +14,7 @@ from blr.compressor.exporting.origin import FORMAT, Checkpoint
 from blr.compressor.loading.vendor import code_files, contents_of, exported_classes, runtime_files
 from blr.compressor.modeling.registry import auto_name
 from blr.compressor.modeling.settings import ExportSettings
-from blr.compressor.output.card import card_front
+from blr.compressor.output.card import LOADING, card_front
 from blr.compressor.output.files import carried_files, json_file, structured_config
 from blr.compressor.output.loss_messages import MARK
 from blr.compressor.planning.plan import Plan
@@ -27,12 +27,9 @@ SECTION = """
 
 {what}
 {loss}
-```python
-from transformers import {auto}
-model = {auto}.from_pretrained(folder, trust_remote_code=True)
-```
+{loading}
 
-needs torch and transformers; `blr verify` checks the files against `blr_manifest.json`. {how}
+`blr verify` checks the files against `blr_manifest.json`. {how}
 {kernels}
 Written by blr {version}.
 """
@@ -115,16 +112,24 @@ def small_files(
     folder, contents = checkpoint.source.folder, contents_of(checkpoint.specs.values(), settings)
     files = carried_files(checkpoint.source)
     kept = {file: _read(folder, file) for file in kept_files(checkpoint)}
-    head = kept.pop(CARD, b"").decode("utf-8", "replace")
-    head = head or card_front(folder, name) + HEAD.format(name=name)
+    kept_card = kept.pop(CARD, b"").decode("utf-8", "replace")
+    loading = LOADING[checkpoint.source.library].format(auto=auto_name(config))
+    section = _section(checkpoint, config, settings, loading) + PASSES.get(kind, "")
     return {
         LAYERS: b"{}\n",
         **files,
         **kept,
         "config.json": json_file(config),
-        CARD: (head + _section(checkpoint, config, settings) + PASSES.get(kind, "")).encode(),
+        CARD: _card(kept_card or card_front(folder, name), HEAD.format(name=name) + section, loading),
         **(runtime_files(contents) if _is_self_contained(config) else code_files()),
     }
+
+
+def _card(kept: str, section: str, loading: str) -> bytes:
+    """The `kept` card with `section` first, which says the `loading`; then how it was compressed."""
+    heading = kept.find("\n# ") + 1 or len(kept)
+    before = f"\n#{kept[heading:]}".replace(f"{loading}\n\n", "", 1) if kept[heading:] else ""
+    return (kept[:heading] + section + before).encode()
 
 
 def _is_self_contained(config: Mapping[str, Any]) -> bool:
@@ -141,7 +146,9 @@ def _read(folder: Path, name: str) -> bytes:
     return bytes(read_whole(inside(folder, name), MAX_BYTES))
 
 
-def _section(checkpoint: Checkpoint, config: Mapping[str, Any], settings: ExportSettings) -> str:
+def _section(
+    checkpoint: Checkpoint, config: Mapping[str, Any], settings: ExportSettings, loading: str
+) -> str:
     decoder = settings.context is not None
     head = config["blr"]["export"].get("head", {})
     others = "unchanged" if config.get("dtype") == checkpoint.source.config.get("dtype") else "cast"
@@ -159,7 +166,7 @@ def _section(checkpoint: Checkpoint, config: Mapping[str, Any], settings: Export
         gpu=settings.gpu,
         loss=MARK,
         what="".join([what, *kept, *packed]),
-        auto=auto_name(config),
+        loading=loading,
         how=fused if decoder else CAPTURED,
         kernels=KERNELS[_is_self_contained(config)],
         version=__version__,

@@ -56,11 +56,12 @@ register()
 model = {auto}.from_pretrained(folder)
 ```
 
-or without it, running the modeling files in this folder (`AutoTokenizer` runs none, but asks before it
-reads the configuration unless it is told the same):
+or without it, running the modeling file in this folder:
 
 ```python
+from transformers import {auto}, AutoTokenizer
 model = {auto}.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)  # if there is one
 ```""",
     DIFFUSERS: """Load it with `blr-compress` installed:
 

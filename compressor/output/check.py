@@ -41,8 +41,8 @@ class Bar:
         lost += f"{number(loss.after)} on {loss.read})"
         if loss.nats > MOST and not self.force:
             raise NumericsError(
-                f"{self.output}: {lost}, expected at most {MOST:g}; {self.remedy}, or write it all the "
-                "same with --force"
+                f"{self.output}: {lost}, expected at most {MOST:g}; {self.remedy}, or add --force to "
+                "write it all the same"
             )
         self.warn(f"{lost}; {self.remedy}")
 

@@ -57,7 +57,7 @@ def better_fit(recipe: Recipe, calibrated: bool, healed: bool) -> str:
             f"in place of --quantize int{stored.bits}"
         )
     if not healed:
-        return f"add --heal {HEALED} to train it against the dense model"
+        return f"train it against the dense model (--heal {HEALED}, or blr heal), or {_larger(recipe)}"
     if not calibrated:
         return f"add {TEXT}, which healing reads, too"
     return _larger(recipe)

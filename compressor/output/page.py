@@ -139,6 +139,7 @@ def _where(data: Mapping[str, Any]) -> str:
     shares = [_share(layer) for layer in data["layers"]]
     text += f"<h3>Share of the bytes that is left</h3>{heatmap(shares, colour=0)}"
     said = "Rows are types of layers, columns are blocks. The strongest colour is the largest value."
+    said += " Errors of weights are larger than those of outputs where a text was given: expect that."
     return f'<h2>Layer by layer</h2><p class="said">{said}</p>{text}'
 
 

@@ -209,10 +209,13 @@ class Assigner:
         if short:
             n = max(short, key=lambda number: least[number])
             task, (o, i) = tasks[n], tasks[n].layer.shape
+            padded = task.settings.stored.group and i % task.settings.stored.group
+            finer = " or a smaller --group" if padded else ""
             raise UsageError(
                 f"bpw {task.bpw:g} cannot be met: int{task.settings.stored.base} and the smallest "
                 f"correction take {least[n]:.4g} bits a weight of {task.layer.module} ({o}x{i}); "
-                f"give {ceil(100 * least[n]) / 100:g}, take a base of fewer bits, or exclude the layer"
+                f"give {ceil(100 * least[n]) / 100:g}, take a base of fewer bits{finer}, or exclude "
+                "the layer"
             )
 
     def _shared(self, tasks: Sequence[Task], budget: float, goal: str) -> Assigned:

@@ -52,7 +52,10 @@ SMALL = 1 << 20  # bytes of small files beyond those of the student: card, metri
 OWN = 4  # bytes of a token of own text
 FEW = 4  # windows, too few for products to run well
 WINDOWS = 64  # a step on a GPU
-REMEDY = "take shorter windows, a higher --cf, --lora 8, or more or larger GPUs"
+REMEDY = (
+    "take a larger GPU, shorter windows, or train less (blr heal --lora 8; in few bits "
+    "--train norms,biases); without few bits also a higher --cf, or more GPUs"
+)
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class Recipe(RecipeFields):
             [none; 1 with --kv-quantize]
         kv_quantize: Cache these ranks in int8, or in int4 all but the most important quarter. [none]
         quantize: Store dense weights, or the factors of --method, in int8, int4, int3, int2 or fp8.
-            [none; int4 for a correction]
+            [not; corrections by --base in int4]
         group: Let this many numbers share a scale: 128, 64 or 32. [128; a row for fp8]
         base: Store the dense weights in int2, int3, int4 or int8, and let --method correct them. [none]
         bpw: Bits a weight that --base and its correction take together, in place of --rank.

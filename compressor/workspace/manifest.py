@@ -44,6 +44,7 @@ SHARD = ".safetensors"
 # What loaders look at, and what is downloaded of a repository on the hub
 READ = frozenset({SHARD, ".json", ".txt", ".model", ".jinja", ".tiktoken"})
 THREADS = 4  # hashing more files at once waits for the disk
+ANOTHER = "give one that was"
 REMEDY = "copy or compress it again; `blr verify` lists all that differs"
 
 
@@ -140,7 +141,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], str]:
     if not _is_ours(manifest):
         raise OutputError(
             f"{path}: missing or not a manifest of format {FORMAT}, the folder was not written by blr; "
-            "give one that was"
+            f"{ANOTHER}"
         )
     return manifest, _damage(manifest, text)
 

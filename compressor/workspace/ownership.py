@@ -24,7 +24,7 @@ from blr.compressor.checkpoint.config import depth
 from blr.compressor.checkpoint.regular import parse_json
 from blr.compressor.checkpoint.source import JOURNAL
 from blr.compressor.workspace.journal import canonical_json
-from blr.compressor.workspace.manifest import MANIFEST, MAX_DEPTH, read_manifest, verify_listed
+from blr.compressor.workspace.manifest import ANOTHER, MANIFEST, MAX_DEPTH, read_manifest, verify_listed
 
 RUN_FILE = "run.json"
 ABOUT = "unfinished output of blr: the same command resumes it, --restart discards it"
@@ -332,7 +332,8 @@ def _check_occupied(output: Path, overwrite: bool) -> None:
     try:
         listed = {*read_manifest(output)["files"], MANIFEST}
     except OutputError as error:
-        raise OutputError(f"{error}; choose another --output") from None
+        found = str(error).removesuffix(f"; {ANOTHER}")
+        raise OutputError(f"{found}, and is left alone; move it, or choose another --output") from None
     check_listed(output, listed)
 
 

@@ -91,7 +91,9 @@ def test_settings_and_files_of_an_export(exports: dict[str, Path], sources: dict
     for name in ("tokenizer.json", "generation_config.json", "recipe.yaml", "blr_layers.json"):
         assert (folder / name).read_bytes() == (sources["svd"] / name).read_bytes()
     card = (folder / "README.md").read_text()
-    assert card.startswith((sources["svd"] / "README.md").read_text())
+    front, _, compressed = (sources["svd"] / "README.md").read_text().partition("\n# ")
+    assert card.startswith(f"{front}\n# ") and card.count("from_pretrained") == 3
+    assert f"\n## {compressed.splitlines()[0]}" in card
     assert "contexts up to 128 tokens" in card
 
 
