@@ -30,7 +30,7 @@ from blr.compressor.bench.tuning_rules import Measured
 from blr.compressor.modeling.float8 import known_by
 from blr.compressor.structures.specs import BlastSpec, DenseSpec, LowRankSpec, MonarchSpec, Spec
 from blr.kernels.common.tables import DEQUANTIZED, FLOAT8, PRODUCT, Shape
-from blr.kernels.fp8.launch import Tile, product
+from blr.kernels.fp8.launch import Fp8Tile, product
 from blr.kernels.fp8.op import fp8_device
 from blr.kernels.fp8.reference import E4M3, even
 
@@ -40,22 +40,22 @@ FEWEST = 16  # tokens: fewer are for the decoding kernels
 LIMIT = 0.01  # relative error of a product with sums of about 14 bits
 FIELDS = ("BM", "BN", "stages", "warps", "programs", "store", "flatten")  # that tiles differ by
 TILES = {
-    "128x128 s4 w8": Tile(128, 128, 128, stages=4),
-    "128x128 s4 w4": Tile(128, 128, 128, stages=4, warps=4),
-    "128x256 s3 w8": Tile(128, 256, 128, stages=3),
-    "128x256 s3 w8 half-store": Tile(128, 256, 128, stages=3, store=2),
-    "128x256 s3 w8 persistent flat": Tile(128, 256, 128, stages=3, programs=1, store=2, flatten=True),
-    "128x256 s4 w8 persistent flat": Tile(128, 256, 128, stages=4, programs=1, store=2, flatten=True),
-    "128x128 s4 w8 persistent flat": Tile(128, 128, 128, stages=4, programs=1, store=1, flatten=True),
-    "64x128 s4 w4": Tile(64, 128, 128, stages=4, warps=4),
-    "128x64 s4 w4": Tile(128, 64, 128, stages=4, warps=4),
-    "64x64 s6 w4": Tile(64, 64, 128, stages=6, warps=4),
-    "256x128 s3 w8 persistent flat": Tile(256, 128, 128, stages=3, programs=1, store=2, flatten=True),
-    "128x128 s3 w4 2 persistent": Tile(128, 128, 128, stages=3, warps=4, programs=2, store=1),
+    "128x128 s4 w8": Fp8Tile(128, 128, 128, stages=4),
+    "128x128 s4 w4": Fp8Tile(128, 128, 128, stages=4, warps=4),
+    "128x256 s3 w8": Fp8Tile(128, 256, 128, stages=3),
+    "128x256 s3 w8 half-store": Fp8Tile(128, 256, 128, stages=3, store=2),
+    "128x256 s3 w8 persistent flat": Fp8Tile(128, 256, 128, stages=3, programs=1, store=2, flatten=True),
+    "128x256 s4 w8 persistent flat": Fp8Tile(128, 256, 128, stages=4, programs=1, store=2, flatten=True),
+    "128x128 s4 w8 persistent flat": Fp8Tile(128, 128, 128, stages=4, programs=1, store=1, flatten=True),
+    "64x128 s4 w4": Fp8Tile(64, 128, 128, stages=4, warps=4),
+    "128x64 s4 w4": Fp8Tile(128, 64, 128, stages=4, warps=4),
+    "64x64 s6 w4": Fp8Tile(64, 64, 128, stages=6, warps=4),
+    "256x128 s3 w8 persistent flat": Fp8Tile(256, 128, 128, stages=3, programs=1, store=2, flatten=True),
+    "128x128 s3 w4 2 persistent": Fp8Tile(128, 128, 128, stages=3, warps=4, programs=2, store=1),
 }
 
 
-def config_of(tile: Tile) -> dict[str, Any]:
+def config_of(tile: Fp8Tile) -> dict[str, Any]:
     """What a table says of a tile."""
     return {name: getattr(tile, name) for name in FIELDS}
 
@@ -142,7 +142,7 @@ def _scales(shape: Shape, n: int, device: torch.device) -> tuple[Tensor, Tensor]
     return by_row, torch.full((shape.blocks, shape.outputs), shape.inputs**-0.5, device=device)
 
 
-def _by_tile(shape: Shape, n: int, dtype: torch.dtype, device: torch.device, tile: Tile) -> Call:
+def _by_tile(shape: Shape, n: int, dtype: torch.dtype, device: torch.device, tile: Fp8Tile) -> Call:
     scales = cache(lambda: _scales(shape, n, device))
 
     def call(x: Tensor, w: Tensor) -> Tensor:

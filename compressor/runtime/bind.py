@@ -104,12 +104,12 @@ class Binder:
         self, phase: Phase, segments: list[Segment | QuantizedSegment], **options: Any
     ) -> Run | None:
         """What runs segments on tensor cores, if those take them, and what is stored in whose order."""
-        from blr.kernels.decode.skinny.bound import Products, stages
+        from blr.kernels.decode.skinny.bound import SkinnyOptions, stages
 
         dtype, order = self.state.kv.dtype, self._order(phase.parts[0])
         options["order"] = order if segments[0].y.dtype == dtype else None
         options["ordered"] = all(part.source in self.ordered for part in phase.parts)
-        run = stages(segments, Products(self.state.workspace, dtype, **options))
+        run = stages(segments, SkinnyOptions(self.state.workspace, dtype, **options))
         assert run is not None or not options["ordered"], "inputs in an order that nothing reads"
         if run is not None and options["order"] is not None:
             self.ordered.update(part.target for part in phase.parts)

@@ -177,9 +177,9 @@ class DecoderState:
     @cached_property
     def workspace(self) -> Any:
         """Of products of several rows."""
-        from blr.kernels.decode.skinny.launch import Workspace
+        from blr.kernels.decode.skinny.launch import PartialSums
 
-        return Workspace()
+        return PartialSums()
 
     def view(self, slot: Columns, rows: int, half: bool = False) -> Tensor:
         """[rows, width] of a buffer. half: of its twin in the model's dtype, if it has one."""

@@ -21,7 +21,7 @@ OVERLAP = False  # whether kernels start while those before them end
 _PLANS = Plans()
 
 
-class Tile(NamedTuple):
+class Fp8Tile(NamedTuple):
     """How a product is cut. programs: a multiprocessor, 0 for one a tile. store: 0 by pointers, 1 by the
     bulk copy engine, 2 in halves. exact: terms, at most BK, that the tensor cores add with fewer bits
     than float32 before their sum is added in float32; None for all of a row."""
@@ -84,7 +84,7 @@ def product(
     bias: Tensor | None = None,
     *,
     part: int | None = None,
-    tile: Tile | None = None,
+    tile: Fp8Tile | None = None,
 ) -> Tensor:
     """``out = by_row · by_col · a bᵀ + bias`` for every batch.
 
@@ -115,7 +115,7 @@ def product(
 
 def _product_plan(
     a: Tensor, b: Tensor, by_col: Tensor, out: Tensor, bias: Tensor | None, part: int | None,
-    tile: Tile | None,
+    tile: Fp8Tile | None,
 ) -> Any:  # fmt: skip
     """The launch of `product`, the boxes of its descriptors (None without), and its numbers."""
     (batch, M, K), N = a.shape, b.shape[1]
@@ -137,7 +137,7 @@ def _product_plan(
 
 
 def _engine_plan(
-    a: Tensor, b: Tensor, by_col: Tensor, out: Tensor, tail: Any, tile: Tile, tiles: int,
+    a: Tensor, b: Tensor, by_col: Tensor, out: Tensor, tail: Any, tile: Fp8Tile, tiles: int,
     constants: dict[str, Any],
 ) -> Any:  # fmt: skip
     from blr.kernels.fp8.triton import product_tma_kernel
@@ -200,37 +200,37 @@ def engine_reads(t: Tensor) -> bool:
     return aligned and (below(t) or (0 < t.stride(0) < t.stride(1) and t.stride(0) % 16 == 0))
 
 
-def chosen_tile(M: int, N: int, K: int, batch: int, device: torch.device) -> Tile:
+def chosen_tile(M: int, N: int, K: int, batch: int, device: torch.device) -> Fp8Tile:
     """The tile that the tables have for a product, else that of the rule of thumb."""
     found = product_choice(Shape(K, N, batch), M, device)
     if found is None or found[0] != "tile":
         return tile_for(M, N, K, batch)
-    return Tile(**found[1])
+    return Fp8Tile(**found[1])
 
 
-def tile_for(M: int, N: int, K: int, batch: int = 1) -> Tile:
+def tile_for(M: int, N: int, K: int, batch: int = 1) -> Fp8Tile:
     """A tile, as measured on an H200: the wide one does a third more, where there are enough; where
     there are few, smaller ones keep more multiprocessors busy."""
     if M <= 64:
-        return Tile(BM=64, BN=128, warps=4)
+        return Fp8Tile(BM=64, BN=128, warps=4)
     rows = -(-M // 128)
     if batch > 1:
         return _batched(rows * batch, N, K)
     if -(-M // 64) * -(-N // 64) <= UNITS:
-        return Tile(BM=64, BN=64, stages=6, warps=4)
+        return Fp8Tile(BM=64, BN=64, stages=6, warps=4)
     wide, narrow = (-(-rows * -(-N // width) // UNITS) for width in (256, 128))
     if N > 128 and 1.75 * wide <= narrow * (1.15 if K < 2048 else 1.0):
-        return Tile(BM=128, BN=256, stages=4, programs=1, store=2, flatten=True)
-    return Tile(BM=128, BN=128, warps=4)
+        return Fp8Tile(BM=128, BN=256, stages=4, programs=1, store=2, flatten=True)
+    return Fp8Tile(BM=128, BN=128, warps=4)
 
 
-def _batched(rows: int, N: int, K: int) -> Tile:
+def _batched(rows: int, N: int, K: int) -> Fp8Tile:
     """The same for blocks with so many rows of tiles in all."""
     if N <= 128 or rows * -(-N // 256) < UNITS:
-        return Tile() if rows * -(-N // 128) >= 2 * UNITS else Tile(BM=64, BN=128, warps=4)
+        return Fp8Tile() if rows * -(-N // 128) >= 2 * UNITS else Fp8Tile(BM=64, BN=128, warps=4)
     if K <= SHORT:  # a program stores while the next tile is on its way
-        return Tile(BM=128, BN=256, stages=3, programs=1, store=2, flatten=True)
-    return Tile(BM=128, BN=256, stages=3)
+        return Fp8Tile(BM=128, BN=256, stages=3, programs=1, store=2, flatten=True)
+    return Fp8Tile(BM=128, BN=256, stages=3)
 
 
 def _aligned(*tensors: Tensor) -> tuple[bool, ...]:
@@ -254,7 +254,7 @@ def _bound(kernel: Any, grid: Any, constants: Any, like: Tensor, **options: Any)
     return Bound(kernel, grid, {**constants, "PDL": overlaps}, **options)
 
 
-def _stores(out: Tensor, tile: Tile) -> bool:
+def _stores(out: Tensor, tile: Fp8Tile) -> bool:
     """Whether the engine can write `out` [B, M, N]: its rows aligned, no tile reaching into the next
     batch."""
     batch, M, N = out.shape

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blr.kernels.fp8.launch import Tile, mix, product
+from blr.kernels.fp8.launch import Fp8Tile, mix, product
 from blr.kernels.fp8.reference import E4M3, LINE, Rows, Scales, lengths, scales_of
 
 __all__ = ["LAYERS", "blast", "dense", "inner", "lengths", "lowrank", "monarch", "scales_of"]
@@ -19,7 +19,7 @@ __all__ = ["LAYERS", "blast", "dense", "inner", "lengths", "lowrank", "monarch",
 
 def dense(
     x: Rows, weight: Tensor, scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None,
-    tile: Tile | None = None,
+    tile: Fp8Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """``y = x Wᵀ + bias``, [n, o]. weight: float8 [o, i], scale: float32 [o]."""
     y = torch.empty(len(x.q), len(weight), dtype=dtype, device=weight.device)
@@ -30,7 +30,7 @@ def dense(
 
 def lowrank(
     x: Rows, U: Tensor, V: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None,
-    tiles: tuple[Tile | None, Tile | None] = (None, None),
+    tiles: tuple[Fp8Tile | None, Fp8Tile | None] = (None, None),
 ) -> Tensor:  # fmt: skip
     """``y = (x V) Uᵀ + bias``, [n, o], by our products. U: float8 [1, o, r], V: float8 [1, r, i]."""
     assert scales.first is not None
@@ -41,7 +41,7 @@ def lowrank(
     return y
 
 
-def inner(x: Rows, V: Tensor, first: Tensor, tile: Tile | None = None) -> Tensor:
+def inner(x: Rows, V: Tensor, first: Tensor, tile: Fp8Tile | None = None) -> Tensor:
     """z [n, r] of low rank, between its products. V: float8 [1, r, i], first: float32 [1, r]."""
     z = _rows(1, len(x.q), V.shape[1], x.q)
     product(x.q[None], V, x.unit_norm, first, z, tile=tile)
@@ -50,7 +50,7 @@ def inner(x: Rows, V: Tensor, first: Tensor, tile: Tile | None = None) -> Tensor
 
 def monarch(
     x: Rows, U: Tensor, V: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None,
-    tiles: tuple[Tile | None, Tile | None] = (None, None),
+    tiles: tuple[Fp8Tile | None, Fp8Tile | None] = (None, None),
 ) -> Tensor:  # fmt: skip
     """``y_k = Σ_l U_kl V_klᵀ x_l + bias_k``. U: float8 [b, q, r], V: float8 [b, r, p]."""
     blocks, middle, p = V.shape
@@ -65,7 +65,7 @@ def monarch(
 
 def blast(
     x: Rows, U: Tensor, V: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None,
-    tiles: tuple[Tile | None, Tile | None] = (None, None),
+    tiles: tuple[Fp8Tile | None, Fp8Tile | None] = (None, None),
 ) -> Tensor:  # fmt: skip
     """``y_k = U_k Σ_l S_kl ⊙ (V_lᵀ x_l) + bias_k``. U: float8 [b, q, r], V: float8 [b, r, p]."""
     blocks, rank, p = V.shape
@@ -80,7 +80,7 @@ def blast(
 
 def _second(
     x: Rows, z: Tensor, U: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None,
-    tile: Tile | None,
+    tile: Fp8Tile | None,
 ) -> Tensor:  # fmt: skip
     blocks, q, _ = U.shape
     y = torch.empty(len(x.q), blocks, q, dtype=dtype, device=U.device)

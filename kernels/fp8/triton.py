@@ -102,7 +102,7 @@ def product_kernel(
 ):  # fmt: skip
     """``c[g, m, col(n)] = by_row[m] · by_col[g, n] · Σ_k a[g, m, k] b[g, n, k] + bias[g, n]``.
 
-    K has stride 1 in both. EXACT: as of `launch.Tile`.
+    K has stride 1 in both. EXACT: as of `launch.Fp8Tile`.
     """
     if PDL:
         gdc_wait()

@@ -107,7 +107,7 @@ def test_plans_and_exports_are_for_the_gpu_that_is_here_and_say_so(
     )
     command = ("export", tiny, "-o", tmp_path / "out", "--no-check", "--context", "64")
     code, out, err = invoke(*command)
-    assert code == 0 and "for: l4 (the one of this machine), batch 1" in out, err
+    assert code == 0 and "for:     l4 (the one of this machine), batch 1" in out, err
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["blr"]["export"]["gpu"] == "l4"
 

@@ -129,8 +129,9 @@ def test_neither_folder_nor_hub_id(
 
 
 def test_output_is_checked_before_the_download(environment: Environment, tmp_path: Path) -> None:
-    done = blr(environment, tmp_path, "compress", "who/pico", "-o", "nowhere/out")
-    assert done.returncode == 5 and "no such folder" in done.stderr
+    (tmp_path / "file").write_text("")
+    done = blr(environment, tmp_path, "compress", "who/pico", "-o", "file/out")
+    assert done.returncode == 5 and "file" in done.stderr and "hub" not in done.stderr
 
 
 def test_revision_of_a_local_folder(dense: Path, environment: Environment, tmp_path: Path) -> None:

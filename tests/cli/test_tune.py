@@ -29,7 +29,7 @@ from blr.compressor.structures.registry import TUNED
 from blr.kernels.common import dispatch, tables
 from blr.kernels.common.tables import BUCKETS, Shape, choose, first_match, prefers_dense
 from blr.kernels.fp8 import launch
-from blr.kernels.fp8.launch import Tile
+from blr.kernels.fp8.launch import Fp8Tile
 from blr.kernels.layers.blast.reference import blast_linear
 
 SHAPE, OTHER = Shape(4096, 4096, 16, 1024), Shape(4096, 1024, 16, 256)
@@ -272,7 +272,10 @@ def test_products_in_float8_are_tuned_and_chosen(
 ) -> None:
     """Arms check themselves, rules name tiles, and a product asks for its rule."""
     monkeypatch.setattr(float8, "fp8_device", lambda device: True)
-    small = {"small": Tile(16, 16, 32, stages=2, warps=4), "wide": Tile(32, 16, 32, stages=2, warps=4)}
+    small = {
+        "small": Fp8Tile(16, 16, 32, stages=2, warps=4),
+        "wide": Fp8Tile(32, 16, 32, stages=2, warps=4),
+    }
     monkeypatch.setattr(float8, "TILES", small)
     tuning = tuning_of(["fp8"], (8, 16))
     layer = LayerShape("pico", "q", 256, 256, 2.0, {})
@@ -293,7 +296,7 @@ def test_products_in_float8_are_tuned_and_chosen(
         assert made == [("tile", float8.config_of(small["wide"])), ("library", {})]
         sizes = (shape.outputs, shape.inputs, shape.blocks)
         tile = launch.chosen_tile(9, *sizes, torch.device("cpu"))
-        assert tile == Tile(32, 16, stages=2, warps=4)
+        assert tile == Fp8Tile(32, 16, stages=2, warps=4)
         assert launch.chosen_tile(9, 7, *sizes[1:], torch.device("cpu")) == launch.tile_for(
             9, 7, *sizes[1:]
         )

@@ -75,7 +75,7 @@ def test_the_command_reports_the_loss(sources: dict[str, Path], tmp_path: Path, 
     found = json.loads(out)
     assert (code, found["quantize"]) == (0, "int8") and found["bytes_after"] < found["bytes_before"], err
     assert found["errors"] and all(0 < error < 0.02 for error in found["errors"].values())
-    assert "int8 error by layer type: " in invoke(*arguments, tmp_path / "b", "--overwrite")[1]
+    assert "error:      of int8, by layer type: " in invoke(*arguments, tmp_path / "b", "--overwrite")[1]
     assert invoke("verify", tmp_path / "a")[0] == 0
     assert "int8" in (tmp_path / "a" / "README.md").read_text()
 

@@ -36,9 +36,9 @@ def test_products(kind: str, dtype: torch.dtype, device: str, judge: Judge) -> N
 
 
 def compared(kind: str, dtype: torch.dtype, device: str) -> Iterator[Row]:
-    from blr.kernels.decode.skinny.launch import Workspace, grouped
+    from blr.kernels.decode.skinny.launch import PartialSums, grouped
 
-    workspace = Workspace()
+    workspace = PartialSums()
     for rows, K, blocks in SHAPES:
         for tokens in TOKENS:
             torch.manual_seed(tokens)
@@ -80,12 +80,12 @@ def test_one_token_of_long_packed_rows(device: str) -> None:
 
 def test_results_do_not_depend_on_time(device: str) -> None:
     """Parts of a row are added in their order, whichever came last."""
-    from blr.kernels.decode.skinny.launch import Workspace, grouped
+    from blr.kernels.decode.skinny.launch import PartialSums, grouped
 
     if device == "cpu":
         pytest.skip("programs are interpreted one after the other")
     torch.manual_seed(0)
-    x, workspace = torch.randn(8, 4096, device=device), Workspace()
+    x, workspace = torch.randn(8, 4096, device=device), PartialSums()
     s = made("16", x, 1024, 4096, dtype=torch.bfloat16)
     assert isinstance(s, Segment)
     given = ready([s], dtype=torch.bfloat16)

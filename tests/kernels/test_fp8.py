@@ -29,7 +29,7 @@ from blr.compressor.structures.specs import (
 from blr.kernels.common import launching
 from blr.kernels.common.available import has_triton
 from blr.kernels.fp8 import launch, op
-from blr.kernels.fp8.launch import Tile
+from blr.kernels.fp8.launch import Fp8Tile
 from blr.kernels.fp8.layers import LAYERS, dense
 from blr.kernels.fp8.reference import (
     E4M3,
@@ -50,7 +50,7 @@ from blr.kernels.layers.lowrank.reference import lowrank_linear
 from blr.kernels.layers.monarch.reference import monarch_linear
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
-SMALL = Tile(BM=16, BN=16, BK=32, warps=4)
+SMALL = Fp8Tile(BM=16, BN=16, BK=32, warps=4)
 REFERENCES: dict[str, Callable[..., Tensor]] = {"lowrank": lowrank_linear, "monarch": monarch_linear}
 
 

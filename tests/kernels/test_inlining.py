@@ -59,13 +59,13 @@ def test_compilations_look_into_operators_where_they_are_told_to(
     assert all("_bare" in name for name in ours), "without gradients, which are calls of Python"
 
 
-def test_graphs_kept_on_the_disk_are_those_of_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_kept_on_the_disk_are_those_of_a_form() -> None:
     """Torch's key of them does not say what an operator is taken apart into."""
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "theirs ")
-    for form, tag in (("", "theirs "), ("plain", "theirs BLR_COMPILED=plain")):
-        for _ in range(2):  # a checkpoint's own code is another copy
-            inlining._mark_caches(form)
-        assert torch.compiler.config.cache_key_tag == tag
+    with torch.compiler.config.patch(cache_key_tag="theirs "):
+        for form, tag in (("", "theirs "), ("plain", "theirs BLR_COMPILED=plain")):
+            for _ in range(2):  # a checkpoint's own code is another copy
+                inlining._mark_caches(form)
+            assert torch.compiler.config.cache_key_tag == tag
 
 
 def test_forms_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:

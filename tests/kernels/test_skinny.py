@@ -38,13 +38,13 @@ CASES = {
 @pytest.mark.parametrize("norm", [False, True], ids=["", "normed"])
 @pytest.mark.parametrize("case", CASES)
 def test_stages_are_those_of_the_reference(case: str, norm: bool) -> None:
-    from blr.kernels.decode.skinny.launch import Workspace, grouped
+    from blr.kernels.decode.skinny.launch import PartialSums, grouped
 
     torch.manual_seed(0)
     kind, tokens, rows, K, config = CASES[case]
     x, gain = torch.randn(tokens, K), torch.rand(K) if norm else None
     segments = [made(kind, x, rows, K, bias=drawn(rows)), made(kind, x, 20, K)]
-    workspace = Workspace()
+    workspace = PartialSums()
     for _ in range(2):  # counters are zeros again
         grouped(ready(segments, gain), workspace, config=config)
         for s in segments:
@@ -58,26 +58,26 @@ def test_stages_are_those_of_the_reference(case: str, norm: bool) -> None:
 @pytest.mark.parametrize("kind", ["16", "4/128"])
 def test_blocks_and_parts(kind: str) -> None:
     """Monarch's first stage: blocks of their own inputs, rows that are dealt out."""
-    from blr.kernels.decode.skinny.launch import Workspace, grouped
+    from blr.kernels.decode.skinny.launch import PartialSums, grouped
 
     torch.manual_seed(0)
     x = torch.randn(3, 4 * 72)
     s = made(kind, x, 24, 72, blocks=4, part=6)
-    grouped(ready([s]), Workspace(), config={"BR": 16, "SPLIT": 1 if kind != "16" else 2, "STEP": 16})
+    grouped(ready([s]), PartialSums(), config={"BR": 16, "SPLIT": 1 if kind != "16" else 2, "STEP": 16})
     close(s.y, s.product(None, 0.0))
 
 
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("kind", ["16", "2/64"])
 def test_pairs(kind: str, split: int) -> None:
-    from blr.kernels.decode.skinny.launch import Workspace
+    from blr.kernels.decode.skinny.launch import PartialSums
     from blr.kernels.decode.skinny.launch import dual as run
 
     torch.manual_seed(0)
     x = torch.randn(5, 256)
     gate, up = made(kind, x, 40, 256, bias=drawn(40)), made(kind, x, 40, 256)
     config = {"BR": 16, "SPLIT": split, **({"STEP": 64} if kind == "16" else {})}
-    run(*ready([gate, up]), Workspace(), activation="silu", config=config)
+    run(*ready([gate, up]), PartialSums(), activation="silu", config=config)
     found = up.y.clone()
     dual(gate, up, activation="silu")
     close(found, up.y)
@@ -86,7 +86,7 @@ def test_pairs(kind: str, split: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("rank", [5, 16])
 def test_first_factors_ride_with_the_inputs(rank: int, tokens: int) -> None:
-    from blr.kernels.decode.skinny.launch import Workspace, grouped
+    from blr.kernels.decode.skinny.launch import PartialSums, grouped
     from blr.kernels.decode.skinny.prepare import prepare, prepared
 
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_first_factors_ride_with_the_inputs(rank: int, tokens: int) -> None:
     s = made("2/128", x, 40, 256, correction=Correction(first, Narrow(u)))
     out = prepared(x, 256, 2, 128, torch.float16)
     prepare(x, out, 256, low=2, group=128, gain=gain, eps=EPS, v=v, z=z)
-    grouped([replace(s, x=out)], Workspace(), config={"BR": 16, "SPLIT": 2})
+    grouped([replace(s, x=out)], PartialSums(), config={"BR": 16, "SPLIT": 2})
     found = s.y.clone()
     close(found, s.product(gain, EPS))
 
@@ -106,8 +106,8 @@ def test_first_factors_ride_with_the_inputs(rank: int, tokens: int) -> None:
 @pytest.mark.parametrize("order", [None, (4, 32)], ids=["", "ordered"])
 def test_blocks_are_mixed(order: tuple[int, int] | None, kind: str, tokens: int) -> None:
     """BLAST's first factors, of one layer and of three; also as packed second factors read them."""
-    from blr.kernels.decode.skinny.bound import Products, stages
-    from blr.kernels.decode.skinny.launch import Workspace
+    from blr.kernels.decode.skinny.bound import SkinnyOptions, stages
+    from blr.kernels.decode.skinny.launch import PartialSums
     from blr.kernels.decode.skinny.segments import field_order
 
     torch.manual_seed(0)
@@ -118,7 +118,7 @@ def test_blocks_are_mixed(order: tuple[int, int] | None, kind: str, tokens: int)
         for rows in (32, 64, 96)
     ]
     for several in (segments[:1], segments):
-        run = stages(several, Products(Workspace(), dtype, gain, EPS, order=order))
+        run = stages(several, SkinnyOptions(PartialSums(), dtype, gain, EPS, order=order))
         assert run is not None
         run()
         for s in several:
@@ -132,22 +132,22 @@ def test_blocks_are_mixed(order: tuple[int, int] | None, kind: str, tokens: int)
 
 def test_what_is_not_mixed_here() -> None:
     """Layers that add, that differ in blocks, or of which one has none."""
-    from blr.kernels.decode.skinny.bound import Products, stages
-    from blr.kernels.decode.skinny.launch import Workspace
+    from blr.kernels.decode.skinny.bound import SkinnyOptions, stages
+    from blr.kernels.decode.skinny.launch import PartialSums
 
     x = torch.randn(3, 64)
     two, four = (
         made("16", x, 8, 64 // blocks, blocks=blocks, mix=drawn(blocks, blocks, 8)) for blocks in (2, 4)
     )
     for several, add in (([two], True), ([two, four], False), ([two, made("16", x, 8, 64)], False)):
-        assert stages(several, Products(Workspace(), torch.float16, add=add)) is None
+        assert stages(several, SkinnyOptions(PartialSums(), torch.float16, add=add)) is None
 
 
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_corrections_of_blocks_are_added_behind(tokens: int) -> None:
     """And stages of two formats in two launches, each with inputs of its own."""
-    from blr.kernels.decode.skinny.bound import Products, stages
-    from blr.kernels.decode.skinny.launch import Workspace
+    from blr.kernels.decode.skinny.bound import SkinnyOptions, stages
+    from blr.kernels.decode.skinny.launch import PartialSums
 
     torch.manual_seed(0)
     x, gain, blocks = torch.randn(tokens, 128), torch.rand(128), 2
@@ -155,7 +155,7 @@ def test_corrections_of_blocks_are_added_behind(tokens: int) -> None:
     first = Segment(x, drawn(blocks, 5, 64) / 8, z)
     correction = Correction(first, Narrow(drawn(blocks, 20, 5)))
     segments = [made("3/64", x, 40, 128, correction=correction), made("8/32", x, 16, 128)]
-    how = Products(Workspace(), torch.float16, gain, EPS)
+    how = SkinnyOptions(PartialSums(), torch.float16, gain, EPS)
     run = stages(segments, how)
     assert run is not None
     run()
@@ -172,12 +172,12 @@ def test_corrections_of_blocks_are_added_behind(tokens: int) -> None:
 
 @pytest.mark.parametrize("kind", ["16", "3/64", "8/32"])
 def test_each_stage_may_have_inputs_of_its_own(kind: str) -> None:
-    from blr.kernels.decode.skinny.bound import Products, stages
-    from blr.kernels.decode.skinny.launch import Workspace
+    from blr.kernels.decode.skinny.bound import SkinnyOptions, stages
+    from blr.kernels.decode.skinny.launch import PartialSums
 
     torch.manual_seed(0)
     segments = [made(kind, torch.randn(3, K), 24, K) for K in (128, 72)]
-    run = stages(segments, Products(Workspace(), torch.float16))
+    run = stages(segments, SkinnyOptions(PartialSums(), torch.float16))
     assert run is not None
     run()
     for s in segments:

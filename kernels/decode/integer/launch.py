@@ -33,7 +33,7 @@ PACKED = 8  # quads of inputs of a program that makes them
 
 
 @dataclass(frozen=True)
-class Launch:
+class ByteLaunch:
     """Stages of the same inputs, and the first stages of their corrections that are made beside those.
 
     gain, eps: of the norm of the inputs, if there is one. activation: of a pair, whose gated product is
@@ -57,9 +57,9 @@ def make_launch(
     eps: float = 0.0,
     activation: str = "",
     pdl: bool = False,
-) -> Launch:
+) -> ByteLaunch:
     """With room for the inputs, which `form.taken` says are the same."""
-    return Launch(segments, firsts, make_inputs(segments[0]), gain, eps, activation, pdl)
+    return ByteLaunch(segments, firsts, make_inputs(segments[0]), gain, eps, activation, pdl)
 
 
 def takes_first(s: QuantizedSegment) -> bool:
@@ -67,7 +67,7 @@ def takes_first(s: QuantizedSegment) -> bool:
     return s.mix is None and s.packed.shape[0] == 1 and len(s.x) == 1 and s.correction is None
 
 
-def fill(launch: Launch) -> None:
+def fill(launch: ByteLaunch) -> None:
     """Make the inputs, and z of the corrections."""
     from blr.kernels.decode.integer.inputs import inputs_kernel
 
@@ -92,7 +92,7 @@ def fill(launch: Launch) -> None:
     )
 
 
-def multiply(launch: Launch, add: bool = False) -> None:
+def multiply(launch: ByteLaunch, add: bool = False) -> None:
     """Rows times the inputs that are there, plus U z, stored or added to what the results hold; of a
     pair the gated product."""
     from blr.kernels.decode.integer.rows import gated_kernel, rows_kernel
@@ -119,13 +119,13 @@ def multiply(launch: Launch, add: bool = False) -> None:
     )
 
 
-def _options(launch: Launch) -> dict[str, Any]:
+def _options(launch: ByteLaunch) -> dict[str, Any]:
     low, high = table()
     fixed = {"LOW": low, "HIGH": high, "ASM": not interpreted()}
     return {**fixed, "num_warps": row_warps(launch.segments[0]), **launch_options(launch.pdl)}
 
 
-def run(launch: Launch, add: bool = False) -> None:
+def run(launch: ByteLaunch, add: bool = False) -> None:
     """`fill`, then `multiply`."""
     fill(launch)
     multiply(launch, add)

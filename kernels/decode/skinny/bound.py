@@ -16,7 +16,7 @@ from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedS
 from blr.kernels.decode.skinny.launch import (
     AnySegment,
     Order,
-    Workspace,
+    PartialSums,
     bits_of,
     dual,
     fits,
@@ -29,7 +29,7 @@ Run = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Products:
+class SkinnyOptions:
     """How stages of a model run.
 
     dtype: of the model. gain, eps: of the norm of their inputs. add: to what the results hold.
@@ -37,7 +37,7 @@ class Products:
     of these weights. pdl: see `launch_options`.
     """
 
-    workspace: Workspace
+    workspace: PartialSums
     dtype: torch.dtype
     gain: Tensor | None = None
     eps: float = 0.0
@@ -48,7 +48,7 @@ class Products:
     pdl: bool = False
 
 
-def stages(segments: Sequence[AnySegment], how: Products) -> Run | None:
+def stages(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
     """What runs stages; None if these kernels do not take them."""
     parts = [list(part) for _, part in groupby(segments, key=bits_of)]
     if len(parts) > 1:
@@ -71,7 +71,7 @@ def stages(segments: Sequence[AnySegment], how: Products) -> Run | None:
     return in_turn(*before, run)
 
 
-def _mixed(segments: Sequence[AnySegment], how: Products) -> Run | None:
+def _mixed(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
     """The same of BLAST's first factors, whose products are mixed behind them."""
     from blr.kernels.decode.skinny.mix import fits as mixable
     from blr.kernels.decode.skinny.mix import mix
@@ -85,7 +85,7 @@ def _mixed(segments: Sequence[AnySegment], how: Products) -> Run | None:
     return in_turn(run, partial(mix, layers, order=how.order, pdl=how.pdl))
 
 
-def _corrected_after(segments: Sequence[AnySegment], how: Products) -> Run | None:
+def _corrected_after(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
     """The same of stages whose corrections are of blocks: V x and U z by launches of their own."""
     if how.activation:
         return None if how.order else _gated_after(segments, how)
@@ -100,7 +100,7 @@ def _corrected_after(segments: Sequence[AnySegment], how: Products) -> Run | Non
     return in_turn(*taken) if len(taken) == len(runs) and not how.ordered else None
 
 
-def _gated_after(segments: Sequence[AnySegment], how: Products) -> Run | None:
+def _gated_after(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
     """The same of a pair: rows side by side, then their gated product."""
     from blr.kernels.decode.gemv.gate import gate
 
@@ -143,7 +143,7 @@ def _slices(segments: Sequence[AnySegment]) -> list[int] | None:
     return starts if blocks and whole and len(storage) == 1 else None
 
 
-def _inputs(segments: Sequence[AnySegment], how: Products) -> tuple[list[Run], list[Any]]:
+def _inputs(segments: Sequence[AnySegment], how: SkinnyOptions) -> tuple[list[Run], list[Any]]:
     """What prepares the inputs of segments, and the segments of those."""
     from blr.kernels.decode.skinny.prepare import prepare, prepared
 

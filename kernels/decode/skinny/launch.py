@@ -32,7 +32,7 @@ DEEPEST = 16  # parts of a row at most
 SPARE = 8 << 10  # bytes of shared memory for what else passes through it
 
 
-class Workspace:
+class PartialSums:
     """Where programs that share a tile leave their sums, for all launches of one stream.
 
     It grows; what launches captured before hold stays as it is.
@@ -131,7 +131,7 @@ def fitted(
 
 def grouped(
     segments: Sequence[AnySegment],
-    workspace: Workspace,
+    workspace: PartialSums,
     *,
     add: bool = False,
     order: Order = None,
@@ -174,7 +174,7 @@ def grouped(
 def dual(
     gate: AnySegment,
     up: AnySegment,
-    workspace: Workspace,
+    workspace: PartialSums,
     *,
     activation: str,
     order: Order = None,
