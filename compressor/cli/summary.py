@@ -35,7 +35,7 @@ def check_lines(found: Mapping[str, Any] | None) -> list[Line]:
     """What running an output showed (`output/check.py`)."""
     if found is None:
         return [("check", "not run, perplexity not measured")]
-    ran = f"loaded and run on {found['ran']}, relative difference of its outputs {found['distance']:.4f}"
+    ran = f"loaded and run on {found['ran']}, {found['distance']:.4f} relative difference of its outputs"
     if "unmeasured" in found:
         return [("perplexity", f"not measured: {found['unmeasured']}"), ("check", ran)]
     return [*_loss_lines(found), ("check", ran)] if "loss" in found else [("check", ran)]
