@@ -14,7 +14,7 @@ Line = tuple[str, str]
 
 
 def laid_out(lines: Iterable[Line]) -> str:
-    """Lines with their labels in a column; those without a text are left out."""
+    """Join labelled lines, with the labels in one column. Lines without a text are left out."""
     shown = [(label, text) for label, text in lines if text]
     width = 2 + max(len(label) for label, _ in shown)
     cells = [(f"{label}:".ljust(width), text) for label, text in shown]
@@ -24,7 +24,7 @@ def laid_out(lines: Iterable[Line]) -> str:
 
 
 def size_line(summary: Mapping[str, Any]) -> Line:
-    """Bytes of all weights before and after."""
+    """The line with the size of all weights before and after."""
     before, after = summary["bytes_before"], summary["bytes_after"]
     factor, word = (before / after, "smaller") if before >= after else (after / before, "larger")
     change = f"the whole model {factor:.3f} times {word}"
@@ -32,7 +32,7 @@ def size_line(summary: Mapping[str, Any]) -> Line:
 
 
 def check_lines(found: Mapping[str, Any] | None) -> list[Line]:
-    """What running an output showed (`output/check.py`)."""
+    """The lines on perplexity, loss and check of an output; `found` is of `output/check.py`."""
     if found is None:
         return [("check", "not run, perplexity not measured")]
     ran = f"loaded and run on {found['ran']}, {found['distance']:.4f} relative difference of its outputs"
@@ -49,7 +49,7 @@ def _loss_lines(found: Mapping[str, Any]) -> list[Line]:
 
 
 def healed_lines(summary: Mapping[str, Any]) -> list[Line]:
-    """Of a training (`healing/summary.py`); none of no training."""
+    """The lines on a training (`healing/summary.py`); none where nothing was trained."""
     if not summary.get("steps"):
         return []
     speed = summary["tokens"] / max(summary["trained_seconds"], 1e-9)
@@ -69,7 +69,7 @@ def healed_lines(summary: Mapping[str, Any]) -> list[Line]:
 
 
 def _change(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """Of the figures of one text."""
+    """The figures of one text before and after training."""
     names = {"distance": "1 - cosine of embeddings", "states": "error of hidden states"}
     if "distance" not in before:
         names = {"kl": "KL", "student": "loss"}
@@ -78,7 +78,7 @@ def _change(before: Mapping[str, float], after: Mapping[str, float]) -> str:
 
 
 def time_line(summary: Mapping[str, Any]) -> Line:
-    """Of the run, and of what took a second or more, in the order in which it began."""
+    """The line with the seconds of the run and of its parts; parts under a second are left out."""
     spent = summary.get("spent", {})
     told = ", ".join(f"{what} {seconds:.0f}" for what, seconds in spent.items() if seconds >= 1)
     return "time", f"{summary['seconds']:.1f} s" + (f" ({told})" if told else "")

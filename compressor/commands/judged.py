@@ -12,21 +12,21 @@ Figure = Annotated[float, Field(gt=0)]
 
 
 class JudgedText(Told):
-    """Of one text."""
+    """The perplexity measured on one text, by the name of that text."""
 
     text: str
     perplexity: Figure
 
 
 class JudgedOutput(Told):
-    """Which model was judged."""
+    """The evaluated checkpoint: its name and the SHA-256 digest of its files."""
 
     name: str | None = None
     digest: str | None
 
 
 class Judged(Told):
-    """Of one text or several, tasks, or pairs; or why it failed."""
+    """One evaluation: perplexities, task scores or Spearman correlation, or the error that ended it."""
 
     error: str | None = None
     checkpoint: JudgedOutput | None = None
@@ -38,6 +38,6 @@ class Judged(Told):
 
     @property
     def perplexities(self) -> list[JudgedText]:
-        """One a text."""
+        """The perplexities as a list with one entry for each text."""
         alone = self.perplexity
         return self.texts or ([] if alone is None else [JudgedText(text=self.text, perplexity=alone)])

@@ -40,7 +40,7 @@ WEIGHTS = re.compile(r"(?:model|pytorch_model)[\w.-]*\.(?:safetensors|bin)(?:\.i
 
 @dataclass(frozen=True)
 class Push:
-    """What is put where: names in the repository to contents, or to the file that has them."""
+    """An upload to the hub. `files` maps names in the repository to bytes, or to a local file."""
 
     folder: Path
     repository: str

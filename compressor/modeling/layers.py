@@ -263,13 +263,18 @@ class QuantizedLinear(KernelLinear):
         return self.factor("weight")
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., i] -> [..., o]."""
-        w = self.packed()
+        """[..., i] -> [..., o], with at most `WHOLE` weights dequantized at a time."""
+        w, step = self.packed(), rows_at_once(self.in_features)
         if w.fp8 and (found := float8_product(self, x, self.bias)) is not None:
             return found
         if not w.fp8 and x.dtype == w.scale.dtype and w.runs_kernels():
             return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group)
-        return linear(x, w.dequantized(), self.bias)
+        if step >= self.out_features:
+            return linear(x, w.dequantized(), self.bias)
+        parts = zip(w.packed.split(step), w.scale.split(step), strict=True)
+        made = (w._replace(packed=packed, scale=scale).dequantized() for packed, scale in parts)
+        y = torch.cat([linear(x, weight) for weight in made], -1)
+        return y if self.bias is None else y + self.bias
 
 
 class CorrectedLinear(modeling_blr.SummedLinear):

@@ -4,6 +4,9 @@ import pytest
 import torch
 from tolerances import TOLERANCES
 
+from blr.compressor.modeling.layers import layer_of
+from blr.compressor.modeling.stages import Packed
+from blr.compressor.structures.specs import DenseSpec, QuantizedSpec
 from blr.kernels.decode.quantized.reference import dequantize as reference
 from blr.kernels.decode.quantized.reference import quantize
 from blr.kernels.layers.packed.op import packed_linear
@@ -69,3 +72,25 @@ def test_compiled_without_a_break() -> None:
     run = torch.compile(lambda x: packed_linear(x, packed, scale, None, 2, 32) + 1, fullgraph=True)
     expected = x @ reference(packed, scale, 2, 64, torch.float32, 32).T + 1
     torch.testing.assert_close(run(x), expected)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_layer_makes_few_plain_weights_at_a_time(
+    biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where kernels do not run, a large weight, as of an output head, is not made plain as a whole."""
+    layer = layer_of(QuantizedSpec(DenseSpec(64, 40), 4, 32), biased)
+    w = torch.randn(40, 64, generator=torch.Generator().manual_seed(3))
+    layer.weight_q, layer.weight_scale = quantize(w, 4, torch.float32, 32)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(4))
+    made, dequantized, expected = [], Packed.dequantized, layer(x).detach()
+
+    def noted(packed: Packed) -> torch.Tensor:
+        made.append(packed.shape[0])
+        return dequantized(packed)
+
+    monkeypatch.setattr("blr.compressor.modeling.layers.WHOLE", 64 * 16)
+    monkeypatch.setattr(Packed, "dequantized", noted)
+    found = layer(x).detach()
+    assert made == [16, 16, 8]
+    assert (found - expected).norm() <= TOLERANCES[torch.float32] * expected.norm()

@@ -16,15 +16,12 @@ from tolerances import TOLERANCES
 from blr.kernels.common.available import has_triton
 from blr.kernels.decode.gemv.reference import gemv
 from blr.kernels.decode.quantized import segments
-from blr.kernels.decode.quantized.formats import BITS as ALL_BITS
-from blr.kernels.decode.quantized.formats import GROUPS, packed_width
+from blr.kernels.decode.quantized.formats import packed_width
 from blr.kernels.decode.quantized.reference import (
     dequantize,
-    levels_of,
     pack,
     quantize,
     unpack,
-    values_of,
 )
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
@@ -383,34 +380,3 @@ def test_dense_and_quantized_stages_side_by_side() -> None:
         assert _near(s.y, 1 + s.product(None, 0.0).double(), torch.float32)
     with pytest.raises(ValueError, match="weights of 0/0 and 4/128 bits"):
         either.dual(made[0], int4[0], activation="silu")
-
-
-@settings(max_examples=80)
-@given(st.sampled_from(ALL_BITS), st.sampled_from(GROUPS), st.integers(1, 400), st.integers(0, 2**31))
-def test_every_format_packs_its_levels(bits: int, group: int, K: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    top, width = 2 ** (bits - 1), -(-K // group) * group
-    levels = torch.randint(-top, top, (2, 3, width), dtype=torch.int8, generator=generator)
-    packed = pack(levels, bits, group)
-    assert packed.shape == (2, 3, packed_width(K, bits, group))
-    assert torch.equal(unpack(packed, bits, group), levels)
-    w = torch.randn(3, K, generator=generator)
-    found, scale = quantize(w, bits, torch.bfloat16, group)
-    wide = scale.float().repeat_interleave(group, -1)[:, :K]
-    nearest = values_of(levels_of(w, wide, bits), wide, bits)
-    assert torch.equal(dequantize(found, scale, bits, K, torch.float32, group), nearest)
-
-
-@pytest.mark.parametrize(("bits", "plane"), [(2, 0), (3, 0), (3, 32), (4, 0)])
-def test_bytes_of_a_group_are_words_of_fields(bits: int, plane: int) -> None:
-    """Field f of word j holds element f·W + j: checked on the words, not by `unpack`."""
-    width = 1 if plane else {2: 2, 3: 2, 4: 4}[bits]
-    count = 128 * width // 32
-    for element in (0, 5, 77, 127):
-        levels = torch.full((1, 128), -(2 ** (bits - 1)), dtype=torch.int8)
-        levels[0, element] = 2 ** (bits - 1) - 1
-        words = pack(levels, bits)[0, plane : plane + 4 * count].view(torch.int32)
-        field, word = divmod(element, count)
-        expected = torch.zeros(count, dtype=torch.int64)
-        expected[word] = (2**width - 1) << field * width
-        assert torch.equal(words.long() & 0xFFFFFFFF, expected)

@@ -30,7 +30,7 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class SkinnyOptions:
-    """How stages of a model run.
+    """Options of a launch on tensor cores.
 
     dtype: of the model. gain, eps: of the norm of their inputs. add: to what the results hold.
     activation: of a pair. order: as of `launch.grouped`. ordered: whether inputs are there in the order
@@ -211,5 +211,5 @@ def _reading(s: AnySegment, parts: Iterator[Tensor], dtype: torch.dtype) -> AnyS
 
 
 def in_turn(*runs: Run) -> Run:
-    """The function that runs all."""
+    """One function that runs all of `runs` in their order."""
     return runs[0] if len(runs) == 1 else lambda: [run() for run in runs]
