@@ -20,11 +20,8 @@ def model_dtype(device: torch.device) -> str:
 
 
 def load_computing(folder: Path, task: str, device: torch.device, dtype: str | None = None) -> Any:
-    """A model of text on `device` in `dtype`, by default `model_dtype`, or in float32 where it does not
-    run in that: some multiply tensors of two dtypes (XLNet, transformers 5.17).
-
-    Raises as `load_model`.
-    """
+    """Load a model of text in `dtype` (by default `model_dtype`), or in float32 where it does not run in
+    that: some, as XLNet, multiply tensors of two dtypes."""
     asked = dtype or model_dtype(device)
     model = load_model(folder, task, dtype=asked, device=str(device))
     if asked == "float32" or _runs(model):

@@ -19,17 +19,15 @@ from blr.compressor.recipe.architectures import Family, find_family
 
 
 def family_of(source: Source) -> Family:
-    """The table that lists the model type, else what is found. Raises as `discover_family`."""
+    """The table that lists the model type, else one that is discovered. Raises as `discover_family`."""
     return find_family(source.model_type) or discover_family(source)
 
 
 def discover_family(source: Source) -> Family:
-    """A table made from the model itself: every linear layer of its blocks; the others are its heads.
+    """Make a family's table from the model itself: all linear layers of its blocks, the others as heads.
 
-    What reads text and has one list of blocks has `blocks`, by name in the model; their groups are left
-    to whoever runs them (`fitting/block_discovery.py`).
-
-    Raises InputError when transformers does not know the model type or architecture.
+    `blocks` is the one list of blocks of a model that reads text. Raises InputError for a model type or
+    architecture that transformers does not know.
     """
     model = meta_model(source)
     inner, outer = linear_layers(model)
@@ -45,8 +43,8 @@ def discover_family(source: Source) -> Family:
 
 
 def _blocks(model: Any, inner: Collection[str]) -> str | None:
-    """The name of the one list of modules that all layers `inner` of what reads text are in; None if
-    there are several, or nothing reads text."""
+    """The name of the one list of modules around all layers `inner` that read text; None if there is
+    none."""
     if getattr(model, "main_input_name", "") != "input_ids":
         return None
     reads = getattr(model, "get_decoder", None)  # of what sees, too, the language model
@@ -66,11 +64,10 @@ def _above(name: str) -> list[str]:
 
 
 def linear_layers(model: Any) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """The linear layers of the blocks of `model`, and those that are no part of a block, by name.
+    """The linear layers of the blocks of `model`, and all others, by name.
 
-    Blocks are the members of lists of modules in the base model. What a class has for its task stands
-    outside of the base model (or is lent to it), poolers and projections outside of lists; in a list
-    of heads the members are the layers, or of a class that transformers calls a head.
+    Blocks are members of lists of modules in the base model. Layers for a task stand outside of the base
+    model, poolers outside of lists. In a list of heads the members are layers, or classes named a head.
     """
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
     every = dict(model.named_modules(remove_duplicate=False))
@@ -88,8 +85,8 @@ def linear_layers(model: Any) -> tuple[dict[str, nn.Module], dict[str, nn.Module
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it computes x Wᵀ + bias: Falcon's own class does, Llama 4's router gives a pair, and both
-    are an `nn.Linear` by class."""
+    """Whether a module computes x Wᵀ + bias: some subclasses of `nn.Linear` do not (Llama 4's
+    router)."""
     if not isinstance(module, nn.Linear):
         return isinstance(module, Conv1D)
     return type(module).forward is nn.Linear.forward or _multiplies(type(module), module)
@@ -113,11 +110,8 @@ def _multiplies(kind: type, module: nn.Linear) -> bool:
 
 
 def meta_model(source: Source, *, buffers: bool = False) -> Any:
-    """The native model of a checkpoint without weights; with `buffers`, position tables and other
-    buffers that no checkpoint stores are real.
-
-    Raises InputError when transformers does not know the model type or architecture.
-    """
+    """The native model of a checkpoint without weights; with `buffers`, those that no checkpoint stores
+    are real. Raises InputError for a type that transformers does not know."""
     native = native_class(source)
     config = {key: value for key, value in decoded(source.config).items() if key != "model_type"}
     empty = init_empty_weights(include_buffers=False) if buffers else torch.device("meta")

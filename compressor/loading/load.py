@@ -43,20 +43,17 @@ def load_model(
     verify: bool = True,
     progress: Progress | None = None,
 ) -> Any:
-    """The model in `folder`, in evaluation mode, with every tensor in its place and finite.
+    """Load the model in `folder`, in evaluation mode, with every tensor in its place and finite.
 
     Args:
-        task: the Auto class, as "AutoModelForCausalLM".
-        dtype: one of `dtypes.COMPUTED`. device: "auto" or a torch device.
+        task: the Auto class, as "AutoModelForCausalLM". dtype: one of `COMPUTED`.
+        device: "auto" or a torch device.
         trust: run modeling code from the folder (never needed for outputs of blr).
         verify: hash what is read of an output of blr; sizes and headers are always compared.
-        progress: is told what of a dense checkpoint is left out, or read otherwise than it says.
+        progress: is told what of a dense checkpoint is left out or read otherwise than it says.
 
-    Raises:
-        UsageError, CapabilityError.
-        InputError: not a checkpoint for `task`, other bytes than the manifest lists, tensors that are
-            missing or left over.
-        NumericsError: weights that are not finite, or factors that overflow.
+    Raises UsageError, CapabilityError; InputError for no checkpoint of `task`, other bytes than the
+    manifest lists, tensors missing or left over; NumericsError for weights or factors that overflow.
     """
     if dtype not in COMPUTED:
         raise UsageError(f"dtype {dtype!r}: expected one of {', '.join(COMPUTED)}")
@@ -82,7 +79,7 @@ def load_model(
 
 
 def _as_loaded(source: Source, trust: bool) -> Source:
-    """A dense checkpoint of a class of transformers, as every command reads it; any other as it is."""
+    """A dense checkpoint of a class of transformers as every command reads it; any other unchanged."""
     own = trust and "auto_map" in source.config
     known = source.model_type in CONFIG_MAPPING and not source.model_type.startswith(OURS)
     if own or not known or source.config.get("quantization_config"):
@@ -122,7 +119,7 @@ def _from_pretrained(source: Source, task: str, dtype: str, trust: bool) -> Any:
 
 
 def _check_generates(source: Source) -> None:
-    """Raise InputError for a checkpoint whose class continues no text, such as an encoder."""
+    """Raise InputError for a class that continues no text, such as an encoder."""
     names = source.config.get("architectures") or []
     name = names[0].removeprefix(PREFIX) if names else None
     if name is not None and hasattr(transformers, name) and not continues_text(source):
@@ -134,8 +131,8 @@ def _check_generates(source: Source) -> None:
 
 
 def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> Any:
-    """The tokenizer in `folder`, tried on the start of `text` before. Raises InputError when it has
-    none that loads, or one that explodes."""
+    """Load the tokenizer in `folder`, after a trial on the start of `text`. Raises InputError if it does
+    not load or fails the trial."""
     _open(folder)
     check_tokenizer(folder, text)
     try:
@@ -153,8 +150,8 @@ def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> Any:
 
 
 def _open(folder: Path) -> Source:
-    """Check the files of `folder`, and that its model type is known if it is one of ours. Raises
-    InputError as `open_source`: transformers would wait on a FIFO or unpickle."""
+    """Open `folder` with blr's model types registered. Raises InputError as `open_source`, and for an
+    unknown type: transformers alone would wait on a FIFO or unpickle."""
     register()
     source = open_source(folder)
     check_transformers(source, "text is read and written by")

@@ -34,11 +34,11 @@ MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])  # steps of t
 
 
 def taken(source: Source) -> Source:
-    """`source` as transformers reads it: `entries` are the tensors of its class by the names that it
-    saves, `left` are all others; `config` names the class and ties what is one tensor.
+    """`source` as transformers reads it: `entries` by the names of its class, all other tensors in
+    `left`, `config` with the class and the ties that hold.
 
-    Raises InputError for a class that transformers has not, and for tensors that are missing, of
-    another shape or of blocks that config.json has not.
+    Raises InputError for an unknown class, and for tensors that are missing, of another shape or of
+    blocks that config.json does not count.
     """
     source = source if source.config.get("architectures") else _named(source)
     cls = native_class(source)
@@ -60,8 +60,8 @@ def _loaded(source: Source, cls: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _named(source: Source) -> Source:
-    """`source` with the class under `architectures` that has a place for the most of its tensors.
-    Raises InputError where every class of its model type lacks some."""
+    """Add the class with a place for most tensors to a config.json without `architectures`. Raises
+    InputError where every class of its model type lacks some."""
     check_type(source)
     left = {name: count for name in _candidates(source) if (count := _left(source, name)) is not None}
     if not left:
@@ -74,8 +74,8 @@ def _named(source: Source) -> Source:
 
 
 def _candidates(source: Source) -> list[str]:
-    """The classes of a model type, those that say most plainly what they are for first: what is no
-    decoder by its configuration fills masks."""
+    """The classes of a model type, the most likely task first (masked language models, if no
+    decoder)."""
     config = made_config(source)
     tasks = ["ForCausalLM", "ForSeq2SeqLM", "ForMaskedLM", ""]
     if getattr(config, "is_decoder", None) is False:
@@ -87,7 +87,7 @@ def _candidates(source: Source) -> list[str]:
 
 
 def _left(source: Source, name: str) -> int | None:
-    """How many tensors the class `name` has no place for; None if it lacks some."""
+    """How many tensors class `name` has no place for; None if it lacks some."""
     model, info = _loaded(source, getattr(transformers, name))
     if misfit(info, "missing", "mismatched"):
         return None
@@ -99,8 +99,7 @@ def _left(source: Source, name: str) -> int | None:
 
 
 def _refuse_blocks(source: Source, model: Any, info: dict[str, Any]) -> None:
-    """Refuse tensors of blocks beyond those of config.json, unless the class ignores them by name: the
-    weights are then of another model."""
+    """Refuse blocks beyond those that config.json counts, unless the class ignores them by name."""
     lists = {name: len(m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     for key in sorted(info["unexpected_keys"]):
         for dot in re.finditer(r"\.(\d+)\.", key):
@@ -131,8 +130,8 @@ def _placed(source: Source, keys: Keys) -> Source:
 
 
 def _tied(source: Source, model: Any, keys: Keys) -> Source:
-    """`source` with tied weights under the name that they are tied to. One that is stored beside it with
-    other values is a weight of its own, whatever config.json says."""
+    """`source` with tied weights under the name that they are tied to. A weight with values of its own
+    is stored apart, whatever config.json says."""
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     stored = {keys.key(name): name for name in source.entries}
     renamed = dict[str, str]()
@@ -150,7 +149,7 @@ def _tied(source: Source, model: Any, keys: Keys) -> Source:
 
 
 def _are_equal(source: Source, name: str, other: str) -> bool:
-    """Whether two stored tensors are the same, read only as far as they are."""
+    """Whether two stored tensors hold the same bytes."""
     one, two = source.entries[name], source.entries[other]
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
@@ -159,10 +158,10 @@ def _are_equal(source: Source, name: str, other: str) -> bool:
 
 
 def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple[str, str]]) -> Source:
-    """`source` whose config.json ties nothing, where tensors that it ties have values of their `own`.
+    """Untie `source`, some of whose tied weights have values of their `own`.
 
-    An encoder-decoder keeps its configuration: there the word also says how outputs are scaled, and
-    transformers finds at loading that the weights differ.
+    An encoder-decoder keeps its config.json: there the key also scales outputs, and transformers finds
+    the difference when it loads.
     """
     name, giving = own[0]
     said = (
@@ -180,14 +179,14 @@ def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple
 
 
 def _without_ties(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` that ties no weights, in none of its parts."""
+    """`config` without tied weights, in all its parts."""
     parts = {k: _without_ties(v) if isinstance(v, dict) else v for k, v in config.items()}
     return {**parts, **{key: False for key in TIES if key in parts}}
 
 
 class Keys:
-    """The names that `model` gives to stored tensors. `known` are those of its state; `transforms` are
-    what transformers does to tensors on the way."""
+    """The names in `model` of stored tensors. `known` is its state; `transforms` are the renamings and
+    merges of transformers' loader."""
 
     def __init__(self, model: Any) -> None:
         self.known: dict[str, Any] = model.state_dict()
@@ -197,7 +196,8 @@ class Keys:
         self._converters = [t for t in self.transforms if isinstance(t, WeightConverter)]
 
     def key(self, name: str) -> str:
-        """The name in the model of the stored tensor `name`, or of the one that it becomes a part of."""
+        """The name in the model of the stored tensor `name`, or of the tensor that it becomes a part
+        of."""
         found = rename_source_key(name, self._renamings, self._converters, self._prefix, self.known)[0]
         if found in self.known:
             return found
@@ -205,8 +205,7 @@ class Keys:
 
 
 def meta_tensors(entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
-    """Tensors of the stored shapes and dtypes without data, by name; of any dtype where torch has no
-    bytes for the stored one, which fails when it is read."""
+    """Tensors of the stored shapes and dtypes without data (float32 for a dtype that torch lacks)."""
     return {
         entry.name: torch.empty(
             entry.shape, dtype=getattr(torch, TORCH_NAMES.get(entry.dtype, "float32")), device="meta"
@@ -216,8 +215,8 @@ def meta_tensors(entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
 
 
 def load_empty(cls: Any, folder: Path | None, **options: object) -> tuple[Any, dict[str, Any]]:
-    """A model of class `cls` as transformers loads it, on the meta device, and what its loader says of
-    keys (`output_loading_info`)."""
+    """Load a model of class `cls` on the meta device; the model and the loader's
+    `output_loading_info`."""
     with quiet_transformers():
         model, info = cls.from_pretrained(
             folder,
@@ -230,7 +229,7 @@ def load_empty(cls: Any, folder: Path | None, **options: object) -> tuple[Any, d
 
 
 def misfit(info: dict[str, Any], *kinds: str) -> str:
-    """The first of the `kinds` ("missing", …) of keys that a loader said something of; empty if none."""
+    """Name the first of the `kinds` ("missing", …) of wrong keys in a loader's report; empty if none."""
     for kind in kinds:
         if names := sorted(str(key) for key in info.get(f"{kind}_keys") or ()):
             return f"{kind} keys {quote(names[:3], 240)[1:-1]} of {len(names)}"
@@ -238,16 +237,17 @@ def misfit(info: dict[str, Any], *kinds: str) -> str:
 
 
 def renamed(model: Any, stored: Iterable[str]) -> dict[str, str]:
-    """Tensors on disk by what transformers calls them, where that is another name."""
+    """Stored names by the names in the model, where these differ."""
     renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
     names = ((rename_source_key(name, renamings, [])[0], name) for name in stored)
     return {name: old for name, old in names if name != old}
 
 
 def merged_names(model: Any, name: str, stored: Collection[str]) -> list[list[str]]:
-    """For a parameter `name` of `model` that holds what its checkpoint keeps apart, as the experts of a
-    layer: for every expert the tensors, named as in `module_names`, that are one upon another in its
-    part. Empty if it is made otherwise, or if some of it is not among `stored`."""
+    """The stored tensors behind the merged parameter `name`, a list for each expert in order.
+
+    Empty if the parameter is made otherwise, or if some tensors are not among `stored`.
+    """
     for converter in get_model_conversion_mapping(model):
         target = next((t for t in getattr(converter, "target_patterns", ()) if name.endswith(t)), None)
         steps = [type(step).__name__ for step in getattr(converter, "operations", ())]

@@ -26,8 +26,8 @@ from blr.compressor.modeling.modeling_blr import PREFIX
 
 
 def native_class(source: Source) -> Any:
-    """The model class named first under `architectures`. Raises as `check_type`, and InputError for
-    none, or one that transformers does not have."""
+    """The class named first under `architectures`. Raises as `check_type`, and InputError for none or an
+    unknown one."""
     check_type(source)
     path, names = source.folder / "config.json", source.config.get("architectures")
     if not names:
@@ -39,8 +39,8 @@ def native_class(source: Source) -> Any:
 
 
 def check_type(source: Source) -> None:
-    """Raise InputError for a model type that transformers does not have, CapabilityError for one whose
-    classes are another family's."""
+    """Raise InputError for an unknown model type, CapabilityError for one that borrows another's
+    classes."""
     path, model_type = source.folder / "config.json", source.config["model_type"]
     if model_type not in CONFIG_MAPPING:
         refuse(path, f"model type {quote(model_type)}", "one that transformers has", REMEDY)
@@ -48,9 +48,8 @@ def check_type(source: Source) -> None:
 
 
 def _check_own(source: Source) -> None:
-    """Refuse a type that transformers makes of another family's classes, as EXAONE 3 of Llama's. Of code
-    that comes with a checkpoint it demands that class and configuration belong together: what we write
-    would load where `blr` is installed and nowhere else."""
+    """Refuse a type that transformers makes of another family's classes, as EXAONE 3 of Llama's: what we
+    write would load only where blr is installed."""
     kind, classes = source.model_type, transformers.AutoModel._model_mapping
     own: Any = CONFIG_MAPPING[kind]
     try:
@@ -67,22 +66,19 @@ def _check_own(source: Source) -> None:
 
 
 def continues_text(source: Source) -> bool:
-    """Whether the class named first under `architectures`, ours or a native one, is a causal language
-    model, also one that reads images beside text."""
+    """Whether the class under `architectures` is a causal language model, also one that reads images."""
     return _among(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, source) or sees_and_writes(source)
 
 
 def sees_and_writes(source: Source) -> bool:
-    """Whether that class is of those that read images beside text and transformers does not list among
-    the causal language models."""
+    """Whether that class reads images beside text and is not listed as a causal language model."""
     if _among(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, source):
         return False
     return _among(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, source)
 
 
 def has_encoder(source: Source) -> bool:
-    """Whether its type is an encoder-decoder whose encoder transformers has as a class of its own, as
-    T5's: what embeds sentences."""
+    """Whether it is an encoder-decoder whose encoder has a class of its own, as T5."""
     kind = source.model_type.removeprefix(f"{PREFIX.lower()}_")
     return MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(kind, "").endswith("EncoderModel")
 
@@ -94,8 +90,7 @@ def _among(known: Mapping[str, Any], source: Source) -> bool:
 
 
 def read_context(source: Source) -> int:
-    """Tokens that the model has positions for, by its configuration with all that transformers adds.
-    Raises InputError for a configuration that it cannot be built from."""
+    """Tokens that the model has positions for. Raises InputError as `made_config`."""
     return context_of(made_config(source).to_dict())
 
 
@@ -107,7 +102,7 @@ def made_config(source: Source) -> Any:
 
 @contextmanager
 def native_errors(source: Source) -> Iterator[None]:
-    """Turn what transformers raises while it builds a model from a config into InputError."""
+    """Turn what transformers raises while it builds a model from config.json into InputError."""
     try:
         yield
     except Exception as error:  # the values of a config are passed on unchecked
@@ -118,7 +113,7 @@ def native_errors(source: Source) -> Iterator[None]:
 
 
 def decoded(value: Any) -> Any:
-    """A configuration as transformers reads it: {"__float__": "Infinity"} is a number."""
+    """A configuration with {"__float__": "Infinity"} and the like as numbers."""
     if is_number(value):
         return float(value["__float__"])
     if isinstance(value, Mapping):

@@ -11,12 +11,12 @@ from transformers.utils import logging
 
 
 def quiet_transformers() -> AbstractContextManager[None]:
-    """No output of transformers but errors."""
+    """Silence transformers but for errors."""
     return _quiet(logging)
 
 
 def quiet_diffusers() -> AbstractContextManager[None]:
-    """No output of diffusers but errors."""
+    """Silence diffusers but for errors."""
     from diffusers.utils import logging as its
 
     return _quiet(its)
@@ -24,7 +24,6 @@ def quiet_diffusers() -> AbstractContextManager[None]:
 
 @contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
-    """`logging`: of the library."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -41,9 +41,12 @@ REMEDY = "evaluate it with sentence-transformers itself"
 
 @dataclass(frozen=True)
 class Sentences:
-    """`modes` of pooling, side by side; `length` in tokens at most, None for the model's; `lower` case
-    or as it is; `dense` layers in order; `prompt` before every sentence, whose tokens are pooled or not
-    (`pools_prompt`); `dimensions` of an embedding that are kept, None for all."""
+    """How sentences become embeddings.
+
+    `modes` of pooling are put side by side; `length` is the most tokens (None: the model's); `lower`
+    makes lower case; `dense` layers follow the pooling; `prompt` comes before every sentence, pooled or
+    not (`pools_prompt`); `dimensions` are kept (None: all).
+    """
 
     modes: tuple[str, ...] = ("mean",)
     length: int | None = None
@@ -54,20 +57,20 @@ class Sentences:
     dimensions: int | None = None
 
     def texts(self, sentences: list[str]) -> list[str]:
-        """What is given to the tokenizer."""
+        """The sentences as the tokenizer gets them."""
         texts = [self.prompt + sentence for sentence in sentences]
         return [text.lower() for text in texts] if self.lower else texts
 
     def unpooled(self, tokenizer: Any) -> int:
-        """How many tokens at the start of every text are the prompt's and left out of the pooling."""
+        """How many tokens of the prompt, at the start of every text, are left out of the pooling."""
         if self.pools_prompt or not self.prompt:
             return 0
         ids = tokenizer(self.texts([""]))["input_ids"][0]
         return len(ids) - (ids[-1] in tokenizer.all_special_ids)
 
     def embed(self, hidden: Tensor, mask: Tensor, unpooled: int = 0) -> Tensor:
-        """[n, d'] of hidden states [n, T, d] and their mask [n, T], padded on either side, without the
-        first `unpooled` tokens of each."""
+        """Embeddings [n, d'] of hidden states [n, T, d] and mask [n, T], without the first `unpooled`
+        tokens."""
         if unpooled:
             mask = mask * (mask.cumsum(1) > unpooled)
         pooled = torch.cat([POOLING[mode](hidden, mask) for mode in self.modes], -1)
@@ -77,8 +80,7 @@ class Sentences:
 
 
 def read_sentences(folder: Path) -> Sentences:
-    """What the files of `folder` say. Raises InputError for modules that are not known here, and for a
-    prompt that is named and not there."""
+    """Read the settings in `folder`. Raises InputError for unknown modules or a missing prompt."""
     settings = _read(folder, LENGTH, needed=False)
     length, lower = settings.get("max_seq_length"), settings.get("do_lower_case") is True
     length = length if type(length) is int and length > 0 else None
@@ -99,7 +101,7 @@ def read_sentences(folder: Path) -> Sentences:
 
 
 def _prompt(folder: Path, settings: dict[str, Any]) -> str:
-    """The one that sentence-transformers puts before a sentence if none is asked for."""
+    """The prompt that sentence-transformers puts before a sentence by default."""
     name, prompts = settings.get("default_prompt_name"), settings.get("prompts")
     known = {"query": "", "document": "", **(prompts if type(prompts) is dict else {})}
     if name is None:

@@ -25,15 +25,15 @@ NO_CHECK = "--no-check commits without having run anything"
 
 @dataclass(frozen=True)
 class Trial:
-    """An input and what a model makes of it. `what` says in words what was run."""
+    """An input and what a model makes of it; `what` describes the input in words."""
 
     inputs: dict[str, Any]
     expected: Tensor
     what: str
 
     def distance(self, model: object, where: object) -> float:
-        """Relative distance of what `model` computes from what is expected. Raises NumericsError for
-        numbers that are not finite."""
+        """Relative distance of the results of `model` from the expected ones. Raises NumericsError for
+        results that are not finite."""
         found, keep = self._results(model, where), self.expected.isfinite()
         missed = (found - self.expected)[keep].norm()
         return float(missed / self.expected[keep].norm().clamp_min(torch.finfo(missed.dtype).tiny))
@@ -49,8 +49,8 @@ class Trial:
 
 
 def first_trial(model: Any, where: object) -> Trial:
-    """Run `model` on the first input of its kind that it takes. Raises InputError when it takes none
-    that is known here, NumericsError for no finite result."""
+    """Run `model` on the first of `candidates` that it takes. Raises InputError if it takes none,
+    NumericsError for no finite result."""
     reason = ""
     for inputs in candidates(model):
         try:
@@ -73,8 +73,8 @@ def refuse_model(model: object, where: object, reason: str) -> NoReturn:
 
 
 def trial_of(model: object, inputs: dict[str, Any], what: str, where: object) -> Trial:
-    """Run `model` on `inputs`, tensors or tables of tensors by argument. Raises NumericsError for no
-    finite result, and what the model raises."""
+    """Run `model` on `inputs`, which are `what`. Raises NumericsError for no finite result, and what the
+    model raises."""
     return _checked(Trial(inputs, run(model, inputs), what), where)
 
 
@@ -115,7 +115,7 @@ def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def _tokens(model: Any) -> Tensor | None:
-    """[1, `TOKENS`] at most, none of them special but a last one that ends the text."""
+    """Up to `TOKENS` random ids [1, n], none of them special but an end of text."""
     text = model.config.get_text_config()
     size = getattr(text, "vocab_size", None)
     if size is None:
@@ -131,8 +131,8 @@ def _tokens(model: Any) -> Tensor | None:
 
 
 def plain_tokens(config: Any) -> Tensor:
-    """Ids [n] of the text of a model's configuration, the first 65,536 at most, without special ones
-    and those that stand for images."""
+    """The first 65,536 ids [n] at most of a vocabulary, without special ones and stand-ins for
+    images."""
     text = config.get_text_config()
     told = {**config.to_dict(), **text.to_dict()}
     ends = ("_token_id", "_token_index")
@@ -180,8 +180,8 @@ def _generator() -> torch.Generator:
 
 
 def check_model(model: nn.Module, where: object) -> None:
-    """Raise NumericsError for a loaded model with a tensor that is not finite, or a structured layer
-    whose factors multiply to values beyond its dtype. `where` names the checkpoint."""
+    """Raise NumericsError for a tensor that is not finite, or a structured layer whose factors multiply
+    to values beyond its dtype. `where` names the checkpoint."""
     for name, tensor in _stored(model):
         check_finite(tensor, f"{where}: tensor {name!r}", f"in {tensor.dtype}")
     for name, layer in model.named_modules():
@@ -190,7 +190,7 @@ def check_model(model: nn.Module, where: object) -> None:
 
 
 def check_layer(name: str, layer: Any) -> None:
-    """`check_product` of a `StructuredLinear`, quantized or not, in the dtype it computes in."""
+    """`check_product` of a structured layer in the dtype it computes in."""
     spec = layer.spec
     dtype = next(t.dtype for t in (*layer.parameters(), *layer.buffers()) if is_number(t))
 
@@ -203,7 +203,7 @@ def check_layer(name: str, layer: Any) -> None:
 
 
 def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and the buffers that a checkpoint stores: masks and positions may hold -inf."""
+    """Parameters and persistent buffers: others, as masks, may hold -inf."""
     yield from model.named_parameters()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

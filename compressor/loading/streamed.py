@@ -30,11 +30,8 @@ WHOLE = 1 << 29  # bytes of weights that are loaded at once, as a user would; be
 
 
 def streamed_model(source: Source) -> Any:
-    """The model in `source`, dense or ours, in evaluation mode on the CPU and as stored: the weights of
-    a block are there while it runs, all others always.
-
-    Raises InputError for a configuration that it cannot be built from.
-    """
+    """The model in `source`, dense or of blr, on the CPU as stored: a block's weights are in memory only
+    while it runs. Raises InputError for a configuration that it cannot be built from."""
     parts = Parts(source)
     parts.fill_rest()
     for name, block in parts.blocks.items():
@@ -44,7 +41,7 @@ def streamed_model(source: Source) -> Any:
 
 
 def whole_model(source: Source) -> Any:
-    """As `streamed_model`, with all weights in memory at once."""
+    """The same model with all weights in memory."""
     parts = Parts(source)
     parts.fill_rest()
     with quiet_transformers():
@@ -54,15 +51,14 @@ def whole_model(source: Source) -> Any:
 
 
 def empty_model(source: Source) -> Any:
-    """The model in `source`, dense or ours, all of it on the meta device."""
+    """The model in `source`, dense or of blr, on the meta device."""
     cls, config = _made_of(source)
     tensors = meta_tensors(source.entries.values())
     return load_empty(cls, None, config=config, state_dict=tensors)[0].eval()
 
 
 def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> object:
-    """The model in an output, loaded as the README says, in `dtype`; beyond `WHOLE` bytes, block by
-    block and as stored."""
+    """Load an output as the README says, in `dtype`; beyond `WHOLE` bytes block by block, as stored."""
     register()
     source = open_source(folder)
     if not is_small(source):
@@ -103,8 +99,8 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class Parts:
-    """The stored tensors of a `model` by the block that they belong to; "" is what belongs to none.
-    Raises InputError for a configuration that it cannot be built from."""
+    """The stored tensors of a `model` by block, "" for those of no block. Raises InputError for a
+    configuration that it cannot be built from."""
 
     def __init__(self, source: Source) -> None:
         with native_errors(source), quiet_transformers():
@@ -136,15 +132,14 @@ class Parts:
         convert_and_load_state_dict_in_model(self.model, state, settings)
 
     def fill_rest(self) -> None:
-        """Read what belongs to no block, make the buffers, and tie as transformers' loader does: to
-        whichever is stored, and nothing that is stored with other values."""
+        """Read what belongs to no block, make the buffers, and tie weights that are not stored apart."""
         with native_errors(self.source), quiet_transformers():
             self.fill("")
             self.make_buffers()
             self.model.tie_weights(missing_keys=set(self.missing), recompute_mapping=False)
 
     def drop(self, part: str) -> None:
-        """Forget them."""
+        """Move the tensors of a part to the meta device."""
         for key in self.keys[part]:
             owner, _, leaf = key.rpartition(".")
             module = self.model.get_submodule(owner)
@@ -153,7 +148,7 @@ class Parts:
             held[leaf] = nn.Parameter(empty, False) if held is module._parameters else empty
 
     def tensors(self, part: str) -> dict[str, torch.Tensor]:
-        """Those of a part as transformers keeps them, by name in the model, but what is not stored."""
+        """The stored tensors of a part by their names in the model."""
         self.fill(part)
         held = self.model.state_dict()
         found = {key: held[key] for key in self.keys[part] if held[key].device.type != "meta"}

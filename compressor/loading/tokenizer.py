@@ -62,7 +62,7 @@ _sound: set[tuple[bytes, bytes]] = set()  # SHA-256 of tokenizers that passed, a
 
 
 def check_ids(model: Any, ids: Any) -> None:
-    """Raise InputError for token ids, an integer tensor, that `model` has no embeddings for."""
+    """Raise InputError for token ids that `model` has no embeddings for."""
     embeddings = model.get_input_embeddings()
     rows, most = getattr(embeddings, "num_embeddings", None), int(ids.max()) if ids.numel() else 0
     if rows is not None and most >= rows:
@@ -71,20 +71,20 @@ def check_ids(model: Any, ids: Any) -> None:
 
 
 def encode_prompt(tokenizer: Any, text: str, model: Any) -> dict[str, Any]:
-    """Token ids and mask [1, w] of `text`, as a decoder continues them, on the device of `model`."""
+    """Token ids and mask [1, w] of `text` on the device of `model`, without an end token."""
     found = tokenizer(text, return_token_type_ids=False, return_tensors="pt", verbose=False)
     return taken_by(model, found.to(model.device))
 
 
 def taken_by(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a tokenizer's results that the model has an argument for."""
+    """Those of `inputs` that the model has an argument for."""
     known = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in known}
 
 
 def encode_padded(tokenizer: Any, texts: list[str], longest: int) -> Any:
-    """Token ids and mask [m, w] of `texts`, cut at `longest` tokens and padded to the longest of them.
-    Raises InputError for a tokenizer without a token to pad with."""
+    """Token ids and mask [m, w] of `texts`, cut at `longest` tokens and padded. Raises InputError for a
+    tokenizer without a padding token."""
     if tokenizer.pad_token is None:
         raise InputError(
             f"{tokenizer.name_or_path}: the tokenizer has no padding token, expected one to read texts "
@@ -94,11 +94,10 @@ def encode_padded(tokenizer: Any, texts: list[str], longest: int) -> Any:
 
 
 def check_tokenizer(folder: Path, text: str = "") -> None:
-    """Encode a probing text, and the start of `text`, with the tokenizer.json of `folder`, if any: once
-    in a process for the same bytes and texts.
+    """Try tokenizer.json, if there is one, on a probing text and the start of `text`, once a process.
 
-    Raises InputError: it cannot be read, crashes, or needs more time, memory or tokens than any text
-    should; CapabilityError: no process can be started here.
+    Raises InputError if it cannot be read, crashes, or takes too much time, memory or tokens;
+    CapabilityError if no process can be started.
     """
     if not os.path.lexists(folder / "tokenizer.json"):
         return
