@@ -6,8 +6,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from blr.compressor.base.errors import BlrError, CapabilityError, InputError, OutputError, StorageError
@@ -173,3 +175,20 @@ def _translated(code: int, folder: Path, needed: int | None, resumes: bool) -> B
 
 def _said(code: int) -> str:
     return os.strerror(code).lower()
+
+
+def is_missing(package: str) -> bool:
+    """Whether `package` cannot be imported; nothing is."""
+    if package in sys.modules:
+        return sys.modules[package] is None
+    return find_spec(package) is None
+
+
+def check_packages(what: str, *packages: str, extra: str) -> None:
+    """Raise CapabilityError where some of the `packages` that `what` needs are not installed. extra: of
+    blr-compress, which installs them."""
+    if missing := [package for package in packages if is_missing(package)]:
+        is_ = "is" if len(missing) == 1 else "are"
+        raise CapabilityError(
+            f"{what}: {' and '.join(missing)} {is_} not installed; pip install 'blr-compress[{extra}]'"
+        )

@@ -24,8 +24,7 @@ from blr.compressor.bench.options import (
 from blr.compressor.bench.results import BenchReport, check_output, save
 from blr.compressor.bench.shapes import layer_work
 from blr.compressor.cli import values
-from blr.compressor.cli.from_fields import setting_options, taking
-from blr.compressor.cli.options import Format, FormatOption, Quiet
+from blr.compressor.cli.from_fields import Format, FormatOption, Quiet, setting_options, taking
 
 if TYPE_CHECKING:
     from blr.compressor.base.progress import Progress

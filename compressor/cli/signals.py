@@ -23,7 +23,7 @@ from types import FrameType
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base.disk import remove_scratch
 from blr.compressor.base.progress import Progress
-from blr.compressor.cli.failure import report_now
+from blr.compressor.cli.streams import report_now
 from blr.compressor.workspace.lock import HELD_LOCKS, LOCKING
 from blr.compressor.workspace.ownership import sibling
 

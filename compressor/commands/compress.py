@@ -19,7 +19,7 @@ from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.output.loss_messages import advice, better_fit
-from blr.compressor.output.records import as_recorded, by_type, is_layer, read_records, tensor_bytes
+from blr.compressor.output.report import as_recorded, by_type, is_layer, read_records, tensor_bytes
 from blr.compressor.planning.forecast import disk_bytes
 from blr.compressor.planning.forecast_time import Compression
 from blr.compressor.planning.layers import what_became
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.fitting.factorize import Work
     from blr.compressor.output.check import OutputCheck
+    from blr.compressor.output.files import FolderContents
     from blr.compressor.output.library_adapters import Door
-    from blr.compressor.output.produce import FolderContents
 
 UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that is trained
 
@@ -199,8 +199,7 @@ class CompressRun(FolderRun):
         fitted, source = self._fit(read), self.source
         if not self.processes.first:
             return None
-        from blr.compressor.output.files import small_files
-        from blr.compressor.output.produce import FolderContents, slots_of
+        from blr.compressor.output.files import FolderContents, slots_of, small_files
 
         records = {module: record for module, (_, record) in fitted.results.items()}
         self.made = self._account(records)

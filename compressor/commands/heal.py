@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from blr.compressor.healing.state import State
     from blr.compressor.healing.student_and_teacher import TrainedPair
     from blr.compressor.output.check import OutputCheck
-    from blr.compressor.output.produce import FolderContents
+    from blr.compressor.output.files import FolderContents
     from blr.compressor.text.own import OwnText
 
 
@@ -255,7 +255,7 @@ class HealRun(FolderRun):
 
     def _contents(self, pair: TrainedPair, data: Data, read: str) -> FolderContents:
         from blr.compressor.healing import output
-        from blr.compressor.output.produce import FolderContents
+        from blr.compressor.output.files import FolderContents
         from blr.compressor.workspace.shards import assign_shards
 
         workspace, source, packed = self.workspace, self.checkpoint.source, self.packed

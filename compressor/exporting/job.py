@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.exporting.plan import ExportPlan
     from blr.compressor.output.check import OutputCheck
-    from blr.compressor.output.produce import FolderContents
+    from blr.compressor.output.files import FolderContents
 
 
 @dataclass
@@ -158,7 +158,7 @@ class ExportRun(FolderRun):
     def work(self, read: str) -> FolderContents:
         """What is planned: tensors are re-laid as they are written."""
         from blr.compressor.exporting.tensors import in_order, read_tensor
-        from blr.compressor.output.produce import FolderContents
+        from blr.compressor.output.files import FolderContents
         from blr.compressor.workspace.shards import assign_shards
 
         source, tensors = self.plan.checkpoint.source, self.plan.tensors

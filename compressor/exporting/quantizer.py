@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.pack import parse_kind
 from blr.compressor.fitting.rounding import PRODUCT, Quantized, quantize_dense, quantize_factors
-from blr.compressor.loading.discover import family_of, meta_model
+from blr.compressor.loading.native import family_of, meta_model
 from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.recipe.architectures import Family, find_family
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec

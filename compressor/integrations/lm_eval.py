@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.base.errors import HubError, InputError
-from blr.compressor.base.exhaustion import raise_exhausted
-from blr.compressor.base.packages import check_packages
+from blr.compressor.base.exhaustion import check_packages, raise_exhausted
 from blr.compressor.base.quoting import named_line, quote
 
 

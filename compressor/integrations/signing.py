@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.base.errors import InputError, UsageError, VerifyError
-from blr.compressor.base.packages import check_packages
+from blr.compressor.base.exhaustion import check_packages
 from blr.compressor.base.quoting import first_line
 
 

@@ -26,9 +26,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.integrations.vllm_packed import make_part
-from blr.compressor.integrations.vllm_parts import pack, product, shares_input
-from blr.compressor.integrations.vllm_split import Share
+from blr.compressor.integrations.vllm_parts import Share, make_part, pack, product, shares_input
 from blr.compressor.structures.specs import Spec, spec_from_dict
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")

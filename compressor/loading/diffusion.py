@@ -17,8 +17,7 @@ from blr.compressor.checkpoint.config import DIFFUSERS, REMEDY
 from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.loading.native import native_errors
-from blr.compressor.loading.quiet_libraries import quiet_diffusers
+from blr.compressor.loading.native import native_errors, quiet_diffusers
 from blr.compressor.loading.smoke_run import NO_CHECK, Trial, check_model, refuse_model, trial_of
 from blr.compressor.workspace.manifest import check_listed
 

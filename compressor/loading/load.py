@@ -18,10 +18,14 @@ from blr.compressor.checkpoint.config import REMEDY
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading.checked import OURS, check_transformers, read_as_loaded
-from blr.compressor.loading.native import continues_text, has_encoder, sees_and_writes
-from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.native import (
+    continues_text,
+    has_encoder,
+    quiet_transformers,
+    sees_and_writes,
+)
 from blr.compressor.loading.sidecar_files import VOCABULARIES, check_defaults, check_generation
-from blr.compressor.loading.smoke_run import check_model
+from blr.compressor.loading.smoke_run import check_model, plain_tokens
 from blr.compressor.loading.tokenizer import REMEDY as TOKENIZER_REMEDY
 from blr.compressor.loading.tokenizer import check_tokenizer
 from blr.compressor.modeling import register
@@ -162,3 +166,33 @@ def _open(folder: Path) -> Source:
         expected = "blr_ and one that this version of transformers has"
         refuse(folder / "config.json", found, expected, REMEDY)
     return source
+
+
+TOKENS = 4  # read to see whether a model runs
+
+
+def model_dtype(device: torch.device) -> str:
+    """bfloat16 on a GPU, float32 elsewhere."""
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def load_computing(folder: Path, task: str, device: torch.device, dtype: str | None = None) -> Any:
+    """Load a model of text in `dtype` (by default `model_dtype`), or in float32 where it does not run in
+    that: some, as XLNet, multiply tensors of two dtypes."""
+    asked = dtype or model_dtype(device)
+    model = load_model(folder, task, dtype=asked, device=str(device))
+    if asked == "float32" or _runs(model):
+        return model
+    del model
+    return load_model(folder, task, dtype="float32", device=str(device))
+
+
+@torch.no_grad()
+def _runs(model: Any) -> bool:
+    ids = plain_tokens(model.config)[None, :TOKENS].to(model.device)
+    try:
+        model(input_ids=ids)
+    except Exception as error:  # whatever a model raises where dtypes meet
+        raise_exhausted(error)
+        return False
+    return True

@@ -24,8 +24,13 @@ from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.loading.native import check_type, made_config, native_class, native_errors
-from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.native import (
+    check_type,
+    made_config,
+    native_class,
+    native_errors,
+    quiet_transformers,
+)
 from blr.compressor.modeling.registry import auto_classes
 
 REMEDY = "take config.json and weights from the same model"

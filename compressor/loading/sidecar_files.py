@@ -18,7 +18,7 @@ from blr.compressor.base.quoting import first_line, quote
 from blr.compressor.checkpoint.extras import MAX_JSON_BYTES, REMEDY, carried, is_number
 from blr.compressor.checkpoint.regular import inside, read_json, refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.native import quiet_transformers
 from blr.compressor.loading.tokenizer import PROBE, check_tokenizer
 from blr.compressor.modeling.modeling_blr import PREFIX
 from blr.compressor.workspace.strict_json import Told, fitted

@@ -18,8 +18,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading.loader_names import Keys, load_empty, meta_tensors
-from blr.compressor.loading.native import made_config, native_errors
-from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.native import made_config, native_errors, quiet_transformers
 from blr.compressor.modeling import register
 from blr.compressor.modeling.modeling_blr import PREFIX
 from blr.compressor.modeling.models import model_class

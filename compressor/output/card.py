@@ -15,7 +15,7 @@ from blr.compressor.checkpoint.extras import CARD, MAX_BYTES
 from blr.compressor.checkpoint.regular import inside, read_text
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.output.loss_messages import MARK
-from blr.compressor.output.records import by_type
+from blr.compressor.output.report import by_type
 from blr.compressor.planning.layers import what_became
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.rank_caches import cache_notes

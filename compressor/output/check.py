@@ -16,10 +16,10 @@ from blr.compressor.checkpoint.extras import CARD, REPORT
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.loading.native import continues_text
 from blr.compressor.loading.smoke_run import NO_CHECK, Trial
+from blr.compressor.output.files import Written
 from blr.compressor.output.library_adapters import door_of
 from blr.compressor.output.loss import Loss, Measure, Text, Unmeasured, measure_of, measured
 from blr.compressor.output.loss_messages import LARGE, MARK, MOST, number, rounded, told
-from blr.compressor.output.produce import Written
 from blr.compressor.output.report import report_pages
 
 

@@ -23,7 +23,7 @@ from blr.compressor.workspace.workspace import Workspace
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.output.check import OutputCheck
-    from blr.compressor.output.produce import FolderContents, Written
+    from blr.compressor.output.files import FolderContents, Written
 
 
 @contextmanager
@@ -128,7 +128,7 @@ class FolderRun(ABC):
         self, folder: Path, contents: FolderContents, check: Callable[[Path], Written], read: str
     ) -> None:
         """Write and list `contents` in the partial folder, or one in it, and check them."""
-        from blr.compressor.output.produce import write_whole
+        from blr.compressor.output.files import write_whole
 
         facts = partial(self.facts, read)
         write_whole(self.workspace, folder, contents, check, facts, self.progress)

@@ -18,7 +18,7 @@ from blr.compressor.loading.diffusion import PREFIX, dense_model
 from blr.compressor.loading.vendor import DIFFUSION
 from blr.compressor.modeling.modeling_blr import FORMAT
 from blr.compressor.output import files
-from blr.compressor.output.produce import Written
+from blr.compressor.output.files import Written
 from blr.compressor.planning.plan import Plan
 from blr.compressor.structures.specs import spec_from_dict
 

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from blr.compressor.checkpoint.extras import REPORT
+from blr.compressor.checkpoint.extras import LAYERS, MAX_BYTES, REPORT
+from blr.compressor.checkpoint.header import read_header
+from blr.compressor.checkpoint.regular import read_json
 from blr.compressor.output.page import known, report_html
 from blr.compressor.planning.plan import Plan, PlannedLayer
-from blr.compressor.structures.specs import Spec
+from blr.compressor.structures.specs import Spec, spec_from_dict
 
 CURVE_POINTS = 256
 Records = Mapping[str, Mapping[str, Any]]
@@ -141,3 +145,40 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return _round(value)
     return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def read_records(folder: Path) -> dict[str, dict[str, Any]]:
+    """What compression recorded for every layer of an output: spec, type and relative error."""
+    return _read(folder / LAYERS) if "blr" in _read(folder / "config.json") else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path, MAX_BYTES, constants=True)
+
+
+def is_layer(record: dict[str, Any]) -> bool:
+    """Whether a record of a run's journal is a fitted layer's: there are those of whole blocks, texts
+    and statistics as well."""
+    return "spec" in record
+
+
+def as_recorded(plan: Plan, records: dict[str, dict[str, Any]]) -> Plan:
+    """`plan` with its layers as an output has them: a run that found it whole has measured nothing, and
+    its own plan is that of headers alone."""
+    made = {module: spec_from_dict(record["spec"]) for module, record in records.items()}
+    layers = [replace(p, spec=made.get(p.layer.module, p.spec)) for p in plan.layers]
+    return replace(plan, layers=layers)
+
+
+def tensor_bytes(path: Path) -> int:
+    """Bytes of tensor data in one shard."""
+    return sum(entry.nbytes for entry in read_header(path).entries.values())
+
+
+def by_type(records: dict[str, Any], name: str) -> dict[str, float]:
+    """Mean of what records call `name`, by layer type; of those that have it."""
+    found: dict[str, list[float]] = {}
+    for record in records.values():
+        if record.get(name) is not None:
+            found.setdefault(record["type"], []).append(record[name])
+    return {kind: sum(values) / len(values) for kind, values in found.items()}

@@ -25,7 +25,7 @@ from blr.compressor.exporting.job import export
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.healing import trainer
 from blr.compressor.healing.summary import HealSummary
-from blr.compressor.loading import compute_dtype as computing
+from blr.compressor.loading import load as computing
 from blr.compressor.loading.load import load_model
 from blr.compressor.output import library_adapters as doors
 from blr.compressor.recipe.heal_settings import HealOptions

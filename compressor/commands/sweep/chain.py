@@ -20,7 +20,7 @@ from blr.compressor.checkpoint.extras import REPORT
 from blr.compressor.checkpoint.regular import read_end
 from blr.compressor.commands.judged import Judged
 from blr.compressor.commands.sweep.folder import ANEW, Folder, OutputReport, read_judgement
-from blr.compressor.output.records import tensor_bytes
+from blr.compressor.output.report import tensor_bytes
 from blr.compressor.workspace.strict_json import read_kept
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
