@@ -13,14 +13,14 @@ import torch
 from tolerances import TOLERANCES
 from typer.testing import CliRunner
 
+from blr.bench import decode, decode_arms
+from blr.bench.decode import chosen_arms, current, decode_summary, run_decode
+from blr.bench.decode_arms import HfArm, compare_tokens, parse_arm
+from blr.bench.models import Models, cache_bytes, find_model, known_models, weight_bytes
+from blr.bench.options import DecodeOptions
+from blr.bench.results import FAILED, OK, WRONG, BenchReport, DecodeRow, decode_text, save
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench import decode, decode_arms
-from blr.compressor.bench.decode import chosen_arms, current, decode_summary, run_decode
-from blr.compressor.bench.decode_arms import HfArm, compare_tokens, parse_arm
-from blr.compressor.bench.models import Models, cache_bytes, find_model, known_models, weight_bytes
-from blr.compressor.bench.options import DecodeOptions
-from blr.compressor.bench.results import FAILED, OK, WRONG, BenchReport, DecodeRow, decode_text, save
 from blr.compressor.cli.bench import bench_app
 
 PLAIN = ("hf-dense", "hf-lowrank", "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch")

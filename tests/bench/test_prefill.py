@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from blr.bench import prefill
+from blr.bench.models import find_model
+from blr.bench.options import PrefillOptions
+from blr.bench.prefill import GRAPH, RUNTIME, PrefillModels, run_prefill
+from blr.bench.results import prefill_text
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench import prefill
-from blr.compressor.bench.models import find_model
-from blr.compressor.bench.options import PrefillOptions
-from blr.compressor.bench.prefill import GRAPH, RUNTIME, PrefillModels, run_prefill
-from blr.compressor.bench.results import prefill_text
 from blr.compressor.modeling import float8
 
 ARMS = ("dense", "dense-fp8", "lowrank-fp8", "blast-fp8", "monarch-fp8")

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.bench.checks import WrongResult, relative_error
+from blr.bench.harness import Arm, Case, Checked, Harness, free_models
+from blr.bench.models import FP8, OWN, STRUCTURES, BenchModel, Models, find_models, prompt
+from blr.bench.options import PrefillOptions
+from blr.bench.results import BenchReport, PrefillRow, prefill_text
+from blr.bench.timing import wall_ms
 from blr.compressor.base.device import float_dtype, pick_device
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench.checks import WrongResult, relative_error
-from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
-from blr.compressor.bench.models import FP8, OWN, STRUCTURES, BenchModel, Models, find_models, prompt
-from blr.compressor.bench.options import PrefillOptions
-from blr.compressor.bench.results import BenchReport, PrefillRow, prefill_text
-from blr.compressor.bench.timing import wall_ms
 from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured
 from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.fused import fuse

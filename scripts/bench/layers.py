@@ -11,12 +11,9 @@ from typing import Any
 
 import torch
 
-from blr.compressor.base.device import pick_device
-from blr.compressor.base.errors import UsageError
-from blr.compressor.base.progress import Progress
-from blr.compressor.bench.checks import Precision, computing_in, find_precision
-from blr.compressor.bench.harness import Arm, Case, Harness
-from blr.compressor.bench.layer_problem import (
+from blr.bench.checks import Precision, computing_in, find_precision
+from blr.bench.harness import Arm, Case, Harness
+from blr.bench.layer_problem import (
     KernelTimer,
     LayerProblem,
     float8_arms,
@@ -24,10 +21,13 @@ from blr.compressor.bench.layer_problem import (
     our_variant,
     problem_of,
 )
-from blr.compressor.bench.options import LayerOptions
-from blr.compressor.bench.results import BenchReport, LayerRow, layers_text
-from blr.compressor.bench.shapes import LayerShape, layer_work
-from blr.compressor.bench.timing import ARM_SECONDS, Call
+from blr.bench.options import LayerOptions
+from blr.bench.results import BenchReport, LayerRow, layers_text
+from blr.bench.shapes import LayerShape, layer_work
+from blr.bench.timing import ARM_SECONDS, Call
+from blr.compressor.base.device import pick_device
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.progress import Progress
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import Spec
 

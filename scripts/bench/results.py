@@ -15,17 +15,17 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blr.bench.checks import WrongResult
 from blr.compressor import __version__
 from blr.compressor.base.disk import fsync_folder, write_probe, write_stream
 from blr.compressor.base.errors import OutputError
 from blr.compressor.base.exhaustion import exhausted, storage_errors
 from blr.compressor.base.quoting import named_line
 from blr.compressor.base.tables import aligned
-from blr.compressor.bench.checks import WrongResult
 from blr.compressor.workspace.ownership import check_outside
 
 if TYPE_CHECKING:
-    from blr.compressor.bench.timing import Spread
+    from blr.bench.timing import Spread
 
 OK, WRONG, OOM, FAILED = "ok", "wrong", "oom", "failed"
 JSON_NAME, CSV_NAME = "results.json", "results.csv"

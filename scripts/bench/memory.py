@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from blr.bench.checks import relative_error
+from blr.bench.harness import Arm, Case, Checked, Harness, free_models
+from blr.bench.models import known, refuse_large
+from blr.bench.options import MemoryOptions
+from blr.bench.results import OK, BenchReport, MemoryRow, memory_text, memory_title
+from blr.bench.timing import device_ms
 from blr.compressor.base.device import float_dtype, pick_device
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench.checks import relative_error
-from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
-from blr.compressor.bench.models import known, refuse_large
-from blr.compressor.bench.options import MemoryOptions
-from blr.compressor.bench.results import OK, BenchReport, MemoryRow, memory_text, memory_title
-from blr.compressor.bench.timing import device_ms
 from blr.compressor.modeling.cuda_graphs import captured
 from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.layers import prepare_layers

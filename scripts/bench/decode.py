@@ -14,11 +14,8 @@ from typing import Any
 
 import torch
 
-from blr.compressor.base.device import float_dtype, pick_device
-from blr.compressor.base.errors import UsageError
-from blr.compressor.base.progress import Progress
-from blr.compressor.bench.checks import WrongResult, relative_error
-from blr.compressor.bench.decode_arms import (
+from blr.bench.checks import WrongResult, relative_error
+from blr.bench.decode_arms import (
     HF,
     INT8,
     ArmName,
@@ -28,8 +25,8 @@ from blr.compressor.bench.decode_arms import (
     parse_arm,
     reference_logits,
 )
-from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
-from blr.compressor.bench.models import (
+from blr.bench.harness import Arm, Case, Checked, Harness, free_models
+from blr.bench.models import (
     OWN,
     BenchModel,
     Models,
@@ -38,9 +35,12 @@ from blr.compressor.bench.models import (
     prompt,
     weight_bytes,
 )
-from blr.compressor.bench.options import DecodeOptions
-from blr.compressor.bench.results import BenchReport, DecodeRow, decode_text
-from blr.compressor.bench.timing import CudaSampler, Rotation, spread, wall_ms
+from blr.bench.options import DecodeOptions
+from blr.bench.results import BenchReport, DecodeRow, decode_text
+from blr.bench.timing import CudaSampler, Rotation, spread, wall_ms
+from blr.compressor.base.device import float_dtype, pick_device
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.progress import Progress
 from blr.compressor.runtime.failures import FORMER, MODES, OPS
 
 BASELINE = f"{HF}-dense"

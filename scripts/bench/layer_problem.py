@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.base.quoting import named_line
-from blr.compressor.bench.checks import (
+from blr.bench.checks import (
     Expected,
     Precision,
     WrongResult,
@@ -26,10 +25,11 @@ from blr.compressor.bench.checks import (
     poisoned,
     within,
 )
-from blr.compressor.bench.harness import Arm, Checked
-from blr.compressor.bench.results import LayerRow
-from blr.compressor.bench.shapes import LayerShape
-from blr.compressor.bench.timing import Call, CpuSampler, CudaSampler, Rotation
+from blr.bench.harness import Arm, Checked
+from blr.bench.results import LayerRow
+from blr.bench.shapes import LayerShape
+from blr.bench.timing import Call, CpuSampler, CudaSampler, Rotation
+from blr.compressor.base.quoting import named_line
 from blr.compressor.modeling.float8 import prepared, structure_of
 from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures.laid import laid_rank, laid_shape
