@@ -67,7 +67,7 @@ def finish(report: BenchReport, code: int, output: Path | None, format: Format) 
     if format is Format.json:
         print(json.dumps(report.to_dict()))
     else:
-        print(report.text(report))
+        print(report.text())
         print(json.dumps(report.to_dict(rows=False)))
     if report.stopped:
         print(f"blr: stopped: {report.stopped}; results are of the cases before", file=sys.stderr)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from blr.bench.harness import Arm, Case
-from blr.bench.layer_problem import KernelTimer, LayerProblem, our_layout, problem_of
-from blr.bench.results import WRONG, LayerRow, versions
+from blr.bench.layer_problem import KernelTimer, LayerProblem, LayerRow, our_layout, problem_of
+from blr.bench.results import WRONG, versions
 from blr.bench.shapes import LayerShape, specs_for
 from blr.bench.tuning_float8 import float8_candidates, layer_cases, product_cases
 from blr.bench.tuning_rules import Candidate, Measured, TunedPoint, merged, rules_of

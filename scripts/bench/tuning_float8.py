@@ -18,12 +18,12 @@ from blr.bench.layer_problem import FLOAT8_LIMIT as ROUGH
 from blr.bench.layer_problem import (
     KernelTimer,
     LayerProblem,
+    LayerRow,
     dequantizing_call,
     gaussian,
     problem_of,
     rounding_call,
 )
-from blr.bench.results import LayerRow
 from blr.bench.shapes import LayerShape, specs_for
 from blr.bench.timing import Call, Rotation
 from blr.bench.tuning_rules import Measured

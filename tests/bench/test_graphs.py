@@ -12,8 +12,8 @@ from torch import Tensor
 
 from blr.bench.checks import PRECISIONS, expect
 from blr.bench.harness import Arm, Case, Harness
-from blr.bench.layer_problem import KernelTimer
-from blr.bench.results import BenchReport, LayerRow
+from blr.bench.layer_problem import KernelTimer, LayerRow
+from blr.bench.results import BenchReport
 from blr.bench.timing import Rotation
 from blr.compressor.base.progress import Progress
 

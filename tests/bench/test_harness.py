@@ -12,9 +12,9 @@ from torch import Tensor
 from blr.bench import layer_problem
 from blr.bench.checks import PRECISIONS, Precision
 from blr.bench.harness import Arm, Case, Checked, Harness
-from blr.bench.layer_problem import KernelTimer, our_variant, problem_of
-from blr.bench.layers import LayerCases, compare, layers_summary
-from blr.bench.results import BenchReport, LayerRow
+from blr.bench.layer_problem import KernelTimer, LayerRow, our_variant, problem_of
+from blr.bench.layers import LayerCases, compare
+from blr.bench.results import BenchReport
 from blr.bench.shapes import find_layers, specs_for
 from blr.compressor.base.progress import Progress
 from blr.compressor.structures.specs import BlastSpec, KroneckerSpec
@@ -88,7 +88,7 @@ def test_a_right_arm_has_everything() -> None:
     assert 0 < row.low <= row.ms <= row.high
     assert row.speedup == dense.ms / row.ms
     assert row.rel_error < FLOAT32.gate
-    found = layers_summary(rows)
+    found = LayerRow.summary(rows)
     assert found["speedup_over_dense"]["svd"]["other"]["2"] == pytest.approx(row.speedup, abs=1e-4)
     assert set(found["ours_over"]["svd"]) == {"plain", "other"}
 
