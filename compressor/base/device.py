@@ -106,25 +106,20 @@ def installed_card() -> Card | None:
     if driver.nvmlInit_v2():
         return None
     try:
-        return _described(driver, first)
+        handle, memory = ctypes.c_void_p(), _Memory()
+        name = ctypes.create_string_buffer(LONGEST)
+        find: Callable[..., int] = driver.nvmlDeviceGetHandleByUUID
+        known: int | bytes = first.encode()
+        if first.isdecimal():
+            find, known = driver.nvmlDeviceGetHandleByIndex_v2, int(first)
+        failed = (
+            find(known, ctypes.byref(handle))
+            or driver.nvmlDeviceGetName(handle, name, LONGEST)
+            or driver.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+        )
+        return None if failed else Card(name.value.decode(errors="replace"), memory.total)
     finally:
         driver.nvmlShutdown()
-
-
-def _described(driver: ctypes.CDLL, which: str) -> Card | None:
-    """The GPU of a number or of a UUID."""
-    handle, memory = ctypes.c_void_p(), _Memory()
-    name = ctypes.create_string_buffer(LONGEST)
-    find: Callable[..., int] = driver.nvmlDeviceGetHandleByUUID
-    known: int | bytes = which.encode()
-    if which.isdecimal():
-        find, known = driver.nvmlDeviceGetHandleByIndex_v2, int(which)
-    failed = (
-        find(known, ctypes.byref(handle))
-        or driver.nvmlDeviceGetName(handle, name, LONGEST)
-        or driver.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-    )
-    return None if failed else Card(name.value.decode(errors="replace"), memory.total)
 
 
 @contextmanager

@@ -56,22 +56,18 @@ def settle(scratch: Path, path: Path, new: bool = False) -> None:
     finally:
         os.close(descriptor)
     if new:
-        _settle_new(scratch, path)
+        try:
+            os.link(scratch, path)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+            os.rename(scratch, path)
+        else:
+            os.unlink(scratch)
     else:
         os.rename(scratch, path)
-
-
-def _settle_new(scratch: Path, path: Path) -> None:
-    try:
-        os.link(scratch, path)
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-        os.rename(scratch, path)
-    else:
-        os.unlink(scratch)
 
 
 def write_stream(path: Path, chunks: Iterable[Bytes], new: bool = False) -> tuple[int, str]:

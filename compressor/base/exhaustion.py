@@ -123,7 +123,12 @@ def storage_errors(
         code = _number(error, own or folder)
         if code is None:
             raise
-        raise _translated(code, folder, needed, resumes()) from error
+        kind, remedy = _WRITING.get(code, _OTHER)
+        if code in FULL:
+            room = f"about {needed} bytes there" if needed else "more room"
+            remedy = f"the run needs {room}: free or enlarge the disk, then {AGAIN}"
+        goes_on = ", it resumes" if resumes() and remedy.endswith(AGAIN) else ""
+        raise kind(f"{folder}: {_said(code)}; {remedy}{goes_on}") from error
 
 
 def shortage(error: OSError, place: object) -> CapabilityError | None:
@@ -162,15 +167,6 @@ def _number(error: Exception, own: Path) -> int | None:
         return None if isinstance(error, BrokenPipeError) else error.errno
     place, own = os.path.abspath(os.fsdecode(error.filename)), Path(os.path.abspath(own))
     return error.errno if place.startswith(str(own)) or place == str(own.parent) else None
-
-
-def _translated(code: int, folder: Path, needed: int | None, resumes: bool) -> BlrError:
-    kind, remedy = _WRITING.get(code, _OTHER)
-    if code in FULL:
-        room = f"about {needed} bytes there" if needed else "more room"
-        remedy = f"the run needs {room}: free or enlarge the disk, then {AGAIN}"
-    goes_on = ", it resumes" if resumes and remedy.endswith(AGAIN) else ""
-    return kind(f"{folder}: {_said(code)}; {remedy}{goes_on}")
 
 
 def _said(code: int) -> str:

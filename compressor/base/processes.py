@@ -55,7 +55,9 @@ class Processes:
                     f"device {asked!r} for {self.count} processes; give --device cuda "
                     "and name the GPUs in CUDA_VISIBLE_DEVICES"
                 )
-            self._take_gpu()
+            there = torch.cuda.device_count()
+            self.device = torch.device("cuda", environment.local_rank() % there)
+            torch.cuda.set_device(self.device)
             backend = "cpu:gloo,cuda:nccl"  # the latter joins with its first message
         meeting = os.environ.get(environment.MEETING)
         if not meeting and "MASTER_ADDR" not in os.environ:
@@ -71,31 +73,18 @@ class Processes:
             size: dict[str, Any] = {"rank": self.rank, "world_size": self.count, "timeout": PATIENCE}
             dist.init_process_group(backend, init_method=method, store=store, **size)
             self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._check_alike()
-        if self.device.type == "cuda":
-            self._find_wire()
-
-    def _take_gpu(self) -> None:
-        there = torch.cuda.device_count()
-        self.device = torch.device("cuda", environment.local_rank() % there)
-        torch.cuda.set_device(self.device)
-
-    def _find_wire(self) -> None:
-        """Messages start from GPUs where each process has one of its own: also where a launcher shows
-        each process no other."""
-        gpus = self.gather(_card(self.device))
-        if len(set(gpus)) == len(gpus):
-            self.wire = self.device
-        else:
-            self.notes.append(f"{len(gpus)} processes share {len(set(gpus))} GPUs")
-
-    def _check_alike(self) -> None:
         kinds = sorted(set(self.gather(_kind(self.device))))
         if len(kinds) > 1:
             raise CapabilityError(
                 f"processes on devices of several kinds ({', '.join(kinds)}), whose results differ; "
                 "run on those of one kind"
             )
+        if self.device.type == "cuda":
+            gpus = self.gather(_card(self.device))
+            if len(set(gpus)) == len(gpus):
+                self.wire = self.device
+            else:
+                self.notes.append(f"{len(gpus)} processes share {len(set(gpus))} GPUs")
 
     @property
     def first(self) -> bool:

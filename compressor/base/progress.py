@@ -7,12 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from blr.compressor.base.quoting import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 # Steps of a run, by what their bars say
 READING, OWN, MEASURING, FITTING = "reading", "writing own text", "measuring sensitivity", "factorizing"
@@ -217,6 +213,7 @@ class TerminalBar:
     """A bar on standard error over a piece of work, which becomes red if that fails."""
 
     def __init__(self, what: str, pace: Pace) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bars
         from rich.table import Column
@@ -230,7 +227,7 @@ class TerminalBar:
             for field, n in widths.items()
         )
         label = TextColumn(what, table_column=Column(min_width=len(what), no_wrap=True))
-        self.bars = Bars(label, self.bar, count, clock, left, name, console=_console())
+        self.bars = Bars(label, self.bar, count, clock, left, name, console=Console(stderr=True))
         self.task = self.bars.add_task("", total=1.0, count="", pace=pace)
         self.bars.update(self.task, completed=pace.done)
 
@@ -246,12 +243,6 @@ class TerminalBar:
     def fail(self) -> None:
         """The work has ended in an error."""
         self.bar.complete_style = self.bar.finished_style = "red"
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True)
 
 
 def duration(seconds: float) -> str:

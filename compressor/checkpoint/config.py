@@ -86,7 +86,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if depth(config) > MAX_DEPTH:
         refuse(path, f"over {MAX_DEPTH} nested levels", "a plain model config", REMEDY)
     if library_of(config) is DIFFUSERS:
-        _check_diffusion(config, path)
+        kind, size = config[DIFFUSERS.kind], config.get("sample_size")
+        if type(kind) is not str or not _CLASS.fullmatch(kind):
+            refuse(path, f"_class_name {quote(kind)}", "the name of one model class", REMEDY)
+        if type(size) is int and size > MAX_LATENT:
+            refuse(path, f"sample_size {size}", f"at most {MAX_LATENT}", REMEDY)
     else:
         _check_names(config, path)
     _check_implementations(config, path)
@@ -129,15 +133,6 @@ def _check_names(config: dict[str, Any], path: Path) -> None:
     are_names = type(names) is list and all(type(n) is str and n.isidentifier() for n in names)
     if names is not None and not are_names:
         refuse(path, f"architectures {quote(names)}", "a list of names of model classes", REMEDY)
-
-
-def _check_diffusion(config: dict[str, Any], path: Path) -> None:
-    """As `_check_names`; tables of positions are made for all of an image when a model is built."""
-    kind, size = config[DIFFUSERS.kind], config.get("sample_size")
-    if type(kind) is not str or not _CLASS.fullmatch(kind):
-        refuse(path, f"_class_name {quote(kind)}", "the name of one model class", REMEDY)
-    if type(size) is int and size > MAX_LATENT:
-        refuse(path, f"sample_size {size}", f"at most {MAX_LATENT}", REMEDY)
 
 
 def _check_implementations(config: dict[str, Any], path: Path) -> None:

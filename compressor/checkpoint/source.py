@@ -167,7 +167,16 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
         used = {path.name for path in folder.glob("*.bin")}
     extras = find_extras(folder, used)
     if extras.pickled and allow_pickle and scratch is not None:
-        extras = _unpickle_modules(folder, extras, scratch)
+        made = {}
+        for number, name in enumerate(extras.pickled[:10]):
+            module = name.partition("/")[0]
+            converted = convert_pickle(folder / module, scratch / f"module-{number}")
+            files = sorted(converted.glob("*.safetensors"))
+            if len(files) != 1:
+                refuse(folder / name, f"weights of {len(files)} files", "a small module", "convert them")
+            made[f"{module}/{MODULE_WEIGHTS}"] = files[0]
+        left = tuple(name for name in extras.left if name not in extras.pickled[:10])
+        extras = Extras(dict(sorted({**extras.carried, **made}.items())), left, extras.pickled[10:])
     return Source(folder, config, entries, tuple(shards), extras, _stamps=stamps)
 
 
@@ -201,20 +210,6 @@ def _unpickle(folder: Path, names: Library, allow_pickle: bool, scratch: Path | 
     if scratch is None:
         raise ValueError("allow_pickle needs a scratch folder")
     return convert_pickle(folder, scratch, names)
-
-
-def _unpickle_modules(folder: Path, extras: Extras, scratch: Path) -> Extras:
-    """`extras` with the pickled weights of modules converted into `scratch`."""
-    made = {}
-    for number, name in enumerate(extras.pickled[:10]):
-        module = name.partition("/")[0]
-        converted = convert_pickle(folder / module, scratch / f"module-{number}")
-        files = sorted(converted.glob("*.safetensors"))
-        if len(files) != 1:
-            refuse(folder / name, f"weights of {len(files)} files", "a small module", "convert them")
-        made[f"{module}/{MODULE_WEIGHTS}"] = files[0]
-    left = tuple(name for name in extras.left if name not in extras.pickled[:10])
-    return Extras(dict(sorted({**extras.carried, **made}.items())), left, extras.pickled[10:])
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int, int]:

@@ -47,7 +47,8 @@ def started(gpus: int | None, running: Running) -> Iterator[None]:
     try:
         yield
     except LostProcess:
-        crew.explain()
+        for watcher in crew.watchers:
+            watcher.join(LEAVING / crew.count)
         raise
     finally:
         crew.dismiss()
@@ -77,11 +78,6 @@ class Crew:
         ]
         for watcher in self.watchers:
             watcher.start()
-
-    def explain(self) -> None:
-        """Give the reason time to be noticed why a process does not answer; that ends this one."""
-        for watcher in self.watchers:
-            watcher.join(LEAVING / self.count)
 
     def dismiss(self) -> None:
         """End what is left of the others; their failures do not matter any more."""

@@ -108,17 +108,13 @@ os.register_at_fork(before=_hold, after_in_parent=_go_on, after_in_child=_forget
 def _watch(reader: int, running: Running) -> None:
     while (taken := os.read(reader, 1)) != DONE:
         if taken[0] in SIGNALS:
-            _stop(taken[0], running)
-
-
-def _stop(number: int, running: Running) -> None:
-    """End the process at once, whatever else happens."""
-    if not environment.is_first():
-        os._exit(128 + number)
-    left = state_of(running)
-    again = "resume with" if running.resumes and left != NOTHING else "start again with"
-    message = f"stopped by {signal.Signals(number).name}; {left}"
-    leave_at_once(f"{message}; {again}: {resume_command(sys.argv)}", 128 + number)
+            number = taken[0]
+            if not environment.is_first():
+                os._exit(128 + number)
+            left = state_of(running)
+            again = "resume with" if running.resumes and left != NOTHING else "start again with"
+            message = f"stopped by {signal.Signals(number).name}; {left}"
+            leave_at_once(f"{message}; {again}: {resume_command(sys.argv)}", 128 + number)
 
 
 def leave_at_once(message: str, code: int) -> None:

@@ -151,19 +151,16 @@ class CompressRun(FolderRun):
     def prepare(self, first: bool) -> None:
         """Say what is there already, and check that the output will load and can be healed."""
         if first:
-            self._check_output()
+            from blr.compressor.base.device import pick_device
+            from blr.compressor.loading.sidecar_files import check_carried
+
+            if kept := self.workspace.journal.count(is_layer):
+                self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
+            device = pick_device(self.settings.device).type
+            self.progress.expect(*steps_of(self.settings, self.recipe, device))
+            self.door.check_fits(self.source, self.plan)
+            check_carried(self.source, self.door.config(self.source.config, self.plan))
         self.healing = Healing(self.source, self.settings) if self.settings.heal else None
-
-    def _check_output(self) -> None:
-        from blr.compressor.base.device import pick_device
-        from blr.compressor.loading.sidecar_files import check_carried
-
-        if kept := self.workspace.journal.count(is_layer):
-            self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
-        device = pick_device(self.settings.device).type
-        self.progress.expect(*steps_of(self.settings, self.recipe, device))
-        self.door.check_fits(self.source, self.plan)
-        check_carried(self.source, self.door.config(self.source.config, self.plan))
 
     def produce(self, read: str, check: OutputCheck | None = None) -> None:
         """As of every run; with a healing, of a compressed checkpoint that is kept beside its states."""
@@ -202,7 +199,13 @@ class CompressRun(FolderRun):
         from blr.compressor.output.files import FolderContents, slots_of, small_files
 
         records = {module: record for module, (_, record) in fitted.results.items()}
-        self.made = self._account(records)
+        recipe = canonical_json(self.recipe.model_dump())
+        self.made = {
+            "source": {"name": self.settings.source_name, "revision": self.settings.revision},
+            "recipe_sha256": hashlib.sha256(recipe).hexdigest(),
+            "fallbacks": [f"{name}: {note}" for name in records for note in records[name]["notes"]],
+            "run": self.workspace.fingerprint,
+        }
         slots = slots_of(source, self.plan, fitted.results, fitted.norms)
         return FolderContents(
             assign_shards(slots, self.settings.max_shard_size, source.library),
@@ -263,21 +266,14 @@ class CompressRun(FolderRun):
         remedy = "repair the checkpoint or --exclude the layer"
         return scan_source(self.source, replaced, remedy, self.progress).digest
 
-    def _account(self, records: dict[str, Any]) -> dict[str, Any]:
-        recipe = canonical_json(self.recipe.model_dump())
-        return {
-            "source": {"name": self.settings.source_name, "revision": self.settings.revision},
-            "recipe_sha256": hashlib.sha256(recipe).hexdigest(),
-            "fallbacks": [f"{name}: {note}" for name in records for note in records[name]["notes"]],
-            "run": self.workspace.fingerprint,
-        }
-
     def summary(self, seconds: float) -> Summary:
         source, output, records = self.source, self.workspace.output, read_records(self.workspace.output)
         plan = as_recorded(self.plan, records)
         before = sum(entry.parameters for entry in source.entries.values())
         bytes_before = sum(entry.nbytes for entry in source.entries.values())
         bytes_after = sum(tensor_bytes(path) for path in output.glob("*.safetensors"))
+        spent = self.progress.spent
+        rest = {"libraries and the rest": max(seconds - sum(spent.values()), 0.0)}
         return Summary(
             output=str(output),
             method=self.recipe.method,
@@ -295,14 +291,9 @@ class CompressRun(FolderRun):
             errors=by_type(records, "error"),
             output_errors=by_type(records, "weighted_error"),
             seconds=seconds,
-            spent=self._spent(seconds),
+            spent={what: round(time, 1) for what, time in (spent | rest).items()},
             check=self.checked,
             healed=asdict(self.healed) if self.healed is not None else None,
             notes=plan.notes,
             advice=advice(plan, source, bool(self.settings.calibration or self.settings.heal)),
         )
-
-    def _spent(self, seconds: float) -> dict[str, float]:
-        spent = self.progress.spent
-        rest = {"libraries and the rest": max(seconds - sum(spent.values()), 0.0)}
-        return {what: round(time, 1) for what, time in (spent | rest).items()}

@@ -55,7 +55,12 @@ def evaluate_folder(folder: Path, asked: EvalSettings, progress: Progress) -> di
     """What `asked` says of the model, JSON-ready; what is read is checked before the model."""
     pairs = read_pairs(asked.sts) if asked.sts else []
     if asked.sts:
-        check_embeds(folder)
+        name = str((read_config(folder).get("architectures") or [""])[0])
+        if name.endswith(("ForCausalLM", "LMHeadModel")) and not (folder / MODULES).exists():
+            raise CapabilityError(
+                f"{folder}: {name} continues text; expected an encoder of sentences for --sts; "
+                "take --text"
+            )
     data, trust = [*asked.text, *filter(None, [asked.sts])], asked.trust_remote_code
     tokenizer = load_tokenizer(folder, trust=trust, text=read_start(data[0]) if data else "")
     part = asked.max_tokens, asked.skip_tokens or 0
@@ -172,15 +177,6 @@ def _losses(model: Any, rows: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none"
     ).view(len(rows), -1)
-
-
-def check_embeds(folder: Path) -> None:
-    """Raise CapabilityError for a model that continues text and says of no embedding how to make it."""
-    name = str((read_config(folder).get("architectures") or [""])[0])
-    if name.endswith(("ForCausalLM", "LMHeadModel")) and not (folder / MODULES).exists():
-        raise CapabilityError(
-            f"{folder}: {name} continues text; expected an encoder of sentences for --sts; take --text"
-        )
 
 
 @torch.inference_mode()

@@ -163,7 +163,15 @@ def check_profile(device: str) -> None:
 
 def profile(model: Any, tokenizer: Any, prompt: str, steps: int = 20) -> Profile:
     """Time the stages of the tokens behind `prompt`. Raises CapabilityError."""
-    decoder = _decoder(model)
+    settings = export_settings(model.config)
+    found = obstacle(model.device) or supports(model)
+    if settings is not None and found is None:
+        found = held_decoder(model, settings)
+    if isinstance(found, str):
+        raise CapabilityError(f"no fused runtime for this model: {found}; leave --profile out")
+    decoder = found or Decoder(
+        model, batch=1, context=min(context_of(model.config.to_dict()), MAX_CONTEXT)
+    )
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     try:
         decoder.prefill(ids.to(model.device))
@@ -190,17 +198,6 @@ def copy_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / average(lambda: target.copy_(source), repeats, device)
-
-
-def _decoder(model: Any) -> Any:
-    """The decoder that an export generates with, one for a single sequence for any other model."""
-    settings = export_settings(model.config)
-    found = obstacle(model.device) or supports(model)
-    if settings is not None and found is None:
-        found = held_decoder(model, settings)
-    if isinstance(found, str):
-        raise CapabilityError(f"no fused runtime for this model: {found}; leave --profile out")
-    return found or Decoder(model, batch=1, context=min(context_of(model.config.to_dict()), MAX_CONTEXT))
 
 
 def _streams(model: Any, sampling: Sampling) -> bool:

@@ -210,8 +210,14 @@ class HealRun(FolderRun):
         name = self.options.track if self.processes.first else None
         tracking = Tracking(name or "", self.workspace.output.name, self.progress)
 
-        def tell(line: dict[str, object]) -> None:
-            self._tell(line)
+        def tell(line: dict[str, Any]) -> None:
+            from blr.compressor.healing.teacher import first_loss
+
+            if self.doubted and line["step"] == 0:
+                self.progress.notes(first_loss(line["held"], self.teacher.source.config))
+            if self.processes.first:
+                with open(self.workspace.partial / METRICS, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
             tracking.log(line)
 
         try:
@@ -242,16 +248,6 @@ class HealRun(FolderRun):
 
     def _parameters(self) -> int:
         return sum(entry.parameters for entry in self.teacher.source.entries.values())
-
-    def _tell(self, line: dict[str, Any]) -> None:
-        """Append to metrics.jsonl in the partial folder, for whoever watches."""
-        from blr.compressor.healing.teacher import first_loss
-
-        if self.doubted and line["step"] == 0:
-            self.progress.notes(first_loss(line["held"], self.teacher.source.config))
-        if self.processes.first:
-            with open(self.workspace.partial / METRICS, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
 
     def _contents(self, pair: TrainedPair, data: Data, read: str) -> FolderContents:
         from blr.compressor.healing import output

@@ -86,7 +86,13 @@ def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
     shapes = ((spec.in_features, spec.out_features), *spec.shapes().values())
     if not all(type(size) is int and 0 < size < MAX_ELEMENTS for shape in shapes for size in shape):
         raise ValueError(f"layer {quote(name)} of sizes that are none")
-    _check_said(name, record)
+    kind, notes = record["type"], record["notes"]
+    for error in (record["error"], record.get("weighted_error")):
+        measured = isinstance(error, int | float) and type(error) is not bool and math.isfinite(error)
+        if type(kind) is not str or not (measured or error is None):
+            raise ValueError(f"layer {quote(name)} of type {quote(kind, 40)}, error {quote(error, 40)}")
+    if type(notes) is not list or not all(type(note) is str for note in notes):
+        raise ValueError(f"layer {quote(name)} with notes that are no texts")
     bits = record.get("bits", spec.stored_bits(width) / spec.dense_parameters)
     if type(bits) not in (int, float) or not 0 < bits < MOST_BITS:
         raise ValueError(f"layer {quote(name)} of {quote(bits, 40)} bits a weight")
@@ -104,16 +110,6 @@ def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
         "error": record["error"],
         "notes": record["notes"],
     }
-
-
-def _check_said(name: str, record: dict[str, object]) -> None:
-    kind, notes = record["type"], record["notes"]
-    for error in (record["error"], record.get("weighted_error")):
-        measured = isinstance(error, int | float) and type(error) is not bool and math.isfinite(error)
-        if type(kind) is not str or not (measured or error is None):
-            raise ValueError(f"layer {quote(name)} of type {quote(kind, 40)}, error {quote(error, 40)}")
-    if type(notes) is not list or not all(type(note) is str for note in notes):
-        raise ValueError(f"layer {quote(name)} with notes that are no texts")
 
 
 def inspect_text(result: dict[str, Any]) -> str:

@@ -196,20 +196,15 @@ def _index(repository: str, path: Path, folder: Path) -> list[dict[str, object]]
     from huggingface_hub.repocard_data import eval_results_to_model_index
 
     found = fitted(read_json(path, MAX_BYTES), Judged, path, MEASURE, MEASURED)
-    _check_judged(found, path, folder)
+    judged = found.checkpoint
+    if judged is not None and judged.digest != computing_digest(folder):
+        name = quote(str(judged.name), 120)
+        raise InputError(f"{path}: figures of {name}, expected those of {folder}; run blr eval on that")
     rows = list(_measured(found))
     if not rows:
         refuse(path, "no metrics", MEASURED, MEASURE)
     results = [EvalResult(kind, data, data, metric, value) for kind, data, metric, value in rows]
     return eval_results_to_model_index(repository.partition("/")[2], results)
-
-
-def _check_judged(found: Judged, path: Path, folder: Path) -> None:
-    """Raise InputError for figures of another model, where they say of which they are."""
-    judged = found.checkpoint
-    if judged is not None and judged.digest != computing_digest(folder):
-        name = quote(str(judged.name), 120)
-        raise InputError(f"{path}: figures of {name}, expected those of {folder}; run blr eval on that")
 
 
 def _measured(found: Judged) -> Iterator[tuple[str, str, str, float]]:

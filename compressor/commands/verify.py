@@ -18,7 +18,29 @@ def verify_output(folder: Path) -> dict[str, object]:
     check_is_output(folder, "one that blr wrote")
     saved = None if os.path.lexists(folder / MANIFEST) else _saved(folder)
     if saved is not None:
-        return {"output": str(folder), "files": _check_saved(folder), "ok": True, "saved": saved}
+        from blr.compressor.checkpoint.source import open_source
+        from blr.compressor.exporting.origin import native_config
+        from blr.compressor.loading.native import native_class, native_errors
+        from blr.compressor.modeling.models import model_class
+        from blr.compressor.output.files import misfits
+
+        source = open_source(folder)
+        native = replace(source, config=native_config(source))
+        native_class(native)
+        with native_errors(native):
+            found = misfits(model_class(source.config["architectures"][0]), folder)
+        named = {f"{name.partition('.')[0]}.py" for name in source.config.get("auto_map", {}).values()}
+        found = found or ", ".join(sorted(name for name in named if not (folder / name).is_file()))
+        if found:
+            raise VerifyError(
+                f"{folder}: {found} missing or not as its configuration says; save it again"
+            )
+        return {
+            "output": str(folder),
+            "files": sum(path.is_file() for path in folder.rglob("*")),
+            "ok": True,
+            "saved": saved,
+        }
     return {"output": str(folder), "files": verify_manifest(folder), "ok": True}
 
 
@@ -39,23 +61,3 @@ def _saved(folder: Path) -> str | None:
         return saved_by(read_json(path, MAX_BYTES))
     except (InputError, KeyError, TypeError):
         return None
-
-
-def _check_saved(folder: Path) -> int:
-    """Check headers, the tensors against the model, and that the code it names is there."""
-    from blr.compressor.checkpoint.source import open_source
-    from blr.compressor.exporting.origin import native_config
-    from blr.compressor.loading.native import native_class, native_errors
-    from blr.compressor.modeling.models import model_class
-    from blr.compressor.output.files import misfits
-
-    source = open_source(folder)
-    native = replace(source, config=native_config(source))
-    native_class(native)
-    with native_errors(native):
-        found = misfits(model_class(source.config["architectures"][0]), folder)
-    named = {f"{name.partition('.')[0]}.py" for name in source.config.get("auto_map", {}).values()}
-    found = found or ", ".join(sorted(name for name in named if not (folder / name).is_file()))
-    if found:
-        raise VerifyError(f"{folder}: {found} missing or not as its configuration says; save it again")
-    return sum(path.is_file() for path in folder.rglob("*"))

@@ -42,7 +42,8 @@ def run_tasks(model: Any, tokenizer: Any, asked: Asked, batch: int = 8) -> Score
     """Score a causal model, `batch` requests at once. Raises CapabilityError: no lm_eval; InputError:
     unknown or broken tasks; HubError: no data."""
     check_installed()
-    _be_quiet()
+    os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
@@ -63,7 +64,17 @@ def run_tasks(model: Any, tokenizer: Any, asked: Asked, batch: int = 8) -> Score
         raise_exhausted(error)
         remedy = "check the task's file and data"
         raise InputError(f"{', '.join(names)}: {named_line(error)}; {remedy}") from error
-    return _scores(found, lm_eval.__version__)
+    tasks = {
+        task: {
+            key.removesuffix(",none").replace(",", "_"): float(value)
+            for key, value in row.items()
+            if isinstance(value, int | float) and "," in key and "_stderr" not in key
+        }
+        for task, row in found["results"].items()
+    }
+    samples = {task: int(n["effective"]) for task, n in (found.get("n-samples") or {}).items()}
+    shots = {task: int(n) for task, n in (found.get("n-shot") or {}).items()}
+    return Scores(tasks, samples, shots, lm_eval.__version__)
 
 
 def _manager(names: list[str], path: Path | None) -> object:
@@ -82,22 +93,3 @@ def _manager(names: list[str], path: Path | None) -> object:
         f"{quote(missing, 160)[1:-1]}: no such task; expected names of lm_eval (`lm_eval ls tasks`) "
         "or of files in --tasks-path"
     )
-
-
-def _scores(found: dict[str, Any], version: str) -> Scores:
-    tasks = {
-        task: {
-            key.removesuffix(",none").replace(",", "_"): float(value)
-            for key, value in row.items()
-            if isinstance(value, int | float) and "," in key and "_stderr" not in key
-        }
-        for task, row in found["results"].items()
-    }
-    samples = {task: int(n["effective"]) for task, n in (found.get("n-samples") or {}).items()}
-    shots = {task: int(n) for task, n in (found.get("n-shot") or {}).items()}
-    return Scores(tasks, samples, shots, version)
-
-
-def _be_quiet() -> None:
-    os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -109,7 +109,9 @@ class StructuredLoraModel(LoraModel):
         named = peft_config.target_modules
         if isinstance(named, str) and named.lower() == ALL:
             found: Any = _maybe_include_all_linear_layers(peft_config, model)
-            peft_config.target_modules = {*found.target_modules, *_outside_of_adapters(model, layers)}
+            around = {name for name, m in model.named_modules() if isinstance(m, StructuredLora)}
+            outer = {name for name in layers if name.removesuffix(".base_layer") not in around}
+            peft_config.target_modules = {*found.target_modules, *around, *outer}
 
     @staticmethod
     def _create_new_module(
@@ -125,12 +127,6 @@ class StructuredLoraModel(LoraModel):
         for module in self.model.modules():
             if isinstance(module, StructuredLora):
                 check_takes_products(module.get_base_layer())
-
-
-def _outside_of_adapters(model: nn.Module, layers: set[str]) -> set[str]:
-    """Names of layers and of adapters around them, not of the layers inside."""
-    around = {name for name, module in model.named_modules() if isinstance(module, StructuredLora)}
-    return around | {name for name in layers if name.removesuffix(".base_layer") not in around}
 
 
 def register() -> None:

@@ -186,16 +186,11 @@ class Share:
     size: int = 1
 
 
-def shapes_of(spec: Spec | None, shape: Shape) -> dict[str, Shape]:
-    """Factors of a layer and their shapes; those of a dense weight of `shape` [o, i] without a spec."""
-    return {"weight": shape} if spec is None else spec.shapes()
-
-
 def local_shapes(name: str, spec: Spec | None, shape: Shape, share: Share) -> dict[str, Shape]:
     """Shapes of the factors of a layer [o, i] that `share` holds. Raises CapabilityError for a
     structure that is not split, or blocks that the processes do not divide."""
     found = {}
-    for factor, whole in shapes_of(spec, shape).items():
+    for factor, whole in ({"weight": shape} if spec is None else spec.shapes()).items():
         axis = _axis(name, spec, factor, share)
         if axis is not None and (whole[axis] % share.size or _blocks(spec) % share.size):
             raise CapabilityError(

@@ -147,13 +147,9 @@ def load_weights(layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterable[
             layer.weight_loader(layer.bias, *given)
             yield name
         else:
-            index = _index(shard)
+            index = "qkv".index(shard) if isinstance(shard, str) else shard or 0
             layer.parts[index].load(name, tensor)
             yield f"parts.{index}.{layer.parts[index].path(name)}"
-
-
-def _index(shard: str | int | None) -> int:
-    return "qkv".index(shard) if isinstance(shard, str) else shard or 0
 
 
 def _share(layer: Any, outputs: int, width: int) -> Share:

@@ -134,7 +134,12 @@ class Parts:
         """Read what belongs to no block, make the buffers, and tie weights that are not stored apart."""
         with native_errors(self.source), quiet_transformers():
             self.fill("")
-            self.make_buffers()
+            for key, buffer in list(self.model.named_non_persistent_buffers()):
+                owner, _, leaf = key.rpartition(".")
+                module = self.model.get_submodule(owner)
+                module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+                module._is_hf_initialized = False  # so that transformers fills it
+            self.model.initialize_weights()
             self.model.tie_weights(missing_keys=set(self.missing), recompute_mapping=False)
 
     def drop(self, part: str) -> None:
@@ -153,12 +158,3 @@ class Parts:
         found = {key: held[key] for key in self.keys[part] if held[key].device.type != "meta"}
         self.drop(part)
         return found
-
-    def make_buffers(self) -> None:
-        """Compute the buffers that no checkpoint stores."""
-        for key, buffer in list(self.model.named_non_persistent_buffers()):
-            owner, _, leaf = key.rpartition(".")
-            module = self.model.get_submodule(owner)
-            module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
-            module._is_hf_initialized = False  # so that transformers fills it
-        self.model.initialize_weights()

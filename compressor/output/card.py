@@ -103,7 +103,21 @@ def card_front(
 
 def write_front(front: dict[str, Any]) -> str:
     """The head of a card, fences and all."""
-    return f"{FENCE}{_yaml(front)}{FENCE}"
+    from ruamel.yaml import YAML
+    from ruamel.yaml.representer import SafeRepresenter
+
+    class Representer(SafeRepresenter):
+        """For readers of YAML 1.1 and 1.2 alike."""
+
+    Representer.add_representer(str, _text_node)
+    Representer.add_representer(float, _float_node)
+    out = StringIO()
+    yaml: Any = YAML(typ="safe", pure=True)
+    yaml.Representer = Representer
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    yaml.dump(front, out)
+    return f"{FENCE}{out.getvalue()}{FENCE}"
 
 
 def read_front(text: str, path: Path) -> tuple[dict[str, Any], str]:
@@ -131,24 +145,6 @@ def source_front(folder: Path) -> dict[str, Any]:
 
 def _texts(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())
-
-
-def _yaml(value: dict[str, Any]) -> str:
-    from ruamel.yaml import YAML
-    from ruamel.yaml.representer import SafeRepresenter
-
-    class Representer(SafeRepresenter):
-        """For readers of YAML 1.1 and 1.2 alike."""
-
-    Representer.add_representer(str, _text_node)
-    Representer.add_representer(float, _float_node)
-    out = StringIO()
-    yaml: Any = YAML(typ="safe", pure=True)
-    yaml.Representer = Representer
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False
-    yaml.dump(value, out)
-    return out.getvalue()
 
 
 def _text_node(representer: Any, text: str) -> Any:

@@ -99,7 +99,9 @@ class OutputCheck:
         self.loss = self.measure if isinstance(self.measure, Unmeasured) else None
         if self.trial is not None:
             self.distance, self.loss = self._run(self.trial, folder)
-        return written | write_loss(folder, None if self.loss is None else self.loss.facts)
+        facts = None if self.loss is None else self.loss.facts
+        files = _card(folder / CARD, facts) | _report(folder / REPORT, facts)
+        return written | {name: write_stream(folder / name, [data]) for name, data in files.items()}
 
     @property
     def facts(self) -> dict[str, Any] | None:
@@ -122,18 +124,6 @@ class OutputCheck:
             remedy = f"exclude the layer that this is about ({NO_CHECK})"
             expected = "expected it to as its source does"
             raise OutputError(f"{folder}: {found}, {expected}; {remedy}") from error
-
-
-def write_loss(folder: Path, facts: dict[str, Any] | None) -> Written:
-    """Rewrite card and report of a folder that is being written, as far as it has them.
-
-    Args:
-        facts: of `loss.Loss` or `loss.Unmeasured`; None for a model that continues no text.
-
-    Returns what was rewritten: size and SHA-256 by file.
-    """
-    files = _card(folder / CARD, facts) | _report(folder / REPORT, facts)
-    return {name: write_stream(folder / name, [data]) for name, data in files.items()}
 
 
 def _card(path: Path, facts: dict[str, Any] | None) -> dict[str, bytes]:

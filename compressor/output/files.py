@@ -62,20 +62,22 @@ def small_files(
         **carried_files(source),
         "config.json": json_file(config),
         LAYERS: json_file(records),
-        "recipe.yaml": _yaml(_written(recipe)),
+        "recipe.yaml": _recipe_file(recipe),
         CARD: model_card(source, recipe, plan, records, name, auto_name(config)).encode(),
         **report_files(plan, drawn, {**about, "calibration": facts.get("calibration")}),
         **code,
     }
 
 
-def _written(recipe: Recipe) -> dict[str, Any]:
-    """What a file of a recipe says: all but sizes that nobody gave and that sized nothing, some of which
-    would be refused when it is read."""
+def _recipe_file(recipe: Recipe) -> bytes:
+    """The recipe as YAML, without unused sizes by default: reading some of these would be refused."""
     said = recipe.model_dump(exclude_none=True)
     idle = set[str]() if recipe.sized_by_cf else {"cf"}
     idle |= set(PACED) if recipe.tokens_per_second is not None else set()
-    return {n: value for n, value in said.items() if n in recipe.model_fields_set or n not in idle}
+    kept = {n: value for n, value in said.items() if n in recipe.model_fields_set or n not in idle}
+    out = StringIO()
+    YAML(typ="safe").dump(kept, out)
+    return out.getvalue().encode()
 
 
 def carried_files(source: Source) -> dict[str, bytes | Path]:
@@ -168,12 +170,6 @@ def misfits(cls: Any, folder: Path | None, **options: Any) -> str:
 def json_file(value: Any) -> bytes:
     """What a JSON file of an output holds."""
     return json.dumps(value, indent=2).encode() + b"\n"
-
-
-def _yaml(value: dict[str, Any]) -> bytes:
-    out = StringIO()
-    YAML(typ="safe").dump(value, out)
-    return out.getvalue().encode()
 
 
 Written = dict[str, tuple[int, str]]  # file to its size and SHA-256

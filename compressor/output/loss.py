@@ -145,11 +145,6 @@ def _rows(tokens: Tensor, source: Source, beginning: Beginning) -> Tensor:
     return begun(tokens[: len(tokens) // room * room].view(-1, room), beginning).long()
 
 
-def writes(source: Source) -> bool:
-    """Whether the model is small enough to write text within minutes."""
-    return sum(entry.nbytes for entry in source.entries.values()) <= OWN_BYTES
-
-
 def own_text(model: Any, source: Source) -> Text:
     """What the model in `source` writes, in samples that begin as a text and go on from a plain token at
     random."""
@@ -289,7 +284,7 @@ def _hindrance(source: Source, text: Text | None) -> str:
         return "the weights stay on the hub, and every pass fetches them all; blr eval measures it"
     if most_tokens(source) == 0:
         return "the model is too large to be run on a CPU within minutes; blr eval measures it"
-    if text is None and not writes(source):
+    if text is None and sum(entry.nbytes for entry in source.entries.values()) > OWN_BYTES:
         return "no text was given, and the model is too large to write one within minutes"
     return ""
 
@@ -314,7 +309,8 @@ def _answers(model: Any, text: Text, dense: Tensor | None, where: object) -> Pre
         logs = run(model, {"input_ids": part})[:, idle:-1].log_softmax(-1)
         known = logs[: max(kept - n * rows, 0)]
         wanted = known if dense is None else dense[n * rows : n * rows + rows]
-        losses = _crossed(logs, wanted) if text.own else _of_text(logs, part[:, idle + 1 :])
+        losses = -logs.gather(-1, part[:, idle + 1 :, None])[..., 0]
+        losses = _crossed(logs, wanted) if text.own else losses
         kl = _crossed(logs[: len(wanted)], wanted) - _crossed(wanted, wanted)
         parts.append((losses, logs.argmax(-1), (known if dense is None else known[:0]).clone(), kl))
     found, best, logs, kl = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -325,11 +321,6 @@ def _answers(model: Any, text: Text, dense: Tensor | None, where: object) -> Pre
             f"or a lower --cf ({NO_CHECK})"
         )
     return Predictions(loss, best, logs, kl)
-
-
-def _of_text(logs: Tensor, tokens: Tensor) -> Tensor:
-    """Cross entropies [m, w] with the `tokens` [m, w] of the text."""
-    return -logs.gather(-1, tokens[..., None])[..., 0]
 
 
 def _crossed(logs: Tensor, expected: Tensor) -> Tensor:

@@ -63,8 +63,13 @@ summary{cursor:pointer;color:var(--faint);margin:.6em 0}
 def report_html(data: Mapping[str, Any]) -> str:
     """The page of what `report.report_data` gave."""
     name = str(data["facts"].get("name", "checkpoint"))
+    facts = data["facts"]
+    method = facts.get("method", "several methods")
+    how = "calibrated" if facts.get("calibration") else "from the weights alone, uncalibrated"
+    healed = ", then healed" if data.get("healing") else ""
+    shown = {k: v for k, v in data["facts"].items() if k not in ("name", "cf") and v is not None}
     sections = [
-        _said(data),
+        f'<p class="said">Method {escape(str(method))}, {how}{healed}.</p>',
         _tiles(data),
         _perplexity(data.get("loss")),
         _where(data),
@@ -73,19 +78,10 @@ def report_html(data: Mapping[str, Any]) -> str:
         _spectra(data),
         _plan(data),
         _notes(data),
-        _made(data),
+        f"<h2>How it was made</h2>{_facts([(k, _words(v)) for k, v in shown.items()])}",
     ]
     title = escape(f"{name}, compressed by blr")
     return PAGE.format(title=title, style=STYLE, body="\n".join(filter(None, sections)))
-
-
-def _said(data: Mapping[str, Any]) -> str:
-    """One sentence below the title."""
-    facts = data["facts"]
-    method = facts.get("method", "several methods")
-    how = "calibrated" if facts.get("calibration") else "from the weights alone, uncalibrated"
-    healed = ", then healed" if data.get("healing") else ""
-    return f'<p class="said">Method {escape(str(method))}, {how}{healed}.</p>'
 
 
 def _tiles(data: Mapping[str, Any]) -> str:
@@ -250,11 +246,6 @@ def _notes(data: Mapping[str, Any]) -> str:
     lines = [*data["notes"], *(f"{x['module']}: {note}" for x in data["layers"] for note in x["notes"])]
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     return f"<h2>Notes and fallbacks</h2><ul>{items}</ul>" if items else ""
-
-
-def _made(data: Mapping[str, Any]) -> str:
-    shown = {k: v for k, v in data["facts"].items() if k not in ("name", "cf") and v is not None}
-    return f"<h2>How it was made</h2>{_facts([(k, _words(v)) for k, v in shown.items()])}"
 
 
 def _facts(rows: Sequence[tuple[str, str]]) -> str:

@@ -18,7 +18,7 @@ from blr.compressor.checkpoint.header import read_header
 from blr.compressor.checkpoint.regular import read_json
 from blr.compressor.output.page import known, report_html
 from blr.compressor.planning.plan import Plan, PlannedLayer
-from blr.compressor.structures.specs import Spec, spec_from_dict
+from blr.compressor.structures.specs import spec_from_dict
 
 CURVE_POINTS = 256
 Records = Mapping[str, Mapping[str, Any]]
@@ -87,7 +87,7 @@ def _layer(planned: PlannedLayer, record: Mapping[str, Any]) -> dict[str, Any]:
         "structure": spec.structure,
         "shape": [spec.out_features, spec.in_features],
         "rank": spec.describe(),
-        "equal_rank": _round(rank_on_curve(spec)),
+        "equal_rank": _round(spec.parameters / (spec.in_features + spec.out_features)),
         "dense_parameters": spec.dense_parameters,
         "parameters": spec.parameters,
         "dense_bytes": planned.layer.entry.nbytes,
@@ -102,11 +102,6 @@ def _layer(planned: PlannedLayer, record: Mapping[str, Any]) -> dict[str, Any]:
     if record.get("curve"):
         found["curve"] = [_round(value) for value in record["curve"]]
     return found
-
-
-def rank_on_curve(spec: Spec) -> float:
-    """The rank whose low-rank factors would hold as many parameters, which is what curves are over."""
-    return spec.parameters / (spec.in_features + spec.out_features)
 
 
 def _type(kind: str, layers: Sequence[dict[str, Any]]) -> dict[str, Any]:

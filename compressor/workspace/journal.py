@@ -116,7 +116,9 @@ class Journal:
         scratch = scratch_for(path)
         try:
             save_file(tensors, scratch, metadata={METADATA_KEY: canonical_json(kept).decode()})
-            os.chmod(scratch, 0o666 & ~_umask())
+            current = os.umask(0)
+            os.umask(current)
+            os.chmod(scratch, 0o666 & ~current)
             settle(scratch, path)
         except BaseException:
             scratch.unlink(missing_ok=True)
@@ -142,12 +144,6 @@ def _seal(key: str, tensors: dict[str, list[Any]], record: dict[str, Any]) -> st
     """SHA-256 of all that a file of the journal says and of the name it goes by: neither a changed
     bit nor two files that changed their places pass."""
     return hashlib.sha256(canonical_json([key, tensors, record])).hexdigest()
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
 
 
 def headers_digest(source: Source) -> str:

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import NoneType
@@ -274,7 +273,12 @@ def check_listed(folder: Path, hashes: Hashes) -> None:
     SHA-256 of those that `hashes` says. Raises InputError naming the first file that differs."""
     listed = read_listed(folder)
     for name, expected in listed.items():
-        _check_outline(folder, name, expected)
+        path = inside(folder, name)
+        size = os.stat(path).st_size
+        if size != expected["size"]:
+            refuse(path, f"{size} bytes", f"{expected['size']} by {MANIFEST}", REMEDY)
+        if HEADER in expected and header_digest(path) != expected[HEADER]:
+            refuse(path, "another header", f"the one that {MANIFEST} lists", REMEDY)
     read = {
         n: e
         for n, e in listed.items()
@@ -314,15 +318,6 @@ class ShardDigests:
         for path, digest in self._open.items():
             for by, expected in self._expected(path).items():
                 _compare(path, digest.hexdigest(), expected, by)
-
-
-def _check_outline(folder: Path, name: str, expected: Mapping[str, Any]) -> None:
-    path = inside(folder, name)
-    size = os.stat(path).st_size
-    if size != expected["size"]:
-        refuse(path, f"{size} bytes", f"{expected['size']} by {MANIFEST}", REMEDY)
-    if HEADER in expected and header_digest(path) != expected[HEADER]:
-        refuse(path, "another header", f"the one that {MANIFEST} lists", REMEDY)
 
 
 def _sha256(path: Path) -> str:

@@ -243,7 +243,15 @@ def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = (
                 f"{quote(output, 160)[1:-1]}: a name that is no text in this locale; "
                 "choose another --output"
             )
-        _check_name(output)
+        if output.name.endswith(tuple(f".blr-{kind}" for kind in KINDS)):
+            raise OutputError(
+                f"{output}: a name kept for what lies beside an output; choose another --output"
+            )
+        if _here().is_relative_to(os.path.realpath(output)):
+            raise OutputError(
+                f"{output}: the current folder, or one around it; expected the name of a folder "
+                "to make: choose another --output"
+            )
         place = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())
         if not place.is_dir():
             raise OutputError(
@@ -288,18 +296,6 @@ def absolute(output: Path) -> Path:
         raise OutputError(
             "the current folder: it was removed; expected one that is there; change to another"
         ) from None
-
-
-def _check_name(output: Path) -> None:
-    if output.name.endswith(tuple(f".blr-{kind}" for kind in KINDS)):
-        raise OutputError(
-            f"{output}: a name kept for what lies beside an output; choose another --output"
-        )
-    if _here().is_relative_to(os.path.realpath(output)):
-        raise OutputError(
-            f"{output}: the current folder, or one around it; expected the name of a folder to make: "
-            "choose another --output"
-        )
 
 
 def _here() -> Path:

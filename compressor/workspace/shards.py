@@ -67,7 +67,10 @@ def write_shards(
         written[name] = write_stream(folder / name, _shard_bytes(slots, read))
     if len(shards) > 1:
         name = index_name(shards)
-        written[name] = write_stream(folder / name, [_index(shards)])
+        weight_map = {slot.name: name for name, slots in shards.items() for slot in slots}
+        total = sum(slot.origin.nbytes for slots in shards.values() for slot in slots)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        written[name] = write_stream(folder / name, [(json.dumps(index, indent=2).encode() + b"\n")])
     return written
 
 
@@ -92,13 +95,6 @@ def _header(slots: list[Slot]) -> bytes:
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _index(shards: Mapping[str, list[Slot]]) -> bytes:
-    weight_map = {slot.name: name for name, slots in shards.items() for slot in slots}
-    total = sum(slot.origin.nbytes for slots in shards.values() for slot in slots)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return json.dumps(index, indent=2).encode() + b"\n"
 
 
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -110,11 +110,18 @@ class Workspace:
         """
         self.fingerprint = ownership.canonical(fingerprint)
         if self._left is not None and self._holds_work():
-            self._check_fingerprint(self._left)
+            changed = changes(self._left, self.fingerprint)
+            if changed:
+                discard = "pass --restart to discard it" if self._is_marked() else "move it away"
+                raise OutputError(
+                    f"{self.partial}: left by a run with other settings ({'; '.join(changed)}); "
+                    f"run again with those, or {discard}"
+                )
         if self._is_marked() or not os.path.lexists(self.partial):
             self.claim()
             self.journal.folder.mkdir(exist_ok=True)
-            self._remove_scratch()
+            found = ownership.check_listed(self.partial, self._files)
+            ownership.delete(self.partial, {n: s for n, s in found.items() if ownership.is_scratch(n)})
 
     def finished(self, read: str) -> bool:
         """Whether an earlier run with this fingerprint was killed when all was written.
@@ -154,7 +161,17 @@ class Workspace:
         self._lock.begin_moving()  # from here on it is the lock that tells whose the folder is
         (self.partial / ownership.RUN_FILE).unlink(missing_ok=True)
         fsync_folder(self.partial)
-        self._move(replaces)
+        if replaces:
+            os.rename(self.output, self.retired)
+        try:
+            os.rename(self.partial, self.output)
+        except OSError:
+            if replaces:
+                os.rename(self.retired, self.output)
+            raise
+        fsync_folder(self.output.parent)
+        if replaces:
+            ownership.remove(self.retired, self._replaced)
         self._lock.done_moving()
 
     @contextmanager
@@ -171,20 +188,6 @@ class Workspace:
         """What an earlier run left of its work in the partial folder, in bytes."""
         return folder_bytes(self.partial) - folder_bytes(self.pickled)
 
-    def _move(self, replaces: bool) -> None:
-        """Put the partial folder in the place of the output, which goes only then."""
-        if replaces:
-            os.rename(self.output, self.retired)
-        try:
-            os.rename(self.partial, self.output)
-        except OSError:
-            if replaces:
-                os.rename(self.retired, self.output)
-            raise
-        fsync_folder(self.output.parent)
-        if replaces:
-            ownership.remove(self.retired, self._replaced)
-
     def _replaces(self) -> bool:
         return self.overwrite and self.output.is_dir() and any(self.output.iterdir())
 
@@ -199,11 +202,6 @@ class Workspace:
         for name in kept:
             if stat.S_ISDIR(found[name].st_mode):
                 fsync_folder(self.partial / name)
-
-    def _remove_scratch(self) -> None:
-        """Delete what killed runs were writing."""
-        found = ownership.check_listed(self.partial, self._files)
-        ownership.delete(self.partial, {n: s for n, s in found.items() if ownership.is_scratch(n)})
 
     def _is_result(self, folder: Path, read: str, verify: Verify) -> bool:
         """Whether `folder` holds what this run would produce, whole."""
@@ -243,20 +241,18 @@ class Workspace:
             self._left = marker["run"]
             ownership.check_listed(self.partial, self._files)
         elif (self.partial / MANIFEST).exists():
-            self._take_whole(read_manifest(self.partial))
+            manifest = read_manifest(self.partial)
+            self._files = {*manifest["files"], MANIFEST, ownership.RUN_FILE}
+            self._left = manifest.get("run") or {}
+            ownership.check_listed(self.partial, self._files)
+            if self._lock.moving:
+                self.claim()
+            elif self.restart:
+                ownership.in_the_way(self.partial, "a whole output, which --restart does not discard")
         elif ownership.is_unborn(self.partial) or (self._after_kill and not any(self.partial.iterdir())):
             ownership.remove(self.partial, {ownership.RUN_FILE})
         else:
             ownership.in_the_way(self.partial, "without the mark of blr")
-
-    def _take_whole(self, manifest: dict[str, Any]) -> None:
-        self._files = {*manifest["files"], MANIFEST, ownership.RUN_FILE}
-        self._left = manifest.get("run") or {}
-        ownership.check_listed(self.partial, self._files)
-        if self._lock.moving:
-            self.claim()
-        elif self.restart:
-            ownership.in_the_way(self.partial, "a whole output, which --restart does not discard")
 
     def _is_marked(self) -> bool:
         return os.path.lexists(self.partial / ownership.RUN_FILE)
@@ -264,12 +260,3 @@ class Workspace:
     def _holds_work(self) -> bool:
         """Whether there is anything to resume in the partial folder: a finished layer or all."""
         return (self.partial / MANIFEST).exists() or any(self.journal.folder.glob("*.safetensors"))
-
-    def _check_fingerprint(self, left: dict[str, Any]) -> None:
-        changed = changes(left, self.fingerprint)
-        if changed:
-            discard = "pass --restart to discard it" if self._is_marked() else "move it away"
-            raise OutputError(
-                f"{self.partial}: left by a run with other settings ({'; '.join(changed)}); "
-                f"run again with those, or {discard}"
-            )

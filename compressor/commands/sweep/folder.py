@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -150,7 +150,11 @@ class Folder:
         found = self._found()
         left = any(any((self.path / part).glob("*")) for part in ("points", OUTPUTS))
         if found and found.common != self.common and not restart and left:
-            self._differs(found.common)
+            raise OutputError(
+                f"{self.path}: a sweep with other settings "
+                f"({'; '.join(changes(found.common, self.common))}); run "
+                "again with those, choose another --output, or pass --restart to begin it anew"
+            )
         return found
 
     def _claim(self, restart: bool) -> None:
@@ -160,7 +164,9 @@ class Folder:
         for part in (*NOTES, OUTPUTS):
             if os.path.lexists(self.path / part):
                 ownership.check_folder(self.path / part)
-        self._check_page()
+        path = self.path / PAGE
+        if os.path.lexists(path) and not (_is_plain(path) and PAGE_MARK in read_start(path)):
+            ownership.in_the_way(path, OTHERS)
         if restart:
             self._clear(earlier)
         known = {} if restart else earlier.made
@@ -180,12 +186,6 @@ class Folder:
         output = self.output(name)
         if os.path.lexists(output) and (os.path.islink(output) or not self._is_own(name, digest)):
             ownership.in_the_way(output, OTHERS)
-
-    def _check_page(self) -> None:
-        """Raise OutputError for something else in the place of the page."""
-        path = self.path / PAGE
-        if os.path.lexists(path) and not (_is_plain(path) and PAGE_MARK in read_start(path)):
-            ownership.in_the_way(path, OTHERS)
 
     def _is_own(self, name: str, digest: str, common: dict[str, object] | None = None) -> bool:
         return is_made(self.output(name), digest, self.common if common is None else common)
@@ -237,12 +237,6 @@ class Folder:
         if (found := read_kept(self.path / RESULT, SweepNote, REMEDY)) is None:
             raise OutputError(f"{self.path}: not empty and no sweep of blr; choose another --output")
         return found
-
-    def _differs(self, found: dict[str, object]) -> NoReturn:
-        raise OutputError(
-            f"{self.path}: a sweep with other settings ({'; '.join(changes(found, self.common))}); run "
-            "again with those, choose another --output, or pass --restart to begin it anew"
-        )
 
     def record(self, name: str) -> Record | None:
         """What is known of a point that is done. Raises OutputError for another's record."""

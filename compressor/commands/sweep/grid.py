@@ -131,14 +131,9 @@ def _structured(grid: Grid) -> Iterator[Point]:
     for method, cf, kind in product(grid.methods, grid.cfs, grid.quantize):
         stored = () if kind == NONE else (("quantize", kind),)
         suffix = "" if kind == NONE else f"-{kind}"
-        form = _form(method)
+        plain = method.removesuffix(PIVOT)
+        form = (("method", plain), *((("pivot", True),) if plain != method else ()))
         yield Point(f"{method}-cf{cf:g}{suffix}", f"{method}{suffix}", (*form, ("cf", cf), *stored))
-
-
-def _form(method: str) -> tuple[tuple[str, object], ...]:
-    """``svd-pivot`` -> (("method", "svd"), ("pivot", True))."""
-    plain = method.removesuffix(PIVOT)
-    return (("method", plain), *((("pivot", True),) if plain != method else ()))
 
 
 def _corrected(grid: Grid) -> Iterator[Point]:

@@ -95,8 +95,19 @@ def page(result: dict[str, Any]) -> str:
         if len({point["speed"] for point in result["points"]} - {None}) > 1:  # else launches decide
             title = f"tokens a second on {result['gpu']}, predicted from rooflines, not measured"
             parts.append(chart(_series(result, colours, "speed", n), title, loss))
-    parts += [_commands(result, frontier=True), _rows(result), _commands(result, frontier=False)]
-    parts.append(_failed(result))
+    head, *rows = table_rows(result)
+    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    parts += [
+        _commands(result, frontier=True),
+        f"<h2>All points</h2><table><tr>{top}</tr>{body}</table>",
+        _commands(result, frontier=False),
+    ]
+    items = "".join(
+        f"<li>{escape(point['name'])}: {escape(point['why'])}</li>" for point in result["failed"]
+    )
+    parts.append(f"<h2>Failed</h2><ul>{items}</ul>" if items else "")
     title = escape(f"{result['model']}: bits against loss, swept by blr")
     return PAGE.format(title=title, style=STYLE + CODE, body="\n".join(filter(None, parts)))
 
@@ -132,21 +143,6 @@ def _commands(result: dict[str, Any], *, frontier: bool) -> str:
     ]
     said = "<h2>The frontier</h2><p>Points that no other beats in bits and in every text.</p>"
     return (said if frontier else "<h2>The others</h2>" * bool(parts)) + "".join(parts)
-
-
-def _rows(result: dict[str, Any]) -> str:
-    head, *rows = table_rows(result)
-    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
-    return f"<h2>All points</h2><table><tr>{top}</tr>{body}</table>"
-
-
-def _failed(result: dict[str, Any]) -> str:
-    items = "".join(
-        f"<li>{escape(point['name'])}: {escape(point['why'])}</li>" for point in result["failed"]
-    )
-    return f"<h2>Failed</h2><ul>{items}</ul>" if items else ""
 
 
 def table_rows(result: dict[str, Any]) -> list[Sequence[str]]:

@@ -78,31 +78,25 @@ def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict
     """What all points of a sweep have in common, and another run of it must have as well: models and
     texts by what they hold, whatever they are called."""
     from blr.compressor.base.device import pick_device
+    from blr.compressor.loading.load import load_tokenizer
+    from blr.compressor.text.reading import beginning_of
     from blr.compressor.workspace.scan import scan_source
 
     calibration, remedy = settings.calibration, "repair the checkpoint, or take another"
     texts, device = _digests(settings.texts), pick_device(settings.device)
     floats = {entry.name for entry in source.entries.values() if entry.is_float}
+    beginning = beginning_of(load_tokenizer(source.folder))
     return {
         "headers": headers_digest(source),
         "weights": scan_source(source, floats, remedy, progress).digest,
         "settings": settings.common,
         "calibration": None if calibration is None else calibration_digest(calibration),
         "texts": {str(number): digest for number, digest in enumerate(texts, 1)},
-        **_begun(source),
+        **({"beginning": list(beginning)} if beginning else {}),  # losses without it are others
         "evaluate": list(settings.evaluate),
         "device": device.type,
         "version": __version__,
     }
-
-
-def _begun(source: Source) -> dict[str, object]:
-    """What the tokenizer puts before every text, if anything: losses without it are others."""
-    from blr.compressor.loading.load import load_tokenizer
-    from blr.compressor.text.reading import beginning_of
-
-    beginning = beginning_of(load_tokenizer(source.folder))
-    return {"beginning": list(beginning)} if beginning else {}
 
 
 def _digests(texts: Sequence[Path]) -> list[str]:
