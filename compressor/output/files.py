@@ -62,22 +62,25 @@ def small_files(
         **carried_files(source),
         "config.json": json_file(config),
         LAYERS: json_file(records),
-        "recipe.yaml": _recipe_file(recipe),
+        "recipe.yaml": _yaml(_written(recipe)),
         CARD: model_card(source, recipe, plan, records, name, auto_name(config)).encode(),
         **report_files(plan, drawn, {**about, "calibration": facts.get("calibration")}),
         **code,
     }
 
 
-def _recipe_file(recipe: Recipe) -> bytes:
-    """The recipe as YAML, without unused sizes by default: reading some of these would be refused."""
+def _yaml(value: dict[str, Any]) -> bytes:
+    out = StringIO()
+    YAML(typ="safe").dump(value, out)
+    return out.getvalue().encode()
+
+
+def _written(recipe: Recipe) -> dict[str, Any]:
+    """The recipe without unused sizes by default: reading some of these would be refused."""
     said = recipe.model_dump(exclude_none=True)
     idle = set[str]() if recipe.sized_by_cf else {"cf"}
     idle |= set(PACED) if recipe.tokens_per_second is not None else set()
-    kept = {n: value for n, value in said.items() if n in recipe.model_fields_set or n not in idle}
-    out = StringIO()
-    YAML(typ="safe").dump(kept, out)
-    return out.getvalue().encode()
+    return {n: value for n, value in said.items() if n in recipe.model_fields_set or n not in idle}
 
 
 def carried_files(source: Source) -> dict[str, bytes | Path]:

@@ -223,14 +223,17 @@ def _plan(data: Mapping[str, Any]) -> str:
             *(layer["module"], layer["structure"], layer["rank"], f"{layer['parameters']:,}"),
             *(_number(layer.get("bits"), ".3f"), _number(layer.get(key), ".4f"), layer["rule"]),
         )
-        for layer in data["layers"]
+        for layer in sorted(
+            data["layers"], key=lambda x: x[key] if known(x.get(key)) else -1.0, reverse=True
+        )
     ]
     rows += [(k["module"], "dense", "", f"{k['parameters']:,}", "", "", k["rule"]) for k in data["kept"]]
     numeric = [name in ("parameters", "bits", *ERRORS.values()) for name in head]
     top = "".join(f"<th{_right(n)}>{escape(h)}</th>" for h, n in zip(head, numeric, strict=True))
     lines = ["".join(_td(*cell) for cell in zip(row, numeric, strict=True)) for row in rows]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    many = f"<summary>{len(rows)} layers, and the rule that decided on each</summary>"
+    many = f"{len(rows)} layers by {ERRORS[key]}, the largest first, and the rule that decided on each"
+    many = f"<summary>{many}</summary>"
     return f"<h2>Plan</h2><details>{many}<table><tr>{top}</tr>{body}</table></details>"
 
 

@@ -14,6 +14,7 @@ from blr.compressor.base.tables import aligned
 from blr.compressor.output.page import PAGE, STYLE
 from blr.compressor.output.svg import Series, chart, legend
 
+DENSE_COLOUR = 7  # the grey of the palette
 CODE = "\npre{white-space:pre-wrap;overflow-wrap:anywhere}\n"
 
 
@@ -86,7 +87,7 @@ def page(result: dict[str, Any]) -> str:
     result = printable_all(result)
     kinds = list(dict.fromkeys(point["kind"] for point in result["points"]))
     colours = {kind: n % 8 for n, kind in enumerate(kinds)}
-    parts = [legend(list(colours.items()))] if kinds else []
+    parts = [legend([*colours.items(), ("dense model", DENSE_COLOUR)])] if kinds else []
     for n, text in enumerate(result["texts"]):
         name = escape(Path(text).name)
         loss = "nats a token over dense"
@@ -113,7 +114,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def _series(result: dict[str, Any], colours: dict[str, int], key: str, text: int) -> list[Series]:
-    """A series of points for every kind; plain quantization as the line to beat."""
+    """A series of points for every kind; plain quantization and the dense model as lines."""
     found = []
     for kind, colour in colours.items():
         points = [p for p in result["points"] if p["kind"] == kind and p[key] is not None]
@@ -128,6 +129,11 @@ def _series(result: dict[str, Any], colours: dict[str, int], key: str, text: int
         ]
         drawn = Series(kind, places, joined=plain, colour=colour, marks=best, titles=titles, named=True)
         found.append(drawn)
+    ends = sorted({place[0] for one in found for place in one.points})
+    if ends:  # losses are over the dense model, whose own is zero
+        mark = (ends[-1], 0.0, "dense model")
+        line = [(ends[0], 0.0), (ends[-1], 0.0)]
+        found.append(Series("dense model", line, True, DENSE_COLOUR, [mark], named=True))
     return found
 
 
