@@ -33,37 +33,25 @@ FEW_LAYERS, FEW_EXPERTS = 128, 1024
 
 @dataclass(frozen=True)
 class Library:
-    """`weights` and `pickled` are what its files of weights begin with, `kind` is the key of config.json
-    that names the model."""
+    """A library of models. `kind` is the key of config.json that names the model, `weights` what its
+    files begin with, `single` the file of all, `index` the list of several; the rest are pickles."""
 
     name: str
-    weights: str
-    pickled: str
     kind: str
-
-    @property
-    def single(self) -> str:
-        """The file of all weights."""
-        return f"{self.weights}.safetensors"
-
-    @property
-    def index(self) -> str:
-        """What lists the files of weights where there are several."""
-        return f"{self.single}.index.json"
-
-    @property
-    def pickle(self) -> str:
-        """As `single`, of an older checkpoint."""
-        return f"{self.pickled}.bin"
-
-    @property
-    def pickle_index(self) -> str:
-        """As `index`, of an older checkpoint."""
-        return f"{self.pickle}.index.json"
+    weights: str
+    single: str
+    index: str
+    pickle: str
+    pickle_index: str
 
 
-TRANSFORMERS = Library("transformers", "model", "pytorch_model", "model_type")
-DIFFUSERS = Library("diffusers", *("diffusion_pytorch_model",) * 2, "_class_name")
+def _library(name: str, kind: str, weights: str, pickled: str) -> Library:
+    single, pickle = f"{weights}.safetensors", f"{pickled}.bin"
+    return Library(name, kind, weights, single, f"{single}.index.json", pickle, f"{pickle}.index.json")
+
+
+TRANSFORMERS = _library("transformers", "model_type", "model", "pytorch_model")
+DIFFUSERS = _library("diffusers", "_class_name", *("diffusion_pytorch_model",) * 2)
 
 
 def library_of(config: Mapping[str, Any]) -> Library:

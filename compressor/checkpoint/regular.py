@@ -23,6 +23,7 @@ from blr.compressor.base.quoting import quote
 
 DAMAGED = "download the file again or save it anew with safetensors"
 REPAIRED = "download the file again or repair it"  # of JSON, which people write
+START, PIECE = 1 << 15, 1 << 22  # bytes
 POINTER = b"version https://git-lfs"  # begins what git leaves in place of a large file
 
 
@@ -114,16 +115,16 @@ def read_whole(path: Path, limit: int) -> bytearray:
     return data
 
 
-def read_start(path: Path, count: int = 1 << 15, strict: bool = False) -> str:
-    """The first `count` bytes of a text file, what is no UTF-8 replaced, or where `strict` refused.
-    Raises InputError."""
+def read_start(path: Path, strict: bool = False) -> str:
+    """The first `START` bytes of a text file. What is not UTF-8 is replaced, or with `strict` refused
+    by an InputError."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        data = bytes(read_exactly(file, path, 0, min(size, count)))
+        data = bytes(read_exactly(file, path, 0, min(size, START)))
     if not strict:
         return data.decode("utf-8", "replace")
     try:  # the last character may be cut
-        return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=size <= count)
+        return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=size <= START)
     except UnicodeDecodeError as error:
         _refuse_encoding(path, error)
 
@@ -148,14 +149,6 @@ def read_text(path: Path, limit: int) -> str:
 def _refuse_encoding(path: Path, error: UnicodeDecodeError) -> NoReturn:
     found = f"bytes that are no UTF-8 (at byte {error.start})"
     refuse(path, found, "a text file in UTF-8", "save it as UTF-8")
-
-
-def read_pieces(path: Path, limit: int, piece: int = 1 << 22) -> Iterator[bytearray]:
-    """The bytes of the regular file `path`, a piece at a time. Raises InputError as `read_whole`."""
-    with open_regular(path) as file:
-        size = check_size(path, file, limit)
-        for start in range(0, size, piece):
-            yield read_exactly(file, path, start, min(piece, size - start))
 
 
 def read_lines(path: Path, limit: int, longest: int) -> Iterator[str]:
@@ -194,19 +187,13 @@ def inside(folder: Path, name: str) -> Path:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         refuse(path, f"no file ({reason})", "a file of the checkpoint", DAMAGED)
-    if not real.is_relative_to(root) and real.parent != _cache_blobs(root):
+    cached = (p for p in root.parents if p.name == "snapshots" and p.parent.name.startswith("models--"))
+    blobs = next((parent.parent / "blobs" for parent in cached), None)  # of a folder in a hub cache
+    if not real.is_relative_to(root) and real.parent != blobs:
         expected = "a file inside it (or in the blobs of its hub cache)"
         remedy = "put the file itself in place of the link"
         refuse(path, f"a link that leaves the folder, to {quote(real)}", expected, remedy)
     return path
-
-
-def _cache_blobs(root: Path) -> Path | None:
-    """The blobs folder if `root` lies in a hub cache, models--NAME/snapshots/REVISION."""
-    for parent in root.parents:
-        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
-            return parent.parent / "blobs"
-    return None
 
 
 def read_json(path: Path, limit: int, *, constants: bool = False) -> dict[str, Any]:
@@ -217,8 +204,10 @@ def read_json(path: Path, limit: int, *, constants: bool = False) -> dict[str, A
 def digest_of(path: Path, limit: int) -> str:
     """SHA-256 of a file. Raises InputError as `read_whole`."""
     digest = hashlib.sha256()
-    for piece in read_pieces(path, limit):
-        digest.update(piece)
+    with open_regular(path) as file:
+        size = check_size(path, file, limit)
+        for start in range(0, size, PIECE):
+            digest.update(read_exactly(file, path, start, min(PIECE, size - start)))
     return digest.hexdigest()
 
 

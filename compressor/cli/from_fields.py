@@ -15,22 +15,20 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.models import ArgumentInfo
 
+from blr.compressor.base.device import check_device
 from blr.compressor.base.quoting import printable_all
 from blr.compressor.cli import values
 from blr.compressor.recipe.eval_settings import EvalSettings
 from blr.compressor.recipe.option import Option, described, options_of
 from blr.compressor.recipe.run_settings import RunSettings
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.workspace.shards import parse_size
 
 Command = Callable[..., None]
 CHECKS = {int: values.count, float: values.number, Path: values.place, list[Path]: values.place}
 NAMED_CHECKS: dict[tuple[str, Any], Any] = {  # by name and type, of what is more than its type
-    **{
-        ("seed", int): values.seed,
-        ("device", str): values.device,
-        ("teacher", str): values.optional_name,
-    },
-    **{("max_shard_size", int): values.size, ("train", list[str]): values.listed},
+    **{("seed", int): values.seed, ("device", str): check_device, ("teacher", str): values.name},
+    **{("max_shard_size", int): parse_size, ("train", list[str]): values.listed},
     **{("data", list[str]): values.place, ("calibration", str): values.place},
     **{("temperature", float): values.temperature, ("top_p", float): values.probability},
     **{("cf", float): values.factor, ("gpu_name", str): values.gpu_name},

@@ -264,7 +264,7 @@ class CompressRun(FolderRun):
 
         replaced = {planned.layer.entry.name for planned in self.plan.layers}
         remedy = "repair the checkpoint or --exclude the layer"
-        return scan_source(self.source, replaced, remedy, self.progress).digest
+        return scan_source(self.source, remedy, self.progress, replaced).digest
 
     def summary(self, seconds: float) -> Summary:
         source, output, records = self.source, self.workspace.output, read_records(self.workspace.output)

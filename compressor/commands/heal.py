@@ -328,9 +328,7 @@ class HealRun(FolderRun):
     def _scan(self, source: Source) -> str:
         from blr.compressor.workspace.scan import scan_source
 
-        floats = {entry.name for entry in source.entries.values() if entry.is_float}
-        remedy = "repair the checkpoint, or take another"
-        return scan_source(source, floats, remedy, self.progress).digest
+        return scan_source(source, "repair the checkpoint, or take another", self.progress).digest
 
     def summary(self, seconds: float) -> HealSummary:
         """Of this run; little for one that found its work done."""

@@ -236,8 +236,7 @@ class ExportRun(FolderRun):
 
         source = self.plan.checkpoint.source
         kept = {name: sha256_file(source.folder / name) for name in kept_files(self.plan.checkpoint)}
-        floats = {entry.name for entry in source.entries.values() if entry.is_float}
-        scan = scan_source(source, floats, "repair or compress the checkpoint again", self.progress)
+        scan = scan_source(source, "repair or compress the checkpoint again", self.progress)
         check_products(source, self.plan.stored, self.options.dtype, scan.norms)
         return hashlib.sha256(canonical_json([scan.digest, kept])).hexdigest()
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,6 +23,7 @@ from blr.compressor.base.disk import CHUNK, Bytes, fsync_folder, scratch_for, se
 from blr.compressor.base.errors import InputError, OutputError
 from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry, read_header
 from blr.compressor.checkpoint.source import Source
+from blr.compressor.workspace.manifest import is_digest
 
 SHOWN_WITHIN = 90.0  # seconds in which network file systems show what another host has written
 METADATA_KEY = "blr"  # one key only: safetensors writes several in random order
@@ -47,15 +47,13 @@ class Journal:
         self.folder = folder
 
     def count(self, counts: Callable[[dict[str, Any]], bool]) -> int:
-        """Of the entries those whose record `counts`; what they hold is not looked at."""
-        return sum(map(counts, self._records()))
-
-    def _records(self) -> Iterator[dict[str, Any]]:
+        """How many entries have a record that `counts`; their tensors are not looked at."""
+        found = 0
         for path in self.folder.glob("*.safetensors"):
             with suppress(InputError, OSError, ValueError, KeyError, TypeError):
                 record = json.loads(read_header(path).metadata[METADATA_KEY])["record"]
-                if isinstance(record, dict):
-                    yield record
+                found += isinstance(record, dict) and counts(record)
+        return found
 
     def load(self, key: str) -> tuple[dict[str, TensorEntry], dict[str, Any]] | None:
         """Stored tensors by suffix and the record beside them, or None if not (wholly) there."""
@@ -162,34 +160,26 @@ def versions() -> dict[str, str]:
     }
 
 
-def changes(left: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changes(left: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
     """What differs between two fingerprints, named down to the single setting; of what has a digest,
     that it has changed; of two commands' runs, the commands."""
     before, after = (next((COMMANDS[k] for k in COMMANDS if k in run), None) for run in (left, now))
-    if before != after:
+    if not prefix and before != after:
         return [f"command was {before}, now {after}"]
-    return _changes(left, now, "")
-
-
-def _changes(left: dict[str, Any], now: dict[str, Any], prefix: str) -> list[str]:
     found = []
     for key in {**left, **now}:
         was, is_now = left.get(key), now.get(key)
         if type(was) is dict and type(is_now) is dict:
-            found += _changes(was, is_now, f"{prefix}{key}.")
+            found += changes(was, is_now, f"{prefix}{key}.")
         elif was != is_now:
-            digests = _is_digest(was) and _is_digest(is_now)
+            digests = is_digest(was) and is_digest(is_now)
             said = "has changed" if digests else f"was {_short(was)}, now {_short(is_now)}"
             found.append(f"{prefix}{key} {said}")
     return found
 
 
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
-
-
 def _short(value: Any) -> str:
-    if value is None or _is_digest(value):
+    if value is None or is_digest(value):
         return "none" if value is None else f"{value[:12]}..."
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

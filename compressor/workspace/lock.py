@@ -68,10 +68,6 @@ class Lock:
         self._write()
         flush(self._descriptor)
 
-    def done_moving(self) -> None:
-        """What was moved is in its place: `release` removes the lock again."""
-        self.moving = False
-
     def settled(self) -> None:
         """What the run before left midway is seen to: from here on it is this process's lock."""
         self.moving = False

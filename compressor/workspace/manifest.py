@@ -149,7 +149,7 @@ def _damage(manifest: dict[str, Any], text: bytes) -> str:
     kept = manifest.get(DIGEST)
     if manifest["format"] == WITHOUT_DIGEST:
         return f"format {WITHOUT_DIGEST} with a digest" if DIGEST in manifest else ""
-    if not isinstance(kept, str) or not _is_digest(kept):
+    if not isinstance(kept, str) or not is_digest(kept):
         return "no digest of its own"
     found = hashlib.sha256(_with_digest(text, kept, _UNSET)).hexdigest()
     return "" if found == kept else f"SHA-256 {found}, expected {kept}"
@@ -184,7 +184,7 @@ def _is_account(manifest: dict[str, Any]) -> bool:
     return (
         all(table is None or type(table) is dict for table in tables)
         and all(type(source.get(name)) in (str, NoneType) for name in ("name", "revision"))
-        and (read is None or _is_digest(read))
+        and (read is None or is_digest(read))
     )
 
 
@@ -198,12 +198,13 @@ def _is_listing(found: object) -> bool:
     return (
         type(found) is dict
         and type(found.get("size")) is int
-        and all(_is_digest(value) for key, value in found.items() if key != "size")
+        and all(is_digest(value) for key, value in found.items() if key != "size")
         and "sha256" in found
     )
 
 
-def _is_digest(value: object) -> bool:
+def is_digest(value: object) -> bool:
+    """Whether `value` is a SHA-256 in hexadecimal digits."""
     return type(value) is str and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 

@@ -42,12 +42,11 @@ def read_kept(
     model: type[Model],
     remedy: str,
     kind: type[BlrError] = OutputError,
-    limit: int = MAX_BYTES,
 ) -> Model | None:
     """The content of `path`, None where nothing lies there.
 
     Args:
-        remedy: what to do about a file that cannot be used. kind: of the error. limit: in bytes.
+        remedy: what to do about a file that cannot be used. kind: of the error.
 
     Raises an error of `kind`, one line: a link, no plain file, too large or too deep, no JSON, or
     something that no `blr` has written there.
@@ -57,7 +56,7 @@ def read_kept(
     try:
         if os.path.islink(path):
             refuse(path, "a link", "a file that blr wrote", remedy)
-        return fitted(read_json(path, limit), model, path, remedy)
+        return fitted(read_json(path, MAX_BYTES), model, path, remedy)
     except InputError as error:
         said, _, _ = str(error).rpartition("; ")
         raise kind(f"{said}; {remedy}") from None

@@ -138,14 +138,10 @@ class Workspace:
         if not self._is_marked():
             ownership.in_the_way(self.partial, "an output of its own, made from other weights")
         (self.partial / MANIFEST).unlink(missing_ok=True)
-        done = self._after_kill and self._is_result(self.output, read, verify_files)
+        done = self._after_kill and self.holds_result(self.output, read, verify_files)
         if done:
             ownership.remove(self.partial, self._files)
         return done
-
-    def holds_result(self, folder: Path, read: str) -> bool:
-        """Whether `folder` is whole, and what a run with this fingerprint makes of what it reads."""
-        return self._is_result(folder, read, verify_listed)
 
     def commit(self) -> None:
         """Turn the partial folder, whose manifest is written, into the output. Everything that the
@@ -172,7 +168,7 @@ class Workspace:
         fsync_folder(self.output.parent)
         if replaces:
             ownership.remove(self.retired, self._replaced)
-        self._lock.done_moving()
+        self._lock.moving = False  # `release` removes the lock again
 
     @contextmanager
     def room(self, needed: int, check: bool = True) -> Iterator[None]:
@@ -203,8 +199,8 @@ class Workspace:
             if stat.S_ISDIR(found[name].st_mode):
                 fsync_folder(self.partial / name)
 
-    def _is_result(self, folder: Path, read: str, verify: Verify) -> bool:
-        """Whether `folder` holds what this run would produce, whole."""
+    def holds_result(self, folder: Path, read: str, verify: Verify = verify_listed) -> bool:
+        """Whether `folder` is whole, and what a run with this fingerprint makes of what it reads."""
         try:
             manifest = read_manifest(folder)
         except OutputError:

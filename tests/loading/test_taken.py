@@ -44,7 +44,7 @@ def _assert_whole(source: Source) -> None:
     assert [entry.start for entry in source.stored] == sorted(entry.start for entry in source.stored)
     assert source.config["architectures"] == [type(meta_model(source)).__name__]
     floats = {name for name, entry in source.entries.items() if entry.is_float}
-    assert scan_source(source, floats, "", Progress(silent=True)).norms.keys() == floats
+    assert scan_source(source, "", Progress(silent=True), floats).norms.keys() == floats
 
 
 @pytest.mark.parametrize("name", ["own-llama", "own-gpt2", "own-bert"])

@@ -84,11 +84,10 @@ def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict
 
     calibration, remedy = settings.calibration, "repair the checkpoint, or take another"
     texts, device = _digests(settings.texts), pick_device(settings.device)
-    floats = {entry.name for entry in source.entries.values() if entry.is_float}
     beginning = beginning_of(load_tokenizer(source.folder))
     return {
         "headers": headers_digest(source),
-        "weights": scan_source(source, floats, remedy, progress).digest,
+        "weights": scan_source(source, remedy, progress).digest,
         "settings": settings.common,
         "calibration": None if calibration is None else calibration_digest(calibration),
         "texts": {str(number): digest for number, digest in enumerate(texts, 1)},
