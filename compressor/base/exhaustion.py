@@ -56,8 +56,7 @@ _OTHER = (StorageError, f"check the disk, then {AGAIN}")
 
 
 def raise_exhausted(error: BaseException) -> None:
-    """Raise an `error` of ours again, CapabilityError for one that is, or comes from, want of memory or
-    threads."""
+    """Raise an `error` of blr again, and CapabilityError for one caused by want of memory or threads."""
     if isinstance(error, BlrError):
         raise error
     if said := exhausted(error):
@@ -108,12 +107,10 @@ def storage_errors(
     own: Path | None = None,
     resumes: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Turn operating-system errors while writing under `folder` into errors with a remedy.
+    """Turn errors of the system about files under `own` (None: `folder`) into errors with a remedy.
 
-    `needed` is the estimate of the bytes the whole run writes there, if known. Errors about files
-    whose path does not begin with `own` (`folder` if None) pass. `resumes` says whether the same command
-    would find work of this one. The safetensors library reports its own without a number: its text is
-    searched.
+    `needed` are the bytes of the run, if known; `resumes` says whether the same command would go on. The
+    safetensors library gives no error number: its text is searched.
     """
     try:
         yield
@@ -139,8 +136,7 @@ def shortage(error: OSError, place: object) -> CapabilityError | None:
 
 
 def unforeseen(error: OSError) -> BlrError | None:
-    """The error for one of the system's that reached the top: of what is read, or of no file at all.
-    None for one that does not come from the system."""
+    """The error for one of the system's that reached the top; None for one from elsewhere."""
     if error.errno is None:
         return None
     place = error.filename if isinstance(error.filename, str | bytes) else "the operating system"
@@ -181,8 +177,7 @@ def is_missing(package: str) -> bool:
 
 
 def check_packages(what: str, *packages: str, extra: str) -> None:
-    """Raise CapabilityError where some of the `packages` that `what` needs are not installed. extra: of
-    blr-compress, which installs them."""
+    """Raise CapabilityError where `packages` that `what` needs are missing; `extra` installs them."""
     if missing := [package for package in packages if is_missing(package)]:
         is_ = "is" if len(missing) == 1 else "are"
         raise CapabilityError(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from blr.compressor.base.quoting import printable
 
@@ -18,9 +19,8 @@ EVERY = 30.0  # seconds between two lines where there is no terminal
 
 
 class Progress:
-    """What a long run says while it works. `quiet` silences everything but warnings, `silent` those
-    too: in processes beside the first. `spent` are seconds by what they went into (`timed`), `steps`
-    those that are expected, of which so many are `reached`."""
+    """What a long run says while it works: notes unless `quiet`, warnings unless `silent`. `spent` are
+    seconds by stage, `steps` the expected stages, of which so many are `reached`."""
 
     def __init__(self, quiet: bool = False, silent: bool = False) -> None:
         self.said: set[str] = set()
@@ -50,8 +50,7 @@ class Progress:
             print(f"blr: note: {printable(line)}", file=sys.stderr)
 
     def expect(self, *steps: str) -> None:
-        """The steps of this run in their order: bars and stages of these names say which of them they
-        are. A name that comes twice is two steps."""
+        """Set the steps of this run: bars and stages of these names say which step they are."""
         self.steps, self.reached = [*steps], 0
 
     def leave_out(self, step: str) -> None:
@@ -82,8 +81,8 @@ class Progress:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Add the seconds of what is done inside, but for what is timed there itself, to those `spent`
-        on `what`. What a GPU has not done by the end counts where it is waited for."""
+        """Add the seconds of this block, without blocks inside it, to those `spent` on `what`. A GPU's
+        time counts where it is waited for."""
         started, outer, self._inner = monotonic(), self._inner, 0.0
         try:
             yield
@@ -96,19 +95,16 @@ class Progress:
     def layers(
         self, total: int, what: str = FITTING, costs: Mapping[str, float] = NONE
     ) -> Iterator[Items]:
-        """A bar over `total` items; call what is yielded with each item's name as it starts.
-
-        Args:
-            costs: of all items by their names, where they are not alike.
-        """
+        """A bar over `total` items, whose `costs` may differ; call what is yielded as each item
+        starts."""
         with self._shown(what, Pace()) as show:
             yield Items(total, costs, show)
             show.ended(f"{total}/{total}")
 
     @contextmanager
     def training(self, what: str, done: float = 0.0) -> Iterator[Callable[[float, str], None]]:
-        """A bar over a run; call the yielded function with the share that is over and what to say.
-        `done`: the share that earlier runs have done."""
+        """A bar over a run, of which the share `done` is over; call the yielded function with share and
+        text."""
         with self._shown(what, Pace(done)) as show:
             yield lambda share, text: show.reached(share, f"{share:.0%}", text)
 
@@ -128,8 +124,8 @@ class Progress:
 
 
 class Pace:
-    """Of a piece of work that is `done` as far as a share in [0, 1] as it starts: how long the rest
-    takes if it goes on as it went, from the first item that is over on, however long items take."""
+    """The time left of a piece of work at its pace, of which the share `done` in [0, 1] was there
+    before."""
 
     def __init__(self, done: float = 0.0) -> None:
         self.done = self.share = done
@@ -174,8 +170,7 @@ class Items:
         self.whole = sum(costs.values()) or total or 1.0
 
     def __call__(self, *names: str, there: Collection[str] = ()) -> None:
-        """Items start, and those before them are over. `there`: those of them that an earlier run has
-        made."""
+        """Items start, and those before them are over; those in `there` were made by an earlier run."""
         share, number = min(self.over / self.whole, 1.0), min(self.begun, self.total)
         self.over += sum(self.costs.get(name, 1.0) for name in names)
         self.show.pace.skip(sum(self.costs.get(name, 1.0) for name in there) / self.whole)
@@ -213,7 +208,6 @@ class TerminalBar:
     """A bar on standard error over a piece of work, which becomes red if that fails."""
 
     def __init__(self, what: str, pace: Pace) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bars
         from rich.table import Column
@@ -227,7 +221,7 @@ class TerminalBar:
             for field, n in widths.items()
         )
         label = TextColumn(what, table_column=Column(min_width=len(what), no_wrap=True))
-        self.bars = Bars(label, self.bar, count, clock, left, name, console=Console(stderr=True))
+        self.bars = Bars(label, self.bar, count, clock, left, name, console=_console())
         self.task = self.bars.add_task("", total=1.0, count="", pace=pace)
         self.bars.update(self.task, completed=pace.done)
 
@@ -243,6 +237,12 @@ class TerminalBar:
     def fail(self) -> None:
         """The work has ended in an error."""
         self.bar.complete_style = self.bar.finished_style = "red"
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 def duration(seconds: float) -> str:

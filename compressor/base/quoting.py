@@ -15,8 +15,7 @@ def quote(text: object, limit: int = 80) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` as it is but for what a terminal, a log or a Markdown header might obey: line ends,
-    control characters and bytes of a file name that are no UTF-8 are escaped."""
+    """`text` with line ends, control characters and undecodable bytes escaped."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

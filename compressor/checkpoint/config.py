@@ -61,14 +61,14 @@ def library_of(config: Mapping[str, Any]) -> Library:
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
-    """The type of model that a checked config.json names: of a model of diffusers, the class."""
+    """The model type of a checked config.json; of a model of diffusers, its class."""
     kind = str(config[library_of(config).kind])
     return _OLDER.get(str(config.get("norm_type")), kind) if kind == "Transformer2DModel" else kind
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of `folder`, checked. Raises InputError: unreadable, hostile, no model type, counts
-    that no model has."""
+    """config.json of `folder`, checked. Raises InputError: unreadable, hostile, no model type, excessive
+    counts."""
     path = inside(folder, "config.json")
     config = read_json(path, MAX_BYTES, constants=True)
     if depth(config) > MAX_DEPTH:
@@ -90,8 +90,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_counts(config: dict[str, Any], folder: Path, tensors: int) -> None:
-    """Refuses a config that announces more layers than there are tensors, or countless experts. Raises
-    InputError."""
+    """Raise InputError for a config that announces more layers than there are tensors, or countless
+    experts."""
     limits = ((_LAYERS, max(tensors, FEW_LAYERS)), (_EXPERTS, max(tensors, FEW_EXPERTS)))
     native = {key: value for key, value in config.items() if key != "blr"}  # whose blocks are others
     for key, value in _integers(native):

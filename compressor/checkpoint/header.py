@@ -90,11 +90,8 @@ class Header:
 
 
 def check_name(name: str, path: Path) -> None:
-    """Refuses tensor names that are unsafe as file names, in a log or on a terminal.
-
-    Raises InputError: empty, over 1024 characters, '..', slash, backslash, or a character that does not
-    print (NUL, line ends, direction marks, lone surrogates).
-    """
+    """Raise InputError for a tensor name that is unsafe as a file name, in a log or on a terminal:
+    empty, over 1024 characters, with "..", a slash or a character that does not print."""
     problem = ""
     if not name:
         problem = "is empty"
@@ -110,11 +107,8 @@ def check_name(name: str, path: Path) -> None:
 
 
 def read_header(path: Path) -> Header:
-    """Reads and checks the header of the safetensors file `path`; tensor data stay unread.
-
-    Raises InputError: not a regular file, truncated, malformed in any way, or regions of tensors that do
-    not tile the data exactly (overlap, hole, trailing bytes, beyond the end).
-    """
+    """Read and check the header of a safetensors file. Raises InputError unless it is a regular file,
+    well-formed, with regions of tensors that tile the data exactly."""
     with open_regular(path) as file:
         size = _size(file, path)
         raw = _header_bytes(file, path, size)
@@ -130,8 +124,7 @@ def read_header(path: Path) -> Header:
 
 
 def header_bytes(path: Path) -> bytes:
-    """All of a safetensors file before its tensors: the length of the header and the header. Raises
-    InputError as `read_header`."""
+    """The bytes of a safetensors file before its tensors. Raises InputError as `read_header`."""
     with open_regular(path) as file:
         raw = _header_bytes(file, path, _size(file, path))
     return len(raw).to_bytes(8, "little") + raw
@@ -223,8 +216,8 @@ def _check_tiling(entries: list[TensorEntry], path: Path, base: int, size: int) 
 
 
 def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, str]]:
-    """The weight files of `folder` in sorted order, and tensor name -> file name if indexed. Raises
-    InputError: a malformed index, file names that are not plain, missing files."""
+    """The weight files of `folder`, sorted, and file names by tensor if there is an index. Raises
+    InputError for a malformed index, unsafe names, missing files."""
     has_single = os.path.lexists(folder / single)
     if not os.path.lexists(folder / index):
         return [inside(folder, single)], {}
@@ -237,8 +230,7 @@ def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict
 
 
 def read_index(path: Path, suffix: str) -> dict[str, str]:
-    """`weight_map` of the index at `path`: safe tensor names to plain file names. Raises InputError for
-    any other."""
+    """File names by tensor of the index at `path`. Raises InputError for unsafe or missing ones."""
     index = read_json(path, MAX_INDEX_BYTES)
     weight_map = index.get("weight_map")
     if type(weight_map) is not dict or not weight_map:

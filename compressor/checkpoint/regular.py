@@ -57,8 +57,8 @@ def is_barred(path: Path) -> bool:
 
 
 def open_regular(path: Path) -> io.FileIO:
-    """Opens a regular file for unbuffered reading; never waits on a FIFO nor touches a device. Raises
-    InputError: it does not exist, cannot be read, or is not a regular file."""
+    """Open a regular file for unbuffered reading, without waiting on a FIFO or touching a device. Raises
+    InputError."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             refuse(path, "a folder, FIFO or device", "a regular file", "name one, or put it there")
@@ -82,8 +82,7 @@ def refuse_pointer(path: Path, start: bytes | bytearray) -> None:
 
 
 def read_exactly(file: io.FileIO, path: Path, start: int, count: int) -> bytearray:
-    """`count` bytes at offset `start`; `path` names the file in errors. Raises InputError: the file
-    ends early or cannot be read."""
+    """`count` bytes at offset `start`. Raises InputError where the file ends early or cannot be read."""
     buffer = bytearray(count)
     view, done = memoryview(buffer), 0
     try:
@@ -107,8 +106,7 @@ def check_size(path: Path, file: io.FileIO, limit: int) -> int:
 
 
 def read_whole(path: Path, limit: int) -> bytearray:
-    """The bytes of the regular file `path`, of at most `limit` bytes. Raises InputError: as
-    `open_regular`, or a larger file."""
+    """The bytes of a regular file of at most `limit` bytes. Raises InputError."""
     with open_regular(path) as file:
         data = read_exactly(file, path, 0, check_size(path, file, limit))
     refuse_pointer(path, data)
@@ -152,13 +150,10 @@ def _refuse_encoding(path: Path, error: UnicodeDecodeError) -> NoReturn:
 
 
 def read_lines(path: Path, limit: int, longest: int) -> Iterator[str]:
-    """The lines of a text file, read as they are asked for. They end in "\\n", "\\r\\n" or "\\r", which
-    comes as "\\n", and in nothing else that Unicode calls an end: JSON has that within its strings.
+    """The lines of a text file, read as they are asked for, each of at most `longest` characters. Only
+    "\\n", "\\r\\n" and "\\r" end lines: JSON may have other line ends within strings.
 
-    Args:
-        limit: bytes of the file at most. longest: characters of a line at most.
-
-    Raises InputError: as `read_text`, before the first line or at the one that is too long.
+    Raises InputError for a file over `limit` bytes, other bytes than UTF-8, or a line that is too long.
     """
     with open_regular(path) as raw:
         check_size(path, raw, limit)
@@ -179,8 +174,8 @@ def _lines(file: io.TextIOWrapper, path: Path, longest: int) -> Iterator[str]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """`folder`/`name`, after checking that its links stay in the folder or its hub cache's blobs.
-    Raises InputError: missing, a dangling or endless link, or one that leads elsewhere."""
+    """`folder`/`name`, whose links must stay in the folder or its hub cache's blobs. Raises InputError
+    for any other link, and where there is nothing."""
     path, root = folder / name, Path(os.path.realpath(folder))
     try:
         real = Path(os.path.realpath(path, strict=True))
@@ -212,12 +207,10 @@ def digest_of(path: Path, limit: int) -> str:
 
 
 def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) -> dict[str, Any]:
-    """The JSON object in `data`; `path` names the file in errors.
+    """The JSON object in `data`; `constants` lets NaN and Infinity pass, as in some model configs.
 
-    `constants` lets NaN and Infinity pass, which Python writes into some model configs.
-
-    Raises InputError: invalid UTF-8 or JSON, a byte-order mark, a key twice in one object, nesting
-    beyond the parser's depth, or anything but an object.
+    Raises InputError, naming `path`: invalid UTF-8 or JSON, a byte-order mark, a key twice, deep
+    nesting, or no object.
     """
     remedy = DAMAGED if path.suffix == ".safetensors" else REPAIRED
     if data.startswith(codecs.BOM_UTF8):

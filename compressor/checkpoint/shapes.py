@@ -37,13 +37,10 @@ _DEFAULTS: dict[str, str] = {
 def check_against_config(
     source: Source, shapes: Mapping[str, Sequence[str | int]] | None = None
 ) -> None:
-    """Refuses a checkpoint whose tensors do not have the shapes its config announces.
+    """Raise InputError for tensors or layer counts that differ from what config.json implies.
 
-    `shapes` maps name patterns to symbolic dimensions (see the module's text); None checks
-    nothing. A dimension whose config key is missing is not checked.
-
-    Raises InputError: a shape or layer count that differs, or a config value of the wrong type;
-    ValueError: `shapes` itself is malformed.
+    `shapes` maps name patterns to symbolic dimensions (see the module's text); None checks nothing, and
+    a dimension without its config key is not checked. Raises ValueError for malformed `shapes`.
     """
     for pattern, symbols in (shapes or {}).items():
         expected = [evaluate(source, symbol) for symbol in symbols]
@@ -65,8 +62,8 @@ def check_against_config(
 
 
 def evaluate(source: Source, symbol: str | int) -> int | None:
-    """Value of a symbolic dimension for the config of `source`; None if unknown or any. Raises
-    InputError: a config value that is no integer from 1 to 2**31; ValueError: `symbol` is malformed."""
+    """Value of a symbolic dimension; None if unknown or any. Raises InputError for a config value that
+    is no positive integer, ValueError for a malformed `symbol`."""
     if symbol == ANY:
         return None
     total = 0

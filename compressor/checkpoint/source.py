@@ -58,11 +58,11 @@ KINDS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Source:
-    """A checked checkpoint. `entries`: every tensor by name, shard after shard in byte order.
+    """A checked checkpoint: `config` as parsed, `shards` in order, `entries` of all tensors in byte
+    order.
 
-    `config` is config.json as parsed; `shards` are the weight files in order. Read as transformers
-    does (`loading/loader_names.py`), `left` are the stored tensors that are none of the model's, and
-    `said` what is to be told of them.
+    Read as transformers does (`loading/loader_names.py`), `left` are tensors that the model does not
+    have, and `said` are notes on them.
     """
 
     folder: Path
@@ -76,8 +76,7 @@ class Source:
 
     @property
     def model_type(self) -> str:
-        """`model_type` of the config: lower-case letters, digits and `_.-` only; of a model of
-        diffusers the name of its class."""
+        """The model type in config.json; of a model of diffusers, its class."""
         return kind_of(self.config)
 
     @property
@@ -101,11 +100,8 @@ class Source:
         return self.extras.carried
 
     def read_bytes(self, entry: TensorEntry, chunk: int = CHUNK) -> Iterator[bytearray]:
-        """Yields the stored bytes of `entry` in pieces of at most `chunk` bytes.
-
-        Raises InputError: the shard cannot be read or has changed since it was checked; HubError: it is
-        on the hub, which fails.
-        """
+        """Yield the stored bytes of `entry` in pieces. Raises InputError if the shard cannot be read or
+        has changed, HubError if the hub fails."""
         if (shard := remote_shard(entry.file)) is not None:
             yield from shard.read(entry.start, entry.end, chunk, entry.file)
             return
@@ -126,8 +122,8 @@ class Source:
         return digest.hexdigest()
 
     def load_tensor(self, entry: TensorEntry) -> Tensor:
-        """The tensor in its stored dtype and shape, in memory of its own. Raises InputError: as
-        `read_bytes`, or a dtype that torch has no bytes for (F4, F6)."""
+        """The tensor in its stored dtype. Raises InputError as `read_bytes`, and for a dtype that torch
+        lacks."""
         import torch
 
         if entry.dtype not in TORCH_NAMES:
@@ -141,12 +137,10 @@ class Source:
 
 
 def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | None = None) -> Source:
-    """Opens and checks the checkpoint in `folder` without reading tensor data.
+    """Open and check the checkpoint in `folder` without reading tensor data.
 
-    `allow_pickle` lets pytorch_model.bin be converted into `scratch`, a folder of the caller's
-    that must outlive the `Source`; this is the only path that imports torch.
-
-    Raises InputError: no checkpoint there, or any part of it malformed, missing or unsafe.
+    `allow_pickle` converts pytorch_model.bin into `scratch`, which must outlive the `Source`; only this
+    imports torch. Raises InputError for a missing, malformed or unsafe part.
     """
     folder = Path(folder)
     check_is_folder(folder, "a checkpoint folder")
@@ -224,8 +218,8 @@ def _refuse_folder(folder: Path, found: str, names: Library = TRANSFORMERS) -> N
 
 
 def in_place_of(folder: Path) -> tuple[str, str] | None:
-    """What `folder` holds that is no checkpoint of transformers, and what to do; None if nothing known.
-    The first of `KINDS` that matches anything decides. Only names are read."""
+    """What `folder` holds in place of a checkpoint, and what to do, by the first of `KINDS` that
+    matches."""
     for pattern, found, advice in KINDS:
         if match := min(folder.glob(pattern), default=None):
             name, place = folder.name.removeprefix("models--").replace("--", "/"), match.parent

@@ -37,8 +37,8 @@ from blr.compressor.cli import (
     verify,
 )
 from blr.compressor.cli.crew import end_member
-from blr.compressor.cli.optional import OptionalValues
 from blr.compressor.cli.streams import report
+from blr.compressor.cli.values import OptionalValues
 from blr.compressor.workspace.ownership import absolute
 from blr.kernels.common.mode import NO_TRITON, kernels_mode
 

@@ -53,10 +53,8 @@ def begun(output: Path | None, quiet: bool) -> Progress:
 
 
 def finish(report: BenchReport, code: int, output: Path | None, format: Format) -> None:
-    """Files first, then the table and one line of JSON, or all as JSON.
-
-    Raises what writing the files does, after the results are printed.
-    """
+    """Write the files, then print the table and a line of JSON, or all as JSON. Raises errors of files
+    last."""
     failed: BlrError | None = None
     if output is not None:
         try:

@@ -29,10 +29,7 @@ LEAVING = 10.0  # seconds that processes take to end, or their end to be noticed
 
 @contextmanager
 def started(gpus: int | None, running: Running) -> Iterator[None]:
-    """While active, this is the first of `gpus` processes, unless it is one of several already.
-
-    Raises UsageError where torchrun or accelerate have started as many as they were told.
-    """
+    """Meanwhile be the first of `gpus` processes. Raises UsageError under torchrun or accelerate."""
     if environment.is_started_by_us() or gpus is None:
         yield
         return
@@ -136,9 +133,8 @@ def _ended(code: int) -> str:
 
 
 def end_member(code: int = 0) -> None:
-    """End a process beside the first whose work is done, or that has said why it failed, if `--gpus`
-    started it: what libraries do as they are taken down (gloo aborts where others are gone) is no
-    failure of the run, and not its reason."""
+    """End a process that `--gpus` started at once: libraries that shut down late are no failure of the
+    run."""
     if environment.is_started_by_us():
         with suppress(OSError, ValueError):
             sys.stderr.flush()

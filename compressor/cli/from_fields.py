@@ -38,9 +38,8 @@ TYPED = {"max_shard_size": "5GB"}  # defaults as one would type them
 
 
 def taking(*groups: Iterable[inspect.Parameter], first: str = "") -> Callable[[Command], Command]:
-    """Decorates a command whose docstring has ``Options:``. It takes those of `groups`, too, as keyword
-    arguments, its own in place of others of their names. Help shows those named in `first` in that
-    order, and others as advanced; without `first` it shows all alike."""
+    """Decorator: give a command the options of `groups` and those in its docstring's ``Options:``. Help
+    shows those named in `first` in that order and others as advanced; without `first` all alike."""
     order = first.split()
 
     def decorated(command: Command) -> Command:
@@ -63,8 +62,8 @@ def taking(*groups: Iterable[inspect.Parameter], first: str = "") -> Callable[[C
 
 
 def recipe_options(names: Collection[str] = ()) -> list[inspect.Parameter]:
-    """Options of the recipe's fields: all, or those of these `names`. The recipe checks what is typed;
-    what is not is None."""
+    """Options of the recipe's fields, or of some `names`; None if not typed, else checked by the
+    recipe."""
     return [
         _parameter(name, option, None)
         for name, option in options_of(Recipe).items()
@@ -79,8 +78,8 @@ def setting_options(owner: Any) -> list[inspect.Parameter]:
 
 
 def command_options(command: Command, hidden: Collection[str]) -> list[inspect.Parameter]:
-    """The parameters of another command, so that a line typed for one is taken by both; those `hidden`
-    are not in the help."""
+    """The parameters of another command, which this one takes too; those `hidden` are not in its
+    help."""
     found = inspect.signature(command, eval_str=True).parameters.values()
     return [_with(option, hidden=True) if option.name in hidden else option for option in found]
 

@@ -35,9 +35,8 @@ SETTLING = 1.0  # seconds that taking or giving up a lock may hold up a stop
 
 @dataclass
 class Running:
-    """What the message of a stop tells: by `progress` the folder being produced, once it is known,
-    whether the same command goes on where it stopped (or starts over), what is kept for that, and
-    `place`, where it is kept if not beside an output."""
+    """What the message of a stop tells: the output of `progress`, whether the command `resumes`, what is
+    `kept` for that, and its `place` if not beside the output."""
 
     progress: Progress | None = None
     resumes: bool = True
@@ -47,11 +46,8 @@ class Running:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Running]:
-    """While active, a stopping signal ends the process with 128 + its number.
-
-    Set `progress` of what is yielded: the message tells how to resume it. A SIGHUP that is ignored
-    already stays so (nohup).
-    """
+    """Meanwhile a stopping signal ends the process with 128 + its number and a line on how to resume. A
+    SIGHUP that is ignored stays so (nohup)."""
     running = Running()
     inside = threading.current_thread() is not threading.main_thread()
     if inside or environment.is_started_by_us():

@@ -94,10 +94,7 @@ class Talk:
 
 
 def prepare() -> None:
-    """Guard the standard streams of this process; those of a test that replaced them stay.
-
-    Raises StorageError for a closed standard output, before there are results that it would lose.
-    """
+    """Guard the standard streams of this process. Raises StorageError for a closed standard output."""
     closed = [number for number in range(3) if not _is_open(number)]
     for _ in closed:
         os.open(os.devnull, os.O_RDWR)  # the lowest number: no file of ours may get one of these
@@ -113,8 +110,7 @@ def prepare() -> None:
 
 
 def let_go() -> None:
-    """A standard output that failed has been told of: what else is written there goes nowhere, and the
-    interpreter's last flush of it succeeds."""
+    """Drop a standard output that failed, so that the interpreter's last flush succeeds."""
     if isinstance(sys.stdout, Results) and sys.stdout.failed:
         sys.stdout = sys.stdout.stream
 

@@ -10,22 +10,26 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.base import process_environment as environment
-from blr.compressor.base.progress import Progress
+from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
 from blr.compressor.base.threads import use_threads
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.commands.compress_then_heal import Healing, disk_beside, steps_of
+from blr.compressor.commands.heal import HealRun
+from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.output.loss_messages import advice, better_fit
 from blr.compressor.output.report import as_recorded, by_type, is_layer, read_records, tensor_bytes
 from blr.compressor.planning.forecast import disk_bytes
+from blr.compressor.planning.forecast_healing import kept_bytes
 from blr.compressor.planning.forecast_time import Compression
 from blr.compressor.planning.layers import what_became
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.speed import paced
+from blr.compressor.recipe.heal_settings import SELF, HealOptions, check_options, healing_steps
+from blr.compressor.recipe.run_settings import CompressSettings
 from blr.compressor.recipe.run_settings import CompressSettings as Settings
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.workspace.journal import canonical_json, headers_digest, versions
@@ -38,6 +42,10 @@ if TYPE_CHECKING:
     from blr.compressor.output.check import OutputCheck
     from blr.compressor.output.files import FolderContents
     from blr.compressor.output.library_adapters import Door
+    from blr.compressor.output.loss import Text
+    from blr.compressor.planning.forecast_time import Compression
+    from blr.compressor.recipe.schema import Recipe
+
 
 UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that is trained
 
@@ -46,12 +54,10 @@ UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that i
 class Summary:
     """Result of a compression. Sizes are in bytes, times in seconds of this run.
 
-    `layers` counts replaced layers and `became` names their structures; `kept` counts those left dense.
-    `cf` is the compression factor of both, `bits` their stored bits a weight, `share` the replaced part
-    of the model's parameters, `factor` the compression of the whole model. `errors` and `output_errors`
-    (on the calibration text) are mean relative errors of weights and outputs by layer type. `spent` are
-    seconds by stage. `check` holds the measured loss (`output/check.py`), `healed` the result of
-    training (`commands/heal.py`), `advice` a way to lose less.
+    `layers` were replaced by what `became` says, `kept` stay dense. `cf` and `bits` a weight are of
+    both, `share` is the replaced part of the parameters, `factor` the compression of the model. `errors`
+    of weights and `output_errors` (on the calibration text) are means by layer type. `check` is of
+    `output/check.py`.
     """
 
     output: str
@@ -80,10 +86,11 @@ class Summary:
 def compress(
     folder: Path, recipe: Recipe, output: Path, settings: Settings, progress: Progress
 ) -> Summary | None:
-    """Write the compressed checkpoint of `folder` to `output`, resuming what an earlier run left.
-    What headers tell is checked before torch is imported. Of several processes all call this: they
-    fit layers, and the first does the rest and alone gets a summary. Raises BlrError; the work done
-    so far stays in ``<output>.blr-partial``."""
+    """Write the compressed checkpoint of `folder` to `output`, resuming an earlier run.
+
+    All processes fit layers; the first does the rest and alone gets a summary. Headers are checked
+    before torch is imported. Raises BlrError; finished work stays in ``<output>.blr-partial``.
+    """
     started = monotonic()
     progress.loading()
     settings = replace(settings, threads=use_threads(settings.threads, environment.local_count()))
@@ -105,7 +112,7 @@ def compress(
 
 @dataclass(frozen=True)
 class Fitted:
-    """Factors and record by module; `calibration` and `curves` as measured; refitted norms by tensor."""
+    """Factors and record by module, `calibration` and `curves` as measured, refitted norms by tensor."""
 
     results: dict[str, Any]
     measured: dict[str, Any] = field(default_factory=dict)
@@ -163,7 +170,7 @@ class CompressRun(FolderRun):
         self.healing = Healing(self.source, self.settings) if self.settings.heal else None
 
     def produce(self, read: str, check: OutputCheck | None = None) -> None:
-        """As of every run; with a healing, of a compressed checkpoint that is kept beside its states."""
+        """As of every run; a healing trains a compressed checkpoint that is kept beside its states."""
         healing, processes, folder = self.healing, self.processes, self.workspace.partial / UNHEALED
         if healing is None:
             super().produce(read)
@@ -297,3 +304,75 @@ class CompressRun(FolderRun):
             notes=plan.notes,
             advice=advice(plan, source, bool(self.settings.calibration or self.settings.heal)),
         )
+
+
+class Healing:
+    """The training after a compression of `source`. Raises BlrError for a model that cannot be healed or
+    a text that is too short."""
+
+    def __init__(self, source: Source, settings: CompressSettings) -> None:
+        from blr.compressor.healing.data import reading_of
+
+        self.teacher = Checkpoint(source, {}, compressed=False)
+        self.options = options_of(settings)
+        self.reading = reading_of(self.teacher, self.options)
+        self.reading.texts(self.options, briefly=True)
+
+    def held(self) -> Text | None:
+        """The part of a decoder's text that neither fits nor training read."""
+        return self.reading.held(self.options, self.teacher.source)
+
+    def run(
+        self,
+        folder: Path,
+        check: OutputCheck | None,
+        read: str,
+        workspace: Workspace,
+        progress: Progress,
+        processes: Processes,
+    ) -> HealSummary:
+        """Train the checkpoint in `folder` and make the output, which must pass `check` in the first
+        process; `read` is the digest of all input."""
+        started = monotonic()
+        student = open_checkpoint(folder)
+        place = processes, workspace, progress
+        run = HealRun(student, self.teacher, self.options, *place, self.reading)
+        run.teacher_digest = read  # it is all that the compression reads
+        run.produce(read, check)
+        return run.summary(monotonic() - started)
+
+
+def options_of(settings: CompressSettings) -> HealOptions:
+    """The options of `blr heal` for the same as a compression."""
+    text = settings.calibration
+    return check_options(
+        HealOptions(
+            source_name=settings.source_name,
+            teacher_name=settings.source_name,
+            revision=settings.revision,
+            data=() if text is None or text == SELF else (text,),
+            minutes=settings.heal,
+            device=settings.device,
+            max_shard_size=settings.max_shard_size,
+            offline=settings.offline,
+        )
+    )
+
+
+def steps_of(settings: CompressSettings, recipe: Recipe, device: str) -> list[str]:
+    """The steps of a compression, and of the healing behind it, on a kind of device."""
+    from blr.compressor.fitting.engine import expected
+
+    steps = [READING, *expected(recipe, settings.calibration, device), WRITING, CHECKING]
+    return steps + (healing_steps(options_of(settings)) if settings.heal else [])
+
+
+def disk_beside(sized: Compression, settings: CompressSettings) -> int:
+    """Bytes on disk that a healing takes beside its compression: the compressed checkpoint and its
+    state."""
+    layers, source = sized.plan.layers, sized.source
+    whole = sum(entry.nbytes for entry in source.entries.values())
+    files = sum(path.stat().st_size for path in source.extra_files().values())
+    specs = {planned.layer.module: planned.spec for planned in layers}
+    compressed = whole - sized.bytes + sum(planned.bits for planned in layers) // 8
+    return compressed + files + kept_bytes(specs, source.entries, options_of(settings))

@@ -34,8 +34,7 @@ Pair: TypeAlias = tuple[str, str, float]  # two sentences and their score
 
 @dataclass(frozen=True)
 class Perplexity:
-    """`perplexity` over `tokens` predicted ones; windows begin with `beginning`, which is not
-    counted."""
+    """`perplexity` over `tokens` predicted ones; the `beginning` of each window is not counted."""
 
     perplexity: float
     tokens: int
@@ -52,7 +51,7 @@ class Spearman:
 
 
 def evaluate_folder(folder: Path, asked: EvalSettings, progress: Progress) -> dict[str, object]:
-    """What `asked` says of the model, JSON-ready; what is read is checked before the model."""
+    """Measure what `asked` says, JSON-ready; texts and pairs are checked before the model is loaded."""
     pairs = read_pairs(asked.sts) if asked.sts else []
     if asked.sts:
         name = str((read_config(folder).get("architectures") or [""])[0])
@@ -120,11 +119,11 @@ def perplexity(
     progress: Progress,
     beginning: Beginning = (),
 ) -> Perplexity:
-    """exp of the mean negative log-likelihood of `ids` [n] under a causal model, in windows of
-    `window` tokens with the tokenizer's `beginning`, one every `stride` tokens. A token is scored in
-    the first window that has it with something before it; the beginning is not. Raises InputError for
-    a window that does not fit, or ids that the model has not, NumericsError for a loss that is no
-    finite number."""
+    """exp of the mean negative log-likelihood of `ids` [n], in windows every `stride` tokens.
+
+    A token is scored in the first window that has something before it. Raises InputError for a window
+    that does not fit or unknown ids, NumericsError for a loss that is not finite.
+    """
     limit = context_of(model.config.to_dict())
     if window > limit:
         remedy = "take a shorter one, or leave --window out"

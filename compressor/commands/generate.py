@@ -57,9 +57,8 @@ class Generation:
 def generate(
     model: Any, tokenizer: Any, prompt: str, sampling: Sampling, stream: TextIO | None = None
 ) -> Generation:
-    """Generate and write the text to `stream`, if given, as it is produced. Raises UsageError: a
-    prompt without tokens; CapabilityError: no room in the model's context; NumericsError: logits that
-    choose no token."""
+    """Generate a continuation, and write it to `stream` as it comes. Raises UsageError for an empty
+    prompt, CapabilityError for one too long, NumericsError for logits that choose no token."""
     inputs = encode_prompt(tokenizer, _text(prompt), model)
     length = inputs["input_ids"].shape[1]
     context = context_of(model.config.to_dict())
@@ -124,7 +123,8 @@ def _watched(model: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A step of a token, of all layers' like steps one: its time and the weights and cache it reads."""
+    """A step of a token, summed over layers: its time, and the bytes of weights and cache that it
+    reads."""
 
     name: str
     microseconds: float
@@ -133,8 +133,8 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """Decoding by the fused runtime, one sequence: bytes of weights and cache that a token reads,
-    bytes that a copy reads and writes a second, and the `fraction` of that which decoding has."""
+    """Decoding of one sequence: bytes of weights and cache read for a token, bytes a second of a copy,
+    and the `fraction` of these that decoding reaches."""
 
     tokens_per_second: float
     bytes_a_token: int
@@ -201,8 +201,7 @@ def copy_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10)
 
 
 def _streams(model: Any, sampling: Sampling) -> bool:
-    """Whether tokens are final as they come: not with beams, assistants and the like, which a model's
-    generation_config.json may ask for."""
+    """Whether tokens are final as they come, as without beams and assistants."""
     config = copy.deepcopy(model.generation_config)
     config.do_sample = sampling.temperature > 0
     return config.get_generation_mode() in ("greedy_search", "sample")

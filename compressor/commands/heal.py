@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 def heal(
     folder: Path, teacher: Path, output: Path, options: HealOptions, progress: Progress
 ) -> HealSummary | None:
-    """Write the compressed checkpoint in `folder` to `output`, trained to answer as `teacher` does.
-    What headers tell is checked first; an interrupted run goes on from the state it saved last. Of
-    several processes all call this, and the first writes and alone gets a summary. Raises BlrError."""
+    """Write the compressed checkpoint in `folder` to `output`, trained to answer as `teacher` does,
+    resuming an earlier run. All processes train; the first writes and alone gets a summary. Raises
+    BlrError."""
     started = monotonic()
     options = check_options(options)
     from blr.compressor.base.processes import Processes
@@ -69,7 +69,8 @@ def heal(
 
 @dataclass
 class HealRun(FolderRun):
-    """One healing. `state` and `told`, what is told of the training, are there once it is done."""
+    """One healing; `state` and `told`, the manifest's account of the training, are set once it is
+    done."""
 
     checkpoint: Checkpoint
     teacher: Checkpoint
@@ -166,7 +167,7 @@ class HealRun(FolderRun):
         return found
 
     def _plan_sharding(self) -> Sharding | None:
-        """How both models are shared out, if they are: where that is asked for or memory demands it."""
+        """How both models are sharded, where that is asked for or memory demands it; else None."""
         from blr.compressor.healing.sharding import Sharding, check_shardable, wants_sharding
 
         self.options = replace(self.options, fsdp=wants_sharding(self.options, self.processes))
@@ -179,10 +180,8 @@ class HealRun(FolderRun):
         return Sharding(self.processes)
 
     def _plan_memory(self) -> None:
-        """Say what a GPU will hold, and decide on checkpointing and sharing out where these are open.
-
-        Raises CapabilityError if it cannot hold it.
-        """
+        """Announce what a GPU will hold, and decide on checkpointing and sharding if they are open.
+        Raises CapabilityError if it does not fit."""
         device = self.processes.device
         if device.type != "cuda":
             return
@@ -264,7 +263,7 @@ class HealRun(FolderRun):
         return FolderContents(shards, workspace.journal.reader(source), files)
 
     def _told(self, pair: TrainedPair, data: Data, hidden: float) -> dict[str, object]:
-        """What is told of the training, in which the blocks' outputs weighed `hidden`."""
+        """The account of the training, in which the blocks' outputs weighed `hidden`."""
         state, options = self.state, self.options
         assert state is not None
         return {

@@ -27,8 +27,8 @@ MOST_BITS = 1e6  # a weight: more than any rank makes of it
 
 
 def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
-    """One row a structured layer and the totals; with `verify` the weights are hashed. Raises
-    InputError when `folder` is not an output of `blr compress`, or not as its manifest says."""
+    """One row a structured layer, and totals; `verify` hashes the weights. Raises InputError for another
+    folder, or one that differs from its manifest."""
     check_is_output(folder, "one that blr compress wrote")
     check_listed(folder, "all" if verify else "small")
     try:
@@ -79,8 +79,8 @@ def _record(name: str, spec: dict[str, object]) -> dict[str, object]:
 
 
 def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
-    """`width` is that of a number, in bits, where the record says none. Raises ValueError and others
-    for no record of `blr`."""
+    """The row of a layer, whose numbers have `width` bits unless its record says. Raises ValueError and
+    others for a record that blr does not write."""
     check_name(name, Path(LAYERS))
     spec = spec_from_dict(record["spec"])
     shapes = ((spec.in_features, spec.out_features), *spec.shapes().values())

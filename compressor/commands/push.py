@@ -55,10 +55,12 @@ class Push:
 
 
 def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> Push:
-    """Verify `folder` and make its card and manifest, with what `blr eval --format json` gave as
-    `metrics`; nothing is changed, no socket opened. Raises UsageError: no name of a repository;
-    OutputError, VerifyError: no output of blr, or a changed one; InputError: metrics that cannot be
-    read."""
+    """Verify `folder`, and make its card and manifest, with figures of `blr eval --format json` from
+    `metrics`. Nothing is changed or sent.
+
+    Raises UsageError for the name, OutputError or VerifyError for the folder, InputError for the
+    metrics.
+    """
     if not _is_repository(repository):
         raise UsageError(f"{quote(repository, 120)}: expected owner/name, as the hub has them")
     check_is_folder(folder, "one that blr wrote")
@@ -85,8 +87,8 @@ def _is_repository(name: str) -> bool:
 
 
 def send(push: Push, *, private: bool, revision: str | None, message: str) -> str:
-    """Make the repository if there is none and commit all files at once, without what an earlier
-    output of blr left there; the commit's address. Raises HubError."""
+    """Commit all files at once, in a new repository if need be, and remove what an earlier output left
+    there; the commit's address. Raises HubError."""
     if is_offline():
         remedy = "unset HF_HUB_OFFLINE, or look at it with --dry-run"
         raise HubError(f"{push.repository}: offline, expected the network; {remedy}")
@@ -124,8 +126,8 @@ def _hub_errors(repository: str) -> Iterator[None]:
 
 
 def _stale(push: Push, api: Any, there: set[str], revision: str | None) -> list[str]:
-    """Files of the repository that an earlier output left and this one has not: transformers would
-    load its weights. Raises HubError for weights of others."""
+    """Files that an earlier output left in the repository. Raises HubError for weights of others, which
+    transformers would load."""
     listed: set[str] = set()
     if MANIFEST in there:
         with _hub_errors(push.repository):

@@ -13,8 +13,8 @@ from blr.compressor.workspace.manifest import MANIFEST, MAX_BYTES, saved_by, ver
 
 
 def verify_output(folder: Path) -> dict[str, object]:
-    """How many files were checked, and against what. Raises VerifyError: something differs;
-    OutputError: no output of ours; InputError: malformed files."""
+    """Check the files of `folder`, and say how many and against what. Raises VerifyError for a
+    difference, OutputError for no output of blr, InputError for malformed files."""
     check_is_output(folder, "one that blr wrote")
     saved = None if os.path.lexists(folder / MANIFEST) else _saved(folder)
     if saved is not None:

@@ -15,8 +15,8 @@ from blr.compressor.base.quoting import named_line, quote
 
 @dataclass(frozen=True)
 class Asked:
-    """`names` of tasks or groups, also of files in `path`; `shots` in a prompt; `limit` documents
-    each."""
+    """`names` of tasks or groups, also in files of `path`, with `shots` in a prompt and a `limit` of
+    documents."""
 
     names: list[str]
     path: Path | None = None
@@ -39,8 +39,8 @@ def check_installed() -> None:
 
 
 def run_tasks(model: Any, tokenizer: Any, asked: Asked, batch: int = 8) -> Scores:
-    """Score a causal model, `batch` requests at once. Raises CapabilityError: no lm_eval; InputError:
-    unknown or broken tasks; HubError: no data."""
+    """Score a causal model. Raises CapabilityError without lm_eval, InputError for unknown or broken
+    tasks, HubError without data."""
     check_installed()
     os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

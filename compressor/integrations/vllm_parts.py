@@ -28,16 +28,10 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class Part(nn.Module):
-    """What `share` holds of the layer called `name`: parameters named as on disk, "." as "_".
+    """The part `share` of the layer `name` [o, i]: parameters named as on disk, "." as "_".
 
-    Whole layers and those cut by outputs of low rank run on our kernels; blocks that are cut are
-    batched products of torch.
-
-    Args:
-        spec: of nothing packed; None for a dense weight. shape: [o, i] of the whole layer.
-
-    Raises:
-        CapabilityError: as `local_shapes`.
+    Whole layers, and low-rank ones cut by outputs, run on blr's kernels; other cuts are batched
+    products. `spec` is None for a dense weight. Raises CapabilityError as `local_shapes`.
     """
 
     def __init__(
@@ -57,10 +51,8 @@ class Part(nn.Module):
         return factor.replace(".", "_")
 
     def load(self, factor: str, whole: Tensor) -> None:
-        """Take this part of a factor as a checkpoint holds it.
-
-        Raises ValueError for a factor that the layer lacks, or of another shape.
-        """
+        """Take this part of a factor of a checkpoint. Raises ValueError for an unknown factor or a wrong
+        shape."""
         if factor not in self.names:
             raise ValueError(f"{self.name}.{factor}: expected one of {', '.join(self.names)}")
         mine, found = self._get(factor), local(self.name, self.spec, factor, whole, self.share)
@@ -78,8 +70,8 @@ class Part(nn.Module):
             factor.data = relaid(factor.data, order_of(name, factor.dim()))
 
     def forward(self, x: Tensor, reduce: Reduce) -> Tensor:
-        """[..., i'] -> [..., o'] without bias; a part of a sum where inputs are cut, unless it is taken
-        by `reduce` in between (`in_rank_space`)."""
+        """[..., i'] -> [..., o'] without bias; if inputs are cut, a part of a sum, unless `reduce` takes
+        it."""
         factors = [self._get(name) for name in self.names]
         if self.spec is None:
             return nn.functional.linear(x, *factors)
@@ -133,11 +125,8 @@ def product(parts: Sequence[nn.Module], x: Tensor, reduce: Reduce) -> Tensor:
 
 
 class PackedPart(Part):
-    """The layer called `name`, with what `Part` has; `names` are those of all that a file holds of it.
-
-    Raises CapabilityError for several processes: a cut would go through groups that share a scale,
-    or through the places of outputs.
-    """
+    """A layer in few bits or with pivots, held whole. Raises CapabilityError for several processes,
+    which would cut groups that share a scale."""
 
     def __init__(self, name: str, spec: Spec, share: Share, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
@@ -187,8 +176,8 @@ class Share:
 
 
 def local_shapes(name: str, spec: Spec | None, shape: Shape, share: Share) -> dict[str, Shape]:
-    """Shapes of the factors of a layer [o, i] that `share` holds. Raises CapabilityError for a
-    structure that is not split, or blocks that the processes do not divide."""
+    """Shapes of the factors that `share` holds. Raises CapabilityError for a structure that is not
+    split, or blocks that the processes do not divide."""
     found = {}
     for factor, whole in ({"weight": shape} if spec is None else spec.shapes()).items():
         axis = _axis(name, spec, factor, share)

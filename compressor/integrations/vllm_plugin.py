@@ -45,8 +45,8 @@ def register() -> None:
 
 
 class ServedConfig(QuantizationConfig):
-    """Says how each layer computes. `layers` is ``config.blr["layers"]``, by names on disk; `merged`
-    is a model's `packed_modules_mapping`."""
+    """Says how each layer computes; `layers` is ``config.blr["layers"]``, `merged`
+    `packed_modules_mapping`."""
 
     def __init__(self, layers: dict[str, dict[str, Any]], merged: dict[str, list[str]]) -> None:
         super().__init__()
@@ -153,8 +153,8 @@ def load_weights(layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterable[
 
 
 def _share(layer: Any, outputs: int, width: int) -> Share:
-    """What this process holds of a layer with `outputs`, `width` of them: heads of k and v that are
-    fewer than processes are held by several."""
+    """The share of a layer in this process, with `width` of `outputs`; several processes may hold one
+    head."""
     if isinstance(layer, RowParallelLinear):
         return Share("in", layer.tp_rank, layer.tp_size)
     size = outputs // width

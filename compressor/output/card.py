@@ -86,9 +86,7 @@ def card_front(
 ) -> str:
     """The head of the card of an output made from the checkpoint in `folder`, called `name`.
 
-    Args:
-        name: a hub id (owner/name) is named as a base model. tags: ours, behind the source's.
-        library: what loads it, unless the source's card says.
+    A hub id as `name` becomes a base model; `tags` follow the source's; `library` loads the output.
     """
     kept = source_front(folder)
     bases = [*_texts(kept.pop("base_model", None)), *([name] if "/" in name else [])]
@@ -121,10 +119,8 @@ def write_front(front: dict[str, Any]) -> str:
 
 
 def read_front(text: str, path: Path) -> tuple[dict[str, Any], str]:
-    """The head of a card as plain YAML, empty if it has none, and the rest of its text.
-
-    Raises RecipeError for a head that is no plain YAML; `path` names it.
-    """
+    """Split a card into its head as plain YAML (empty if it has none) and the rest of its text. Raises
+    RecipeError for another head; `path` names it."""
     found = _HEAD.match(text)
     if found is None:
         return {}, text
@@ -133,8 +129,8 @@ def read_front(text: str, path: Path) -> tuple[dict[str, Any], str]:
 
 
 def source_front(folder: Path) -> dict[str, Any]:
-    """What the head of the source's card says under `KEPT`: texts and lists of texts; nothing of a card
-    that has no head, or one that is no plain YAML."""
+    """The texts and lists of texts under `KEPT` in the head of the source's card; {} without such a
+    head."""
     try:
         found, _ = read_front(read_text(inside(folder, CARD), MAX_BYTES), folder / CARD)
     except BlrError:
@@ -164,8 +160,7 @@ def _float_node(representer: Any, number: float) -> Any:
 def model_card(
     source: Source, recipe: Recipe, plan: Plan, records: dict[str, Any], name: str, auto: str
 ) -> str:
-    """Markdown for the README.md of an output, which `auto` of transformers loads, made from the
-    checkpoint called `name`."""
+    """The README.md of an output, which class `auto` of transformers loads, made from `name`."""
     known = any(record.get("weighted_error") is not None for record in records.values())
     error = "weighted_error" if known else "error"
     types = dict.fromkeys(record["type"] for record in records.values())

@@ -25,8 +25,8 @@ from blr.compressor.output.report import report_pages
 
 @dataclass(frozen=True)
 class Bar:
-    """The loss that `output` may have: over `MOST` nats it is refused without `force`, from `LARGE` on
-    `warn` is called. `remedy`: options that lose less."""
+    """The limit on a loss: over `MOST` nats `output` is refused without `force`, from `LARGE` on `warn`
+    is called. `remedy`: options that lose less."""
 
     output: Path
     remedy: str
@@ -51,13 +51,12 @@ class OutputCheck:
     """Compares the model in a written folder with the one that it was made from.
 
     Args:
-        source: checkpoint that the output is made from; its model runs now, before any work.
+        source: the checkpoint that the output is made from; its model runs now, before any work.
         reload: loads a written folder, checks its tensors and returns the files that it wrote.
-        bar: the loss that the output may have.
         runs: whether both models run; otherwise only `reload` is called.
-        text: returns the text that a decoder's loss is measured on; None for text of its own.
+        text: returns the text to measure a decoder's loss on; None for text of its own.
 
-    Raises InputError, NumericsError: nothing can be said of what this model computes.
+    Raises InputError or NumericsError for a source whose model does not run.
     """
 
     def __init__(
@@ -81,11 +80,8 @@ class OutputCheck:
             self.measure = Unmeasured("--no-check")
 
     def __call__(self, folder: Path) -> Written:
-        """Check `folder`, of which `facts` tell then.
-
-        Raises OutputError for a model that does not load or run, NumericsError for NaN or Inf and as
-        `Bar.hold`.
-        """
+        """Check `folder`, and set `facts`. Raises OutputError for a model that does not load or run,
+        NumericsError for NaN or Inf and as `Bar.hold`."""
         written = self.unjudged(folder)
         if isinstance(self.loss, Loss):
             self.bar.hold(self.loss)
@@ -94,7 +90,7 @@ class OutputCheck:
         return written
 
     def unjudged(self, folder: Path) -> Written:
-        """The same whatever it loses: of what is trained before it is judged."""
+        """The same without a limit on the loss, for a model that is still to be trained."""
         written = self.reload(folder)
         self.loss = self.measure if isinstance(self.measure, Unmeasured) else None
         if self.trial is not None:
@@ -105,8 +101,8 @@ class OutputCheck:
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """What was run, and the relative distance of the results; None if nothing was. Of a decoder the
-        loss as well (`loss.py`), or why it was not measured."""
+        """What was run, the relative distance of the results, and the loss of a decoder; None if nothing
+        ran."""
         if self.trial is None or self.distance is None:
             return None
         found = {"ran": self.trial.what, "distance": self.distance}

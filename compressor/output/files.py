@@ -45,11 +45,10 @@ def small_files(
     config: dict[str, Any],
     code: dict[str, bytes],
 ) -> dict[str, bytes | Path]:
-    """Everything of an output but weights and manifest: name to contents, or file to carry over.
+    """All files of an output but weights and manifest: name to contents, or a file to carry over.
 
-    `config` is its config.json and `code` are the Python files that travel, both by `Door`.
-    `facts` is the manifest's account of the run; it may hold the `calibration` and the sensitivity
-    `curves` of modules, too.
+    `config` and `code` come from a `Door`. `facts` is the manifest's account of the run, with
+    `calibration` and the sensitivity `curves` where there are any.
     """
     name = facts["source"]["name"]
     curves = facts.get("curves") or {}
@@ -84,7 +83,8 @@ def _written(recipe: Recipe) -> dict[str, Any]:
 
 
 def carried_files(source: Source) -> dict[str, bytes | Path]:
-    """What an output takes along; a dense checkpoint's card, which ours takes the place of, renamed."""
+    """The files that an output takes along; a dense checkpoint's card is renamed, since ours replaces
+    it."""
     files = {name: carried(path) for name, path in source.extra_files().items()}
     card = files.pop(CARD, None)
     if card is None or os.path.lexists(source.folder / MANIFEST):
@@ -93,7 +93,7 @@ def carried_files(source: Source) -> dict[str, bytes | Path]:
 
 
 def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """The native configuration turned into ours: own model type, classes and layer table."""
+    """The native config.json with blr's model type, classes and table of layers."""
     native, named = config["model_type"], config["architectures"]
     classes = auto_map(native, named)
     config = inert(config, declared_keys(native))
@@ -112,10 +112,7 @@ def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def check_fits(source: Source, plan: Plan) -> None:
-    """Check, before any work, that the output will load: its tensors as planned, without data.
-
-    Raises InputError when the source's tensors are not those of the architecture it names.
-    """
+    """Raise InputError, before any work, if the planned tensors would not fill the model."""
     native_class(source)
     with native_errors(source):
         register(source.config["model_type"])
@@ -132,8 +129,7 @@ def check_fits(source: Source, plan: Plan) -> None:
 def check_fills(
     source: Source, cls: Any, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise InputError when tensors of `shapes` do not fill a model of class `cls` with `config`, or
-    transformers cannot build it."""
+    """Raise InputError if tensors of `shapes` do not fill a model of class `cls` with `config`."""
     with native_errors(source):
         made = cls.config_class.from_dict(decoded(config))
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -151,13 +147,9 @@ def check_reload(source: Source, folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def check_loads(source: Source, cls: Any, folder: Path) -> dict[str, tuple[int, str]]:
-    """Check that a model of class `cls` loads from `folder` with no key missing or left over, and the
-    tokenizer of `source` as well.
+    """Check that class `cls` loads `folder` with no key missing or left over, and the tokenizer as well.
 
-    Returns files rewritten to make it so (size, SHA-256): tokenizer_config.json, when the model type of
-    our own would otherwise select another tokenizer class.
-
-    Raises OutputError: it would not load as it should (a bug, or a family we misread).
+    Returns tokenizer_config.json if it was rewritten for that. Raises OutputError, which is a bug.
     """
     if found := misfits(cls, folder):
         raise OutputError(f"{folder}: {found} when reloaded; this is a bug in blr, keep the checkpoint")
@@ -165,7 +157,7 @@ def check_loads(source: Source, cls: Any, folder: Path) -> dict[str, tuple[int, 
 
 
 def misfits(cls: Any, folder: Path | None, **options: Any) -> str:
-    """What transformers finds missing, left over or of another shape; empty if nothing."""
+    """The keys that transformers finds missing, left over or of another shape; empty if none."""
     _, info = load_empty(cls, folder, **options)
     return misfit(info, "missing", "unexpected", "mismatched")
 
@@ -180,11 +172,8 @@ Written = dict[str, tuple[int, str]]  # file to its size and SHA-256
 
 @dataclass(frozen=True)
 class FolderContents:
-    """What a folder is to hold.
-
-    `shards` are slots by file; `read` gives the bytes of a tensor when its turn comes; `small` are the
-    other files: contents, or a file to carry over; `later` names files that `check` may add.
-    """
+    """What a folder is to hold: `shards` by file, `read` for the bytes of a tensor, `small` files or
+    paths of files to carry over, and names of files that the check may add `later`."""
 
     shards: Mapping[str, list[Slot]]
     read: Callable[[TensorEntry], Iterable[Bytes]]
@@ -200,15 +189,13 @@ def write_whole(
     facts: Callable[[], Mapping[str, Any]],
     progress: Progress,
 ) -> None:
-    """Write `contents`, check them and list them in a manifest.
+    """Write `contents` to `folder`, in the partial folder, check them and list them in a manifest.
 
     Args:
-        folder: the partial folder, or one in it for what the run goes on from.
         check: loads what was written as a user would; returns the files that it wrote itself.
-        facts: gives the manifest's account of the run once all is written, with `input_sha256` of
-            all that was read.
+        facts: gives the manifest's account of the run, with `input_sha256`, once all is written.
 
-    Raises BlrError: as `check`; there is no manifest then.
+    Raises as `check`; there is no manifest then.
     """
     names = {
         *contents.shards,
@@ -244,11 +231,8 @@ def _write_shards(folder: Path, contents: FolderContents, progress: Progress) ->
 def slots_of(
     source: Source, plan: Plan, results: Mapping[str, Any], norms: Mapping[str, TensorEntry]
 ) -> list[Slot]:
-    """The output's tensors in the source's order, factors in the place of their weight.
-
-    Args:
-        results: factors and record by module. norms: refitted ones, by tensor.
-    """
+    """The output's tensors in the source's order, the factors in `results` in the place of their weight,
+    refitted `norms` by name."""
     replaced = {planned.layer.entry.name: planned.layer.module for planned in plan.layers}
     slots = []
     for entry in source.entries.values():

@@ -30,13 +30,10 @@ if TYPE_CHECKING:
 def opened(
     output: Path, settings: RunSettings, *reads: Path, alone: bool = False
 ) -> Iterator[Workspace]:
-    """The workspace of a run that reads those folders: the first process enters it, others know it.
+    """Open the workspace of a run that reads the folders `reads`; only the first process enters it.
 
-    Args:
-        alone: the run is of this process, whatever others there are.
-
-    Raises:
-        OutputError: as `check_apart` and `Workspace`. UsageError: pickles for several processes.
+    `alone`: the run is of this process only. Raises OutputError as `check_apart` and `Workspace`,
+    UsageError for pickles with several processes.
     """
     for folder in reads:
         check_apart(output, folder)
@@ -54,8 +51,7 @@ def opened(
 class FolderRun(ABC):
     """One run in an open workspace, in each of its processes; the first one writes.
 
-    `processes` are asked for once the headers are checked, for they import torch. `checked` says, once
-    the output is written, what was run of it and what it loses.
+    `processes` import torch, so they are made once headers are checked. `checked` is set at the end.
     """
 
     workspace: Workspace
@@ -110,11 +106,8 @@ class FolderRun(ABC):
             self.processes.leave()
 
     def produce(self, read: str, check: OutputCheck | None = None) -> None:
-        """Work, write, check and commit.
-
-        Args:
-            read: digest of all that the run reads. check: made here if None, in the first process.
-        """
+        """Work, write, check and commit. `read` is the digest of all input; `check` is made here if
+        None."""
         if self.processes.first and check is None:
             check = self.make_check()
         contents = self.work(read)

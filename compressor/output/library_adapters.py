@@ -41,17 +41,13 @@ def _diffusion_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def _fits_diffusion(source: Source, plan: Plan) -> None:
-    """Check that the tensors of `source` are those of the class that it names, where diffusers is there
-    to ask; sizes were compared with its table before. Raises InputError."""
+    """Raise InputError if `source` does not fit its class; without diffusers its table alone decides."""
     if find_spec("diffusers") is not None:
         dense_model(source, meta=True)
 
 
 def _reload_diffusion(source: Source, folder: Path) -> Written:
-    """Check that a written folder has the tensors that its table of layers makes of the source's.
-
-    Raises OutputError: it has not (a bug).
-    """
+    """Raise OutputError, which is a bug, if a written folder lacks tensors of its table of layers."""
     written = open_source(folder)
     expected = {name: entry.shape for name, entry in source.entries.items()}
     for module, fields in written.config["blr"]["layers"].items():
@@ -68,13 +64,9 @@ def _reload_diffusion(source: Source, folder: Path) -> Written:
 
 @dataclass(frozen=True)
 class Door:
-    """What depends on the library.
-
-    config: config.json of an output, from that of its source. check_fits: whether the output will load,
-    from headers, before any work. check_reload: whether every tensor of a written folder finds its
-    place; the files that it wrote. dense, written: the model in a source, and in an output. trial: runs
-    a model on a small input. code: the Python files that travel.
-    """
+    """What depends on the library: config.json of an output, checks of its fit before and after the
+    work, the model in a source (`dense`) and an output (`written`), a small run, and the files that
+    travel."""
 
     config: Callable[[dict[str, Any], Plan], dict[str, Any]]
     check_fits: Callable[[Source, Plan], None]

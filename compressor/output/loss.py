@@ -63,9 +63,8 @@ MOST_NATS = 600.0  # of a mean loss that a perplexity is told of: exp of 710 is 
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens in `windows` [n, w] (int64), each with the `beginning` of a text; `what` they are in words;
-    at which token of their text they begin as `first`, where they are a piece of one; whether the
-    model's `own`."""
+    """Tokens in `windows` [n, w], each with the `beginning` of a text, described by `what`. `first` is
+    their place in a longer text; `own` text was written by the model."""
 
     windows: Tensor
     what: str
@@ -80,18 +79,15 @@ class Text:
 
 
 def most_tokens(source: Source) -> int:
-    """That a pass of the model may read; 0 for one so large that they would say nothing."""
+    """The most tokens that a pass of the model may read; 0 for a model too large for any use."""
     parameters = sum(entry.parameters for entry in source.entries.values())
     most = min(HELD_TOKENS, int(WORK / max(parameters, 1)))
     return most if most >= LEAST else 0
 
 
 def calibration_text(source: Source, recipe: Recipe, name: str | None, offline: bool) -> Text | None:
-    """What no fit reads of the text of a decoder's calibration; None without one, and if it is the
-    model's own or too short.
-
-    Raises as `fitting.engine.read_text`.
-    """
+    """The part of a decoder's calibration text that no fit reads; None if there is none, if it is the
+    model's own or too short. Raises as `fitting.engine.read_text`."""
     if name is None:
         return None
     seq_len = min(recipe.seq_len, read_context(source))
@@ -105,11 +101,8 @@ def calibration_text(source: Source, recipe: Recipe, name: str | None, offline: 
 def held_text(
     windows: Tensor, beginning: Beginning, name: str, source: Source, first: int | None = None
 ) -> Text | None:
-    """`windows` [n, w], each with the `beginning`, of the text `name`, in which they begin at token
-    `first`; None for too few tokens.
-
-    Raises InputError for tokens that the model does not have.
-    """
+    """`windows` [n, w] from token `first` of the text `name`; None for too few tokens. Raises InputError
+    for unknown tokens."""
     if windows.numel() < LEAST:
         return None
     check_known((windows,), of_text(source.config).get("vocab_size"), name)
@@ -120,10 +113,7 @@ def held_text(
 
 
 def file_text(path: Path, source: Source) -> Text:
-    """The beginning of a text.
-
-    Raises InputError for one that cannot be read, or is too short.
-    """
+    """The beginning of a text. Raises InputError for one that cannot be read or is too short."""
     start = read_first_text(path)
     tokenizer = load_tokenizer(source.folder, text=start)
     ids = tokenizer(start, add_special_tokens=False, verbose=False)["input_ids"]
@@ -146,8 +136,7 @@ def _rows(tokens: Tensor, source: Source, beginning: Beginning) -> Tensor:
 
 
 def own_text(model: Any, source: Source) -> Text:
-    """What the model in `source` writes, in samples that begin as a text and go on from a plain token at
-    random."""
+    """Text that the model in `source` writes, in samples that go on from a random plain token."""
     config, beginning = model.config.get_text_config(), _beginning(source.folder)
     length = min(LENGTHS[is_small(source)] + len(beginning), context_of(model.config.to_dict()))
     count = max(min(OWN, OWN_LOGITS // config.vocab_size) // (length - len(beginning)), 1)
@@ -171,9 +160,8 @@ def _beginning(folder: Path) -> Beginning:
 
 @dataclass(frozen=True)
 class Loss:
-    """`before` and `after` are perplexities, `agreement` a share, `kl` as `divergence` gives it;
-    `tokens` were read in windows of `window` tokens, the first of them token `first` of a text; `read`
-    says in words what was read."""
+    """`before` and `after` are perplexities, `agreement` a share, `kl` as of `divergence`. `tokens` in
+    windows of `window` were read, the first at place `first`; `read` describes them."""
 
     before: float
     after: float
@@ -214,9 +202,9 @@ class Unmeasured:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model predicts on a text: mean cross entropy in nats, and the most likely token [n, w - 1]
-    of every place. `logs` are the logarithms of all probabilities in the first windows, of the dense
-    model; `kl` [m, w - 1] are divergences there from what was expected, of another."""
+    """Predictions on a text: mean cross entropy, the likeliest token [n, w - 1] of every place,
+    log-probabilities in the first windows (`logs`, of the dense model), divergences there (`kl` [m, w -
+    1])."""
 
     loss: float
     best: Tensor
@@ -225,8 +213,8 @@ class Predictions:
 
 
 def divergence(kl: Tensor, room: int, first: int | None) -> dict[str, Any]:
-    """Mean and percentiles of Kullback-Leibler divergences [m, w], and the windows of the largest means
-    by the token where they begin, `room` tokens after each other from token `first` of a text on."""
+    """Mean and percentiles of divergences [m, w], and the places of the worst windows, which begin every
+    `room` tokens from `first` on."""
     found = kl.double().clamp(min=0.0)
     shares = torch.tensor([n / 100 for n in TAIL], dtype=torch.float64)
     tail = found.flatten().quantile(shares).tolist()
@@ -241,10 +229,8 @@ def divergence(kl: Tensor, room: int, first: int | None) -> dict[str, Any]:
 
 
 class Measure:
-    """Compares outputs with the dense model in `source` on `text`; that model runs now.
-
-    Raises NumericsError for results that are not finite.
-    """
+    """Compares outputs with the dense model on `text`; that model runs now. Raises NumericsError for
+    results that are not finite."""
 
     def __init__(self, model: Any, text: Text, where: object) -> None:
         self.text = text
@@ -261,11 +247,8 @@ class Measure:
 
 
 def measure_of(source: Source, text: Text | None) -> Measure | Unmeasured | None:
-    """How much an output of `source` loses is measured on `text`, without one on what the model writes
-    itself; None for a model that continues no text.
-
-    Raises NumericsError as `Measure`.
-    """
+    """How the loss of outputs of `source` is measured, on `text` or on its own; None for a model that
+    continues no text. Raises NumericsError as `Measure`."""
     if not continues_text(source):
         return None
     if why := _hindrance(source, text):
@@ -279,7 +262,7 @@ def measure_of(source: Source, text: Text | None) -> Measure | Unmeasured | None
 
 
 def _hindrance(source: Source, text: Text | None) -> str:
-    """Why nothing can be measured within a bounded time; empty if it can be."""
+    """Why nothing can be measured in a bounded time; empty if it can."""
     if any(remote_shard(path) is not None for path in source.shards):
         return "the weights stay on the hub, and every pass fetches them all; blr eval measures it"
     if most_tokens(source) == 0:
@@ -290,8 +273,8 @@ def _hindrance(source: Source, text: Text | None) -> str:
 
 
 def computing(source: Source) -> Any:
-    """The model in `source`, dense or ours, in float32 where all of it may be in memory, else block by
-    block as it is stored."""
+    """The model in `source`, dense or of blr, in float32 if it fits in memory, else block by block as
+    stored."""
     if source.model_type.startswith(OURS):
         return load_written(source.folder, torch.float32)
     return whole_model(source).float() if is_small(source) else streamed_model(source)
@@ -299,7 +282,7 @@ def computing(source: Source) -> Any:
 
 @torch.no_grad()
 def _answers(model: Any, text: Text, dense: Tensor | None, where: object) -> Predictions:
-    """`dense`: the logarithms of the probabilities that are expected; None where this model's are."""
+    """The predictions of a model; `dense` are expected log-probabilities, None for this model's own."""
     idle = idle_predictions(text.beginning)
     windows, parts = text.windows, list[tuple[Tensor, Tensor, Tensor, Tensor]]()
     size = windows.shape[1] * model.config.get_text_config().vocab_size
@@ -324,8 +307,8 @@ def _answers(model: Any, text: Text, dense: Tensor | None, where: object) -> Pre
 
 
 def _crossed(logs: Tensor, expected: Tensor) -> Tensor:
-    """Cross entropies [m, w] with the distribution whose logarithms are `expected`. A token of
-    probability 0, as padded vocabularies have, counts for nothing."""
+    """Cross entropies [m, w] with the `expected` log-probabilities; -inf, as of padding, counts for
+    nothing."""
     weighed = expected.exp() * logs
     return -torch.where(expected == -torch.inf, 0.0, weighed).sum(-1)
 

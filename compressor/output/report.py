@@ -25,20 +25,13 @@ Records = Mapping[str, Mapping[str, Any]]
 
 
 def report_files(plan: Plan, records: Records, facts: Mapping[str, Any]) -> dict[str, bytes]:
-    """The report's files, name to contents.
-
-    Args:
-        plan: what was decided, in order.
-        records: by module: `type`, `spec`, `error` (relative error of the weight), and optionally
-            `weighted_error` (of the outputs), `curve` (as `thin_curve` gives it) and `notes`.
-        facts: JSON-ready account of the run: `name`, `method`, `cf`, `calibration`, `versions`.
-    """
+    """The report's files. Records have `type`, `spec`, `error`, and may have `weighted_error`, `curve`
+    and `notes`; `facts` have `name`, `method`, `cf`, `calibration` and `versions`."""
     return report_pages(report_data(plan, records, facts))
 
 
 def report_pages(data: Mapping[str, Any]) -> dict[str, bytes]:
-    """The same of what `report_data` gave, with a `loss` (facts of `output/loss.py`) and a `healing`
-    where these are known."""
+    """The report's files from `report_data`, to which a `loss` and a `healing` may have been added."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     return {REPORT: text.encode() + b"\n", "report.html": report_html(data).encode()}
 
@@ -152,14 +145,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def is_layer(record: dict[str, Any]) -> bool:
-    """Whether a record of a run's journal is a fitted layer's: there are those of whole blocks, texts
-    and statistics as well."""
+    """Whether a journal's record is of a fitted layer; others are of blocks, texts and statistics."""
     return "spec" in record
 
 
 def as_recorded(plan: Plan, records: dict[str, dict[str, Any]]) -> Plan:
-    """`plan` with its layers as an output has them: a run that found it whole has measured nothing, and
-    its own plan is that of headers alone."""
+    """`plan` with the specs that an output records, since a run that found it finished measured
+    nothing."""
     made = {module: spec_from_dict(record["spec"]) for module, record in records.items()}
     layers = [replace(p, spec=made.get(p.layer.module, p.spec)) for p in plan.layers]
     return replace(plan, layers=layers)
@@ -171,7 +163,7 @@ def tensor_bytes(path: Path) -> int:
 
 
 def by_type(records: dict[str, Any], name: str) -> dict[str, float]:
-    """Mean of what records call `name`, by layer type; of those that have it."""
+    """The mean of `name` in the records, by layer type."""
     found: dict[str, list[float]] = {}
     for record in records.values():
         if record.get(name) is not None:

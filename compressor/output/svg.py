@@ -20,8 +20,8 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one colour: a line (`joined`) or dots. `marks` are points to stress, with a text that a
-    pointer shows, or that stands beside them (`named`)."""
+    """Points of one colour: a line (`joined`) or dots with `titles`. `marks` are stressed, with a
+    tooltip or a text beside them (`named`)."""
 
     name: str
     points: Sequence[Point]

@@ -77,8 +77,8 @@ class Journal:
         return read
 
     def await_all(self, keys: list[str]) -> None:
-        """Return when what other processes have stored under `keys` is seen from here. Raises
-        OutputError: it never is."""
+        """Wait until the layers `keys` of other processes are seen here. Raises OutputError if they
+        never are."""
         deadline = time.monotonic() + SHOWN_WITHIN
         for key in keys:
             while not (self.folder / f"{key}.safetensors").exists():
@@ -139,8 +139,8 @@ def _described(tensor: Any) -> list[Any]:
 
 
 def _seal(key: str, tensors: dict[str, list[Any]], record: dict[str, Any]) -> str:
-    """SHA-256 of all that a file of the journal says and of the name it goes by: neither a changed
-    bit nor two files that changed their places pass."""
+    """SHA-256 of all contents and the name of a journal's file, so that changed bits or swapped files
+    show."""
     return hashlib.sha256(canonical_json([key, tensors, record])).hexdigest()
 
 
@@ -161,8 +161,7 @@ def versions() -> dict[str, str]:
 
 
 def changes(left: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """What differs between two fingerprints, named down to the single setting; of what has a digest,
-    that it has changed; of two commands' runs, the commands."""
+    """Name the settings that differ between two fingerprints; of two commands' runs, the commands."""
     before, after = (next((COMMANDS[k] for k in COMMANDS if k in run), None) for run in (left, now))
     if not prefix and before != after:
         return [f"command was {before}, now {after}"]

@@ -38,11 +38,8 @@ LOCKING = threading.Lock()  # held while a lock file comes or goes, when the lin
 
 
 class Lock:
-    """The exclusive lock on `output`, at `path`; `acquire` and `release` it.
-
-    Attributes:
-        after_kill: another run left the lock behind. moving: it was killed while it moved folders.
-    """
+    """The exclusive lock on `output`, at `path`. `after_kill`: another run left it behind; `moving`:
+    that run was killed while it moved folders."""
 
     def __init__(self, path: Path, output: Path) -> None:
         self.path, self.output = path, output
@@ -50,8 +47,8 @@ class Lock:
         self._descriptor = CLOSED
 
     def acquire(self) -> None:
-        """Take the lock without waiting. Raises OutputError: another run holds it, or something that is
-        no lock of ours is in its place."""
+        """Take the lock without waiting. Raises OutputError if another run holds it, or something else
+        is there."""
         for _ in range(TRIES):
             with LOCKING:
                 if self._try():
@@ -61,15 +58,15 @@ class Lock:
         in_the_way(self.path, "not a lock file of blr")
 
     def begin_moving(self) -> None:
-        """Note, durably, that whole folders are being moved: until that is done the lock stays, even
-        when this process ends, and tells the next run whose they are."""
+        """Note durably that folders are being moved: until that is done the lock stays, even after a
+        kill."""
         self.moving = True
         HELD_LOCKS.discard(self.path)
         self._write()
         flush(self._descriptor)
 
     def settled(self) -> None:
-        """What the run before left midway is seen to: from here on it is this process's lock."""
+        """Take over a lock whose run was killed, once what it left is in order."""
         self.moving = False
         self._write()
 

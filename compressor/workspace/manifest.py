@@ -48,11 +48,8 @@ REMEDY = "copy or compress it again; `blr verify` lists all that differs"
 
 
 def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: object) -> bytes:
-    """The manifest as JSON text; no times, no paths.
-
-    Args:
-        folder: where the files lie. files: their names to (bytes, SHA-256).
-    """
+    """The manifest of `files` (size, SHA-256) in `folder`, with `facts`, as JSON without times and
+    paths."""
     listed: dict[str, dict[str, Any]] = {}
     for name, (size, sha256) in sorted(files.items()):
         listed[name] = {"size": size, "sha256": sha256}
@@ -64,8 +61,7 @@ def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: obj
 
 
 def with_file(folder: Path, name: str, data: bytes) -> bytes:
-    """The manifest of `folder` with other contents for a listed file, which need not lie there yet.
-    Raises as `read_manifest`."""
+    """The manifest of `folder` with other contents for one listed file. Raises as `read_manifest`."""
     manifest = read_manifest(folder)
     files = {listed: (found["size"], found["sha256"]) for listed, found in manifest["files"].items()}
     files[name] = (len(data), hashlib.sha256(data).hexdigest())
@@ -85,12 +81,8 @@ def _with_digest(text: bytes, old: str, new: str) -> bytes:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of an output of ours.
-
-    Raises OutputError when `folder` carries none that this version can read, one that is damaged, or
-    one that no `blr` has written: no files, file names that leave the folder, sizes and digests that
-    are none.
-    """
+    """The manifest of an output of blr. Raises OutputError if there is none, or if it is damaged or
+    hostile."""
     manifest, damage = _read(folder)
     if damage:
         remedy = "the folder is not as blr wrote it: copy or compress it again"
@@ -108,8 +100,8 @@ def is_output(folder: Path) -> bool:
 
 
 def computing_digest(folder: Path) -> str | None:
-    """SHA-256 over what the manifest in `folder` says of weights and configuration: the same of a copy
-    with another card. None where there is no manifest that can be read."""
+    """SHA-256 of the listed weights and configuration, whatever the card says; None without a
+    manifest."""
     try:
         files = read_manifest(folder)["files"]
     except (OutputError, InputError):
@@ -119,8 +111,8 @@ def computing_digest(folder: Path) -> str | None:
 
 
 def verify_manifest(folder: Path) -> int:
-    """Check every file of an output and its manifest; how many files there are. Raises OutputError: as
-    `read_manifest`; VerifyError: a file or the manifest itself differs, or something cannot be read."""
+    """Check every file of an output; how many there are. Raises OutputError as `read_manifest`,
+    VerifyError for a difference."""
     manifest, damage = _read(folder)
     problems = [f"{MANIFEST}: {damage}"] if damage else verify_files(folder, manifest)
     if problems:
@@ -156,8 +148,8 @@ def _damage(manifest: dict[str, Any], text: bytes) -> str:
 
 
 def saved_by(config: dict[str, Any]) -> str | None:
-    """By whom and from what a folder was saved, None for one that `blr` wrote itself. Raises TypeError
-    or KeyError for a configuration that is none of ours."""
+    """By whom and from what a folder was saved; None if blr wrote it. Raises TypeError or KeyError for
+    other configurations."""
     saved = config["blr"].get("saved")
     if saved is None:
         return None
@@ -258,8 +250,7 @@ def _check(path: Path, expected: dict[str, Any]) -> str | None:
 
 
 def read_listed(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the manifest of `folder` lists of the files that loaders read; empty without a manifest.
-    Raises InputError for a manifest that is damaged."""
+    """The listed files that loaders read; {} without a manifest. Raises InputError for a damaged one."""
     if not os.path.lexists(folder / MANIFEST):
         return {}
     try:
@@ -270,8 +261,8 @@ def read_listed(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_listed(folder: Path, hashes: Hashes) -> None:
-    """Compare the files of an output with its manifest: their sizes, the headers of shards, and the
-    SHA-256 of those that `hashes` says. Raises InputError naming the first file that differs."""
+    """Compare sizes, headers of shards and the SHA-256 of some files with the manifest. Raises
+    InputError naming the first that differs."""
     listed = read_listed(folder)
     for name, expected in listed.items():
         path = inside(folder, name)
@@ -292,8 +283,8 @@ def check_listed(folder: Path, hashes: Hashes) -> None:
 
 
 class ShardDigests:
-    """SHA-256 of the whole shards that a manifest or the hub lists, made from the bytes of their tensors
-    as they are read in order."""
+    """SHA-256 of whole shards that a manifest or the hub lists, made as their tensors are read in
+    order."""
 
     def __init__(self, source: Source) -> None:
         self._listed = read_listed(source.folder)

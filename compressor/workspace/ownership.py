@@ -66,8 +66,8 @@ def in_the_way(path: Path, why: str) -> NoReturn:
 
 
 def check_listed(folder: Path, listed: Iterable[str]) -> Entries:
-    """The entries of `folder`, all of them plain files that `listed` names, or folders of these. Raises
-    OutputError naming the first other one."""
+    """The entries of `folder`. Raises OutputError for the first that is no plain file that `listed`
+    names, or a folder of such files."""
     names = set(listed)
     converted = {f"{PICKLED}/{name}" for name in ("teacher", *(f"module-{n}" for n in range(10)))}
     parents = {str(p) for name in names for p in PurePosixPath(name).parents}
@@ -107,8 +107,8 @@ def check_folder(folder: Path) -> None:
 
 
 def check_whole(folder: Path) -> Entries:
-    """The entries of an output of ours, which holds what its manifest lists, byte for byte. Raises
-    OutputError naming what is not, also what was changed since."""
+    """The entries of an output that is exactly as its manifest says. Raises OutputError naming what is
+    not."""
     check_folder(folder)
     manifest = read_manifest(folder)
     found = check_listed(folder, {*manifest["files"], MANIFEST})
@@ -127,8 +127,8 @@ def unchanged(before: Entries, folder: Path) -> bool:
 
 
 def remove(folder: Path, listed: Iterable[str]) -> None:
-    """Delete a folder of ours, its markers last: a kill midway leaves it recognizable. Raises
-    OutputError, before anything is deleted, if it holds anything that is not `listed`."""
+    """Delete a folder of blr, markers last, so that a kill leaves it recognizable. Raises OutputError,
+    before that, for anything not `listed`."""
     check_folder(folder)
     delete(folder, check_listed(folder, listed))
     os.rmdir(folder)
@@ -224,11 +224,8 @@ def output_of(path: Path) -> Path:
 
 
 def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = ()) -> None:
-    """Raise OutputError unless `output` can be written.
-
-    Args:
-        reads: names of what the run reads; of folders among them it must be apart, which is told first.
-    """
+    """Raise OutputError unless `output` can be written, apart from the folders among the names
+    `reads`."""
     output = absolute(output)
     if not output.name:
         raise OutputError(f"{output}: not a folder that can be made; choose another --output")
@@ -279,7 +276,7 @@ def check_apart(output: Path, source: Path) -> None:
 
 
 def check_outside(output: Path) -> None:
-    """Raise OutputError if `output` would lie in an output of ours, which would not verify any more."""
+    """Raise OutputError if `output` would lie in another output, which would then not verify."""
     for around in Path(os.path.realpath(output)).parents:
         if os.path.isfile(around / MANIFEST):
             raise OutputError(

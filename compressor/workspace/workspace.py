@@ -31,15 +31,10 @@ class Workspace:
     """Exclusive access to the partial folder of one output; use as a context manager.
 
     Args:
-        output: the folder to produce.
-        overwrite: replace an existing output of ours.
-        restart: discard what an earlier run left instead of resuming it.
-        visiting: another process of the same run has it, this one adds to its journal: it is not to be
-            entered, and nothing is checked.
+        overwrite: replace an existing output of blr. restart: discard what an earlier run left.
+        visiting: another process holds it, this one adds to its journal, and does not enter.
 
-    Raises (on entering):
-        OutputError: locked by another run, not writable, or something that is not ours is where
-            output, partial folder, replaced output or lock belong.
+    Raises OutputError, on entering, if another run holds it, or if it is not writable or not of blr.
     """
 
     def __init__(
@@ -101,13 +96,8 @@ class Workspace:
             ownership.write_marker(self.partial, self.fingerprint or self._left, self._files)
 
     def open(self, fingerprint: dict[str, Any]) -> None:
-        """Make the partial folder ready for a run.
-
-        Args:
-            fingerprint: everything a resumed run must agree on, by name, JSON-ready.
-
-        Raises OutputError: left by a run with another fingerprint (the message names what changed).
-        """
+        """Make the partial folder ready for a run, which `fingerprint` (JSON-ready) describes. Raises
+        OutputError, naming the differences, for work of a run with another one."""
         self.fingerprint = ownership.canonical(fingerprint)
         if self._left is not None and self._holds_work():
             changed = changes(self._left, self.fingerprint)
@@ -120,18 +110,16 @@ class Workspace:
         if self._is_marked() or not os.path.lexists(self.partial):
             self.claim()
             self.journal.folder.mkdir(exist_ok=True)
-            found = ownership.check_listed(self.partial, self._files)
-            ownership.delete(self.partial, {n: s for n, s in found.items() if ownership.is_scratch(n)})
+            self._remove_scratch()
+
+    def _remove_scratch(self) -> None:
+        """Delete what killed runs were writing."""
+        found = ownership.check_listed(self.partial, self._files)
+        ownership.delete(self.partial, {n: s for n, s in found.items() if ownership.is_scratch(n)})
 
     def finished(self, read: str) -> bool:
-        """Whether an earlier run with this fingerprint was killed when all was written.
-
-        Args:
-            read: digest of everything that the run reads, as it is now.
-
-        Such a run may have been stopped before the last rename, which is then made up for, or
-        after it, if it was to overwrite.
-        """
+        """Whether an earlier run of this fingerprint had written everything; `read` is the digest of its
+        input. One that was stopped before the last rename is committed now."""
         if self.holds_result(self.partial, read):
             self.commit()
             return True
@@ -144,8 +132,8 @@ class Workspace:
         return done
 
     def commit(self) -> None:
-        """Turn the partial folder, whose manifest is written, into the output. Everything that the
-        manifest does not list is purged first, then one rename."""
+        """Turn the partial folder, whose manifest is written, into the output: purge it, then rename
+        it."""
         listed = {*read_manifest(self.partial)["files"], MANIFEST}
         found = ownership.check_listed(self.partial, self._files | listed)
         replaces = self._replaces()
@@ -172,8 +160,8 @@ class Workspace:
 
     @contextmanager
     def room(self, needed: int, check: bool = True) -> Iterator[None]:
-        """For work that writes up to `needed` bytes beside what is there. Raises StorageError before it
-        for less room (if `check`), and for what the system then says."""
+        """Meanwhile turn errors of storage into StorageError; before it, with `check`, ask for `needed`
+        bytes."""
         parent = self.output.parent
         with storage_errors(parent, needed, self.output, self._holds_work):
             if check:
@@ -223,11 +211,8 @@ class Workspace:
             ownership.remove(self.retired, listed)
 
     def _take_partial(self) -> None:
-        """See that what is in the place of the partial folder is ours, and what it may hold.
-
-        A whole output without the other marker is only ours to finish, as this very run would, unless
-        the lock says that a run was killed as it moved it.
-        """
+        """Check that the partial folder is of blr. A whole output in it is this run's to finish only
+        with the same fingerprint, or if the lock tells of a killed move."""
         if not os.path.lexists(self.partial):
             return
         ownership.check_folder(self.partial)

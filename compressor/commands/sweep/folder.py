@@ -42,8 +42,8 @@ OTHERS = "not made by this sweep"
 
 
 class SweepNote(Told):
-    """``sweep.json``: what all points have in common, and all points whose files the folder may hold,
-    with the digests of what makes them."""
+    """``sweep.json``: what all points have in common, and the digests of all points, whose files the
+    folder may hold."""
 
     about: Literal["sweep of blr"]
     common: dict[str, Any]
@@ -88,8 +88,7 @@ def read_judgement(path: Path) -> Judged:
 
 
 def point_digest(recipe: dict[str, object], heal: float | None) -> str:
-    """SHA-256 of what makes a point of a model: its recipe, but for the GPU that times are predicted
-    for, and its minutes of healing."""
+    """SHA-256 of a point: its recipe, but for the GPU of predictions, and its minutes of healing."""
     asked = {name: value for name, value in recipe.items() if name != "gpu"}
     return hashlib.sha256(canonical_json([asked, heal or None])).hexdigest()
 
@@ -113,9 +112,8 @@ def is_made(output: Path, digest: str, common: dict[str, object]) -> bool:
 
 
 class Folder:
-    """`path` with ``sweep.json``, and for each point ``points/NAME.json``, ``logs/NAME.log`` and,
-    while it is made or if kept, ``outputs/NAME``. `common` is what all points have in common,
-    `points` are those of this run with their digests; that of the dense model is empty."""
+    """The folder of a sweep: ``sweep.json``, and for each point ``points/NAME.json``, ``logs/NAME.log``
+    and perhaps ``outputs/NAME``. `common` settings are of all points, `points` of this run by digest."""
 
     def __init__(
         self, path: Path, common: dict[str, object], points: Mapping[str, str] | None = None
@@ -127,8 +125,8 @@ class Folder:
 
     @contextmanager
     def held(self, restart: bool) -> Iterator[None]:
-        """While active the folder is this process's. Raises OutputError: something else is there,
-        another sweep, or one that runs."""
+        """Hold the folder meanwhile. Raises OutputError if it is something else, another sweep's, or in
+        use."""
         with storage_errors(self.path):
             self._check_place(restart)
             self.path.mkdir(exist_ok=True)

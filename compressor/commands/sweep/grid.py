@@ -18,10 +18,8 @@ PIVOT = "-pivot"  # behind a method: held by pivot rows
 
 @dataclass(frozen=True)
 class Grid:
-    """What is combined: `methods` with each of `cfs`, factors stored in each kind of `quantize`;
-    corrections by `methods`, but those with pivots, of each of `bases` in each of `ranks`; and `plain`
-    quantization, which they have to beat. All of it with each of so many minutes of healing (0: none),
-    and with each of several seeds."""
+    """The lists that are combined: `methods` × `cfs` × `quantize` of their factors; `bases` × `methods`
+    × `ranks` of corrections; `plain` quantization; each × `heals` (minutes) × `seeds`."""
 
     methods: tuple[str, ...]
     cfs: tuple[float, ...]
@@ -69,9 +67,8 @@ def _shown(number: float) -> str:
 
 
 def points_of(grid: Grid, common: dict[str, object], calibrated: bool) -> dict[Point, Recipe]:
-    """Every point with its recipe, plain quantization first; `common` are settings of all that have a
-    use for them. Raises UsageError: settings that do not fit or are of no use, a point twice, or
-    none."""
+    """Every point with its recipe, plain quantization first; `common` settings go to all that use them.
+    Raises UsageError for settings that do not fit or are unused, and for a point twice or none."""
     if DENSE in grid.methods:
         raise UsageError(
             "--methods are structures; dense weights in few bits are the line of --plain: give that"

@@ -20,9 +20,9 @@ CODE = "\npre{white-space:pre-wrap;overflow-wrap:anywhere}\n"
 
 @dataclass(frozen=True)
 class MadePoint:
-    """A point that was made: `bits` a weight; `losses` in nats a token over the dense model, by text;
-    `speed` in tokens a second, predicted; `commands`, one a seed. Of several seeds figures are means,
-    `seconds` the sum, `spread` how far the largest is from the least."""
+    """A finished point: `bits` a weight, `losses` in nats over the dense model by text, predicted tokens
+    a second (`speed`), `commands` by seed. Over seeds figures are means, `seconds` sums, `spread`
+    ranges."""
 
     name: str
     kind: str

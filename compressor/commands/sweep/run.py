@@ -33,9 +33,8 @@ MAX_TEXT = 2 * 2**30  # bytes
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """How a sweep of `model` runs, judged by `texts`; `common` are settings of all recipes,
-    `evaluate` options of `blr eval`; `jobs` run at once on each GPU; `gpu` is what speed is predicted
-    for."""
+    """How a sweep of `model` runs: judged by `texts`, with `common` settings of all recipes, `evaluate`
+    options of `blr eval`, `jobs` at once on each GPU, speeds predicted for `gpu`."""
 
     model: str
     texts: tuple[Path, ...]
@@ -53,9 +52,8 @@ class SweepSettings:
 def sweep(
     folder: Path, recipes: dict[Point, Recipe], output: Path, settings: SweepSettings, progress: Progress
 ) -> dict[str, Any]:
-    """Make every point of `recipes` that `output` does not have, and say, JSON-ready, what all lose.
-    Raises UsageError, InputError, OutputError before anything is made, and what `blr eval` of the
-    dense model ends with."""
+    """Make the points of `recipes` that `output` lacks; all losses, JSON-ready. Raises UsageError,
+    InputError or OutputError before anything is made, and the error of the dense model."""
     check_apart(output, folder)
     check_outside(output)
     progress.loading()
@@ -75,8 +73,7 @@ def sweep(
 
 
 def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict[str, object]:
-    """What all points of a sweep have in common, and another run of it must have as well: models and
-    texts by what they hold, whatever they are called."""
+    """What all points share and another run must share: models and texts by their contents."""
     from blr.compressor.base.device import pick_device
     from blr.compressor.loading.load import load_tokenizer
     from blr.compressor.text.reading import beginning_of
