@@ -119,7 +119,15 @@ def read_header(path: Path) -> Header:
     base = 8 + len(raw)
     entries = [_entry(name, value, path, base, size) for name, value in fields.items()]
     entries.sort(key=lambda entry: (entry.start, entry.end, entry.name))
-    _check_tiling(entries, path, base, size)
+    at = base
+    for entry in entries:
+        if entry.start != at:
+            what = "overlaps the one before it" if entry.start < at else "leaves a hole before it"
+            found = f"tensor {quote(entry.name)}, whose region {what} (byte {entry.start})"
+            refuse(path, found, f"tensors one after another (byte {at})")
+        at = entry.end
+    if at != size:
+        refuse(path, f"{size - at} trailing bytes after the last tensor", f"a file of {at} bytes")
     return Header({entry.name: entry for entry in entries}, metadata)
 
 
@@ -200,19 +208,6 @@ def _check_size(name: str, dtype: str, shape: tuple[int, ...], nbytes: int, path
     if bits != nbytes * 8:
         found = f"{nbytes} bytes for tensor {quote(name)}"
         refuse(path, found, f"{bits / 8:.10g} for {dtype} {quote(list(shape))}")
-
-
-def _check_tiling(entries: list[TensorEntry], path: Path, base: int, size: int) -> None:
-    """Refuses regions that overlap, leave a hole, or stop before the end of the file."""
-    at = base
-    for entry in entries:
-        if entry.start != at:
-            what = "overlaps the one before it" if entry.start < at else "leaves a hole before it"
-            found = f"tensor {quote(entry.name)}, whose region {what} (byte {entry.start})"
-            refuse(path, found, f"tensors one after another (byte {at})")
-        at = entry.end
-    if at != size:
-        refuse(path, f"{size - at} trailing bytes after the last tensor", f"a file of {at} bytes")
 
 
 def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, str]]:

@@ -74,7 +74,11 @@ def _check_archive(path: Path) -> set[int]:
         try:
             with zipfile.ZipFile(file) as archive:
                 members = archive.infolist()
-                _check_members(path, members)
+                if len({item.filename for item in members}) != len(members):
+                    refuse(path, "an archive with a name twice", "unique names", REMEDY)
+                for item in members:
+                    if item.compress_type != zipfile.ZIP_STORED or item.compress_size != item.file_size:
+                        refuse(path, f"compressed {quote(item.filename)}", "stored bytes only", REMEDY)
                 pickled = [item for item in members if item.filename.endswith("/data.pkl")]
                 if len(pickled) != 1 or pickled[0].file_size > MAX_PICKLE_BYTES:
                     expected = f"one data.pkl of at most {MAX_PICKLE_BYTES} bytes"
@@ -85,14 +89,6 @@ def _check_archive(path: Path) -> set[int]:
             refuse(path, found, "the zip format of torch.save", REMEDY)
     _check_pickle(path, data)
     return {item.file_size for item in members}
-
-
-def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
-    if len({item.filename for item in members}) != len(members):
-        refuse(path, "an archive with a name twice", "unique names", REMEDY)
-    for item in members:
-        if item.compress_type != zipfile.ZIP_STORED or item.compress_size != item.file_size:
-            refuse(path, f"compressed {quote(item.filename)}", "stored bytes only", REMEDY)
 
 
 def _check_pickle(path: Path, data: bytes) -> None:

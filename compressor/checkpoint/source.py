@@ -151,7 +151,14 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
     if any(os.path.lexists(folder / name) for name in (names.single, names.index)):
         weights = folder
     else:
-        weights, names = _unpickle(folder, names, allow_pickle, scratch), TRANSFORMERS
+        if not any(os.path.lexists(folder / name) for name in (names.pickle, names.pickle_index)):
+            _refuse_folder(folder, "no weights", names)
+        if not allow_pickle:
+            remedy = "convert them, or pass --allow-pickle if you trust them"
+            refuse(folder, f"only pickled weights ({names.pickle})", "safetensors", remedy)
+        if scratch is None:
+            raise ValueError("allow_pickle needs a scratch folder")
+        weights, names = convert_pickle(folder, scratch, names), TRANSFORMERS
     shards, weight_map = find_shards(weights, names.single, names.index)
     entries = _read_shards(shards, weight_map, weights / names.index)
     check_counts(config, folder, len(entries))
@@ -192,18 +199,6 @@ def _read_shards(shards: list[Path], weight_map: dict[str, str], index: Path) ->
     if not entries:
         refuse(shards[0], "no tensors", "a checkpoint with weights")
     return entries
-
-
-def _unpickle(folder: Path, names: Library, allow_pickle: bool, scratch: Path | None) -> Path:
-    """Converts the pickled weights of `folder` into `scratch`, if there are any and they may."""
-    if not any(os.path.lexists(folder / name) for name in (names.pickle, names.pickle_index)):
-        _refuse_folder(folder, "no weights", names)
-    if not allow_pickle:
-        remedy = "convert them, or pass --allow-pickle if you trust them"
-        refuse(folder, f"only pickled weights ({names.pickle})", "safetensors", remedy)
-    if scratch is None:
-        raise ValueError("allow_pickle needs a scratch folder")
-    return convert_pickle(folder, scratch, names)
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int, int]:

@@ -48,7 +48,14 @@ def started(gpus: int | None, running: Running) -> Iterator[None]:
             watcher.join(LEAVING / crew.count)
         raise
     finally:
-        crew.dismiss()
+        with crew.lock:
+            crew.over = True
+        os.close(crew.alive)
+        for member in crew.members:
+            with suppress(subprocess.TimeoutExpired):
+                member.wait(LEAVING)
+            member.kill()
+        remove_scratch(crew.folder)
 
 
 class Crew:
@@ -76,17 +83,6 @@ class Crew:
         for watcher in self.watchers:
             watcher.start()
 
-    def dismiss(self) -> None:
-        """End what is left of the others; their failures do not matter any more."""
-        with self.lock:
-            self.over = True
-        os.close(self.alive)
-        for member in self.members:
-            with suppress(subprocess.TimeoutExpired):
-                member.wait(LEAVING)
-            member.kill()
-        remove_scratch(self.folder)
-
     def _start(self, number: int, reader: int) -> subprocess.Popen[str]:
         own = {"RANK": str(number), "LOCAL_RANK": str(number), environment.PARENT: str(reader)}
         return subprocess.Popen(
@@ -111,17 +107,14 @@ class Crew:
         code = member.wait()
         with self.lock:  # held for ever by who ends the run
             if code and not self.over:
-                self._end(number, code, list(last))
-
-    def _end(self, number: int, code: int, said: list[str]) -> None:
-        reports = [line.removeprefix("blr: ") for line in said if line.startswith(ERROR)]
-        if reports and code > 0:
-            leave_at_once(reports[-1], code)
-        leave_at_once(
-            f"error: process {number} of {self.count} {_ended(code)}; {state_of(self.running)}; "
-            f"resume with: {resume_command(sys.argv)}",
-            CapabilityError.exit_code,
-        )
+                reports = [line.removeprefix("blr: ") for line in last if line.startswith(ERROR)]
+                if reports and code > 0:
+                    leave_at_once(reports[-1], code)
+                leave_at_once(
+                    f"error: process {number} of {self.count} {_ended(code)}; {state_of(self.running)}; "
+                    f"resume with: {resume_command(sys.argv)}",
+                    CapabilityError.exit_code,
+                )
 
 
 def _ended(code: int) -> str:

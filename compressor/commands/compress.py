@@ -159,12 +159,20 @@ class CompressRun(FolderRun):
         """Say what is there already, and check that the output will load and can be healed."""
         if first:
             from blr.compressor.base.device import pick_device
+            from blr.compressor.fitting.engine import expected
             from blr.compressor.loading.sidecar_files import check_carried
 
             if kept := self.workspace.journal.count(is_layer):
                 self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
             device = pick_device(self.settings.device).type
-            self.progress.expect(*steps_of(self.settings, self.recipe, device))
+            steps = [
+                READING,
+                *expected(self.recipe, self.settings.calibration, device),
+                WRITING,
+                CHECKING,
+            ]
+            steps += healing_steps(options_of(self.settings)) if self.settings.heal else []
+            self.progress.expect(*steps)
             self.door.check_fits(self.source, self.plan)
             check_carried(self.source, self.door.config(self.source.config, self.plan))
         self.healing = Healing(self.source, self.settings) if self.settings.heal else None
@@ -357,14 +365,6 @@ def options_of(settings: CompressSettings) -> HealOptions:
             offline=settings.offline,
         )
     )
-
-
-def steps_of(settings: CompressSettings, recipe: Recipe, device: str) -> list[str]:
-    """The steps of a compression, and of the healing behind it, on a kind of device."""
-    from blr.compressor.fitting.engine import expected
-
-    steps = [READING, *expected(recipe, settings.calibration, device), WRITING, CHECKING]
-    return steps + (healing_steps(options_of(settings)) if settings.heal else [])
 
 
 def disk_beside(sized: Compression, settings: CompressSettings) -> int:

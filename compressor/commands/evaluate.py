@@ -140,19 +140,15 @@ def perplexity(
         for group in groups:
             advance("")
             for rows, fresh in _stack(ids, group, room, stride, bool(beginning)):
-                loss = _losses(model, begun(rows, beginning))[:, -fresh:]
-                total, count = total + float(loss.double().sum()), count + loss.numel()
-    return Perplexity(_exponential(total / count), count, window, beginning)
-
-
-def _exponential(loss: float) -> float:
-    """exp of a mean loss. Raises NumericsError when that is no finite number."""
+                losses = _losses(model, begun(rows, beginning))[:, -fresh:]
+                total, count = total + float(losses.double().sum()), count + losses.numel()
+    loss = total / count
     if not loss < MAX_LOSS:  # NaN is not
         raise NumericsError(
             f"the mean negative log-likelihood is {loss:g}: expected a finite number below {MAX_LOSS}; "
             "evaluate in --dtype float32, or repair the checkpoint"
         )
-    return math.exp(loss)
+    return Perplexity(math.exp(loss), count, window, beginning)
 
 
 def _stack(

@@ -39,7 +39,8 @@ class Part(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.spec, self.share = name, spec, share
-        self.in_rank_space = sums_in_rank_space(spec, share)
+        plain = isinstance(spec, LowRankSpec) and spec.groups == 1
+        self.in_rank_space = plain and share.side == "in" and share.size > 1
         self.loaded: set[str] = set()
         self.names = list(shapes := local_shapes(name, spec, shape, share))
         for factor, size in shapes.items():
@@ -206,12 +207,6 @@ def local(name: str, spec: Spec | None, factor: str, whole: Tensor, share: Share
         return whole
     width = whole.shape[axis] // share.size
     return whole.narrow(axis, share.rank * width, width)
-
-
-def sums_in_rank_space(spec: Spec | None, share: Share) -> bool:
-    """Whether the sum over processes is taken between V and U."""
-    plain = isinstance(spec, LowRankSpec) and spec.groups == 1
-    return plain and share.side == "in" and share.size > 1
 
 
 def _axis(name: str, spec: Spec | None, factor: str, share: Share) -> int | None:

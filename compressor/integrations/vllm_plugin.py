@@ -74,17 +74,14 @@ class ServedConfig(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """Ours for a layer with a structured member. Raises CapabilityError for no linear layer."""
         if isinstance(layer, LinearBase):
-            members = self._members(prefix)
+            parent, _, merged = prefix.rpartition(".")
+            members = [f"{parent}.{name}" for name in self.packed_modules_mapping.get(merged, [merged])]
             if any(name in self.specs for name in members):
                 return ServedMethod({name: self.specs.get(name) for name in members})
             return UnquantizedLinearMethod()
         if prefix in self.specs:
             raise CapabilityError(f"{prefix}: found a structured {type(layer).__name__}; {INSTEAD}")
         return None
-
-    def _members(self, prefix: str) -> list[str]:
-        parent, _, name = prefix.rpartition(".")
-        return [f"{parent}.{member}" for member in self.packed_modules_mapping.get(name, [name])]
 
 
 class ServedMethod(LinearMethodBase):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,10 @@ def is_usual(source: Source) -> bool:
     expected = {*_names(layout["names"]), *_names(layout["inside"], f"{layout['block']}.")}
     if "head" in layout and source.config.get(TIES, layout["ties"]) is False:
         expected.add(layout["head"])
-    found = _numbered(source.entries)
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for name in source.entries:
+        numbers = tuple(int(number) for number in _NUMBER.findall(name))
+        found.setdefault(_NUMBER.sub("#", name), set()).add(numbers)
     counts = {max(first for first, *_ in numbers) for numbers in found.values() if () not in numbers}
     return found.keys() == expected and len(counts) == 1 and all(map(_is_whole, found.values()))
 
@@ -95,15 +98,6 @@ def _names(words: str, prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{module}.weight"
         if mark:
             yield f"{prefix}{module}.{bias}"
-
-
-def _numbered(names: Collection[str]) -> dict[str, set[tuple[int, ...]]]:
-    """The numbers in `names`, by the name without them."""
-    found: dict[str, set[tuple[int, ...]]] = {}
-    for name in names:
-        numbers = tuple(int(number) for number in _NUMBER.findall(name))
-        found.setdefault(_NUMBER.sub("#", name), set()).add(numbers)
-    return found
 
 
 def _is_whole(numbers: set[tuple[int, ...]]) -> bool:

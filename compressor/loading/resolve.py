@@ -289,7 +289,11 @@ def stand_in(repository: str, revision: str | None, patterns: list[str]) -> tupl
         if name.suffix not in WEIGHTS or len(name.parts) > 1:  # the cache may have some of them
             _put(folder / name, path.read_bytes())
     for shard in shards:
-        _put(folder / shard.name, _header(shard))
+        length = int.from_bytes(shard.fetch(0, min(8, shard.size)), "little")
+        if length > min(MAX_HEADER_BYTES, shard.size - 8):
+            found = f"found a header of {length} bytes, expected a safetensors file"
+            raise HubError(f"{shard.name}: {found}; {REMEDY}")
+        _put(folder / shard.name, bytes(shard.fetch(0, 8 + length)))
         STANDING_IN[folder / shard.name] = shard
     return folder, snapshot.name
 
@@ -309,15 +313,6 @@ def _shards(repository: str, snapshot: Path) -> list[RemoteShard]:
         lfs, url = files[name].lfs, hf_hub_url(repository, name, revision=snapshot.name)
         made.append(RemoteShard(url, name, files[name].size, lfs.sha256 if lfs else None))
     return made
-
-
-def _header(shard: RemoteShard) -> bytes:
-    """The bytes of a shard before its tensors."""
-    length = int.from_bytes(shard.fetch(0, min(8, shard.size)), "little")
-    if length > min(MAX_HEADER_BYTES, shard.size - 8):
-        found = f"found a header of {length} bytes, expected a safetensors file"
-        raise HubError(f"{shard.name}: {found}; {REMEDY}")
-    return bytes(shard.fetch(0, 8 + length))
 
 
 def _put(path: Path, data: bytes) -> None:

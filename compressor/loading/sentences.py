@@ -89,7 +89,12 @@ def read_sentences(folder: Path) -> Sentences:
     for kind, path in _modules(folder):
         if kind == "Pooling":
             config = _read(folder, f"{path}/config.json")
-            modes, pools_prompt = _modes(folder, config), config.get("include_prompt") is not False
+            old = [mode for key, mode in OLD_MODES.items() if config.get(key) is True]
+            named = config.get("pooling_mode", old or "mean")
+            modes = (named,) if isinstance(named, str) else tuple(named)
+            if unknown := [mode for mode in modes if mode not in POOLING]:
+                refuse(folder / MODULES, f"pooling {quote(unknown[0], 40)}", ", ".join(POOLING), REMEDY)
+            pools_prompt = config.get("include_prompt") is not False
         elif kind == "Dense":
             dense.append(_dense(folder, path))
         elif kind not in ("Transformer", "Normalize"):  # cosines know no norm
@@ -124,15 +129,6 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 def _read(folder: Path, name: str, needed: bool = True) -> dict[str, Any]:
     there = needed or os.path.lexists(folder / name)
     return read_json(inside(folder, name), MAX_BYTES) if there else {}
-
-
-def _modes(folder: Path, config: dict[str, Any]) -> tuple[str, ...]:
-    old = [mode for key, mode in OLD_MODES.items() if config.get(key) is True]
-    named = config.get("pooling_mode", old or "mean")
-    modes = (named,) if isinstance(named, str) else tuple(named)
-    if unknown := [mode for mode in modes if mode not in POOLING]:
-        refuse(folder / MODULES, f"pooling {quote(unknown[0], 40)}", ", ".join(POOLING), REMEDY)
-    return modes
 
 
 def _dense(folder: Path, path: str) -> Callable[[Tensor], Tensor]:

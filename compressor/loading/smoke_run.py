@@ -34,18 +34,14 @@ class Trial:
     def distance(self, model: object, where: object) -> float:
         """Relative distance of the results of `model` from the expected ones. Raises NumericsError for
         results that are not finite."""
-        found, keep = self._results(model, where), self.expected.isfinite()
-        missed = (found - self.expected)[keep].norm()
-        return float(missed / self.expected[keep].norm().clamp_min(torch.finfo(missed.dtype).tiny))
-
-    def _results(self, model: Any, where: object) -> Tensor:
         found, keep = run(model, self.inputs), self.expected.isfinite()
         if found.shape != self.expected.shape or not found[keep].isfinite().all():
             raise NumericsError(
                 f"{where}: found NaN or Inf in the results for {self.what}, where the model it was made "
                 f"from has finite numbers; choose another dtype or a lower --cf ({NO_CHECK})"
             )
-        return found
+        missed = (found - self.expected)[keep].norm()
+        return float(missed / self.expected[keep].norm().clamp_min(torch.finfo(missed.dtype).tiny))
 
 
 def first_trial(model: Any, where: object) -> Trial:

@@ -51,7 +51,8 @@ def whole_model(source: Source) -> Any:
 
 def empty_model(source: Source) -> Any:
     """The model in `source`, dense or of blr, on the meta device."""
-    cls, config = _made_of(source)
+    config, name = made_config(source), source.config["architectures"][0]
+    cls = model_class(name) if name.startswith(PREFIX) else getattr(transformers, name)
     tensors = meta_tensors(source.entries.values())
     return load_empty(cls, None, config=config, state_dict=tensors)[0].eval()
 
@@ -75,13 +76,6 @@ def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> object:
 def is_small(source: Source) -> bool:
     """Whether all of its weights may be in memory at once."""
     return sum(entry.nbytes for entry in source.entries.values()) <= WHOLE
-
-
-def _made_of(source: Source) -> tuple[Any, Any]:
-    """The class that config.json names, and its configuration."""
-    config = made_config(source)
-    name = source.config["architectures"][0]
-    return (model_class(name) if name.startswith(PREFIX) else getattr(transformers, name)), config
 
 
 def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

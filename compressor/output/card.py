@@ -165,10 +165,12 @@ def model_card(
     error = "weighted_error" if known else "error"
     types = dict.fromkeys(record["type"] for record in records.values())
     front = card_front(source.folder, name, (*TAGS, recipe.method), source.library.name)
+    dense, now = plan.dense_parameters, plan.structured_parameters
+    fewer = f"compression factor {plan.cf:.3f} of those layers ({dense:,} parameters became {now:,})"
     return front + TEMPLATE.format(
         name=name,
         what=what_became((planned.spec for planned in plan.layers), "linear layers "),
-        size=_size(plan),
+        size=f"{dense:,} weights" if now >= dense else fewer,
         bits=plan.bits,
         kept=f" and {len(plan.kept)} left dense on purpose" if plan.kept else "",
         cache="".join(CACHE.format(note=note) for note in cache_notes(plan, {}, 0)),
@@ -178,13 +180,6 @@ def model_card(
         rows="\n".join(_row(kind, plan, records, error) for kind in types),
         version=__version__,
     )
-
-
-def _size(plan: Plan) -> str:
-    dense, now = plan.dense_parameters, plan.structured_parameters
-    if now >= dense:
-        return f"{dense:,} weights"
-    return f"compression factor {plan.cf:.3f} of those layers ({dense:,} parameters became {now:,})"
 
 
 def _row(kind: str, plan: Plan, records: dict[str, Any], error: str) -> str:

@@ -57,21 +57,17 @@ def small_files(
     about = {"name": name, "method": recipe.method, "cf": plan.cf, "versions": run["versions"]}
     about["machine"] = {n: run[n] for n in ("device", "threads") if run.get(n) is not None}
     about["command"] = f"blr compress {name} --recipe recipe.yaml{text}"
+    out = StringIO()
+    YAML(typ="safe").dump(_written(recipe), out)
     return {
         **carried_files(source),
         "config.json": json_file(config),
         LAYERS: json_file(records),
-        "recipe.yaml": _yaml(_written(recipe)),
+        "recipe.yaml": out.getvalue().encode(),
         CARD: model_card(source, recipe, plan, records, name, auto_name(config)).encode(),
         **report_files(plan, drawn, {**about, "calibration": facts.get("calibration")}),
         **code,
     }
-
-
-def _yaml(value: dict[str, Any]) -> bytes:
-    out = StringIO()
-    YAML(typ="safe").dump(value, out)
-    return out.getvalue().encode()
 
 
 def _written(recipe: Recipe) -> dict[str, Any]:

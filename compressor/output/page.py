@@ -68,6 +68,8 @@ def report_html(data: Mapping[str, Any]) -> str:
     how = "calibrated" if facts.get("calibration") else "from the weights alone, uncalibrated"
     healed = ", then healed" if data.get("healing") else ""
     shown = {k: v for k, v in data["facts"].items() if k not in ("name", "cf") and v is not None}
+    lines = [*data["notes"], *(f"{x['module']}: {note}" for x in data["layers"] for note in x["notes"])]
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     sections = [
         f'<p class="said">Method {escape(str(method))}, {how}{healed}.</p>',
         _tiles(data),
@@ -77,7 +79,7 @@ def report_html(data: Mapping[str, Any]) -> str:
         _healing(data.get("healing")),
         _spectra(data),
         _plan(data),
-        _notes(data),
+        f"<h2>Notes and fallbacks</h2><ul>{items}</ul>" if items else "",
         f"<h2>How it was made</h2>{_facts([(k, _words(v)) for k, v in shown.items()])}",
     ]
     title = escape(f"{name}, compressed by blr")
@@ -243,12 +245,6 @@ def _td(text: str, numeric: bool) -> str:
 
 def _right(numeric: bool) -> str:
     return ' class="n"' if numeric else ""
-
-
-def _notes(data: Mapping[str, Any]) -> str:
-    lines = [*data["notes"], *(f"{x['module']}: {note}" for x in data["layers"] for note in x["notes"])]
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<h2>Notes and fallbacks</h2><ul>{items}</ul>" if items else ""
 
 
 def _facts(rows: Sequence[tuple[str, str]]) -> str:

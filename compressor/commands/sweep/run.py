@@ -80,7 +80,11 @@ def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict
     from blr.compressor.workspace.scan import scan_source
 
     calibration, remedy = settings.calibration, "repair the checkpoint, or take another"
-    texts, device = _digests(settings.texts), pick_device(settings.device)
+    texts = [digest_of(path, MAX_TEXT) for path in settings.texts]
+    for path, digest in zip(settings.texts, texts, strict=True):
+        if (first := settings.texts[texts.index(digest)]) is not path:
+            raise UsageError(f"--eval {path}: the same text as {first}; give every text once")
+    device = pick_device(settings.device)
     beginning = beginning_of(load_tokenizer(source.folder))
     return {
         "headers": headers_digest(source),
@@ -93,17 +97,6 @@ def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict
         "device": device.type,
         "version": __version__,
     }
-
-
-def _digests(texts: Sequence[Path]) -> list[str]:
-    """SHA-256 of every text, in their order. Raises UsageError for one that comes twice."""
-    found = [digest_of(path, MAX_TEXT) for path in texts]
-    for number, digest in enumerate(found):
-        if (first := found.index(digest)) < number:
-            raise UsageError(
-                f"--eval {texts[number]}: the same text as {texts[first]}; give every text once"
-            )
-    return found
 
 
 def _chains(place: Folder, points: Sequence[Point], settings: SweepSettings) -> dict[str, PointChain]:
