@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from blr.compressor.base.errors import CapabilityError, InputError, NumericsError
 from blr.compressor.base.progress import Progress
@@ -77,13 +78,17 @@ def evaluate_folder(folder: Path, asked: EvalSettings, progress: Progress) -> di
 
 
 def _of_texts(
-    model: Any, tokenizer: Any, tokens: list[Tensor], asked: EvalSettings, progress: Progress
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: list[Tensor],
+    asked: EvalSettings,
+    progress: Progress,
 ) -> dict[str, Any]:
     """The result on one text, or those on several."""
     size = asked.window or min(USUAL_WINDOW, context_of(model.config.to_dict()))
     begins = beginning_of(tokenizer)
     how = size, asked.stride or size, asked.batch, progress, begins
-    counted = _counted(size, asked.stride, tokenizer.convert_ids_to_tokens(list(begins)))
+    counted = _counted(size, asked.stride, list(tokenizer.convert_ids_to_tokens(list(begins))))
     found = [
         {"text": str(path), **asdict(perplexity(model, ids, *how)), "counted": counted}
         for path, ids in zip(asked.text, tokens, strict=True)
@@ -100,7 +105,9 @@ def _counted(window: int, stride: int | None, begins: list[str]) -> str:
     return f"every token, in windows of {window}, but the first of {first}"
 
 
-def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None, skip: int = 0) -> Tensor:
+def read_tokens(
+    path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None, skip: int = 0
+) -> Tensor:
     """Token ids [n] of a text, without the first `skip`, cut to `max_tokens`. Raises InputError."""
     text = read_whole_text(path, MAX_BYTES)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][skip:][:max_tokens]
@@ -111,7 +118,7 @@ def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None, skip:
 
 @torch.inference_mode()
 def perplexity(
-    model: Any,
+    model: PreTrainedModel,
     ids: Tensor,
     window: int,
     stride: int,
@@ -165,7 +172,7 @@ def _stack(
     return [(torch.stack(rows), fresh) for (_, fresh), rows in groups.items()]
 
 
-def _losses(model: Any, rows: Tensor) -> Tensor:
+def _losses(model: PreTrainedModel, rows: Tensor) -> Tensor:
     """Negative log-likelihood [m, w-1] of every token but the first of each row."""
     rows = rows.to(model.device)
     logits = model(rows, use_cache=False).logits[:, :-1].float()
@@ -176,8 +183,8 @@ def _losses(model: Any, rows: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def sts_spearman(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     pairs: Sequence[Pair],
     batch: int,
     progress: Progress,
@@ -229,8 +236,8 @@ def read_pairs(path: Path) -> list[Pair]:
 
 
 def embed(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     sentences: list[str],
     batch: int,
     progress: Progress,
@@ -248,7 +255,9 @@ def embed(
     return torch.stack([rows[n] for n in range(len(sentences))])
 
 
-def _pool(model: Any, tokenizer: Any, sentences: list[str], head: Sentences) -> Tensor:
+def _pool(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sentences: list[str], head: Sentences
+) -> Tensor:
     limit = min(context_of(model.config.to_dict()), head.length or tokenizer.model_max_length)
     tokens = encode_padded(tokenizer, head.texts(sentences), limit).to(model.device)
     check_ids(model, tokens["input_ids"])

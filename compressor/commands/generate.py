@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any, TextIO
 
 import torch
-from transformers import TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import BlrError, CapabilityError, InputError, UsageError
@@ -55,7 +55,11 @@ class Generation:
 
 
 def generate(
-    model: Any, tokenizer: Any, prompt: str, sampling: Sampling, stream: TextIO | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    sampling: Sampling,
+    stream: TextIO | None = None,
 ) -> Generation:
     """Generate a continuation, and write it to `stream` as it comes. Raises UsageError for an empty
     prompt, CapabilityError for one too long, NumericsError for logits that choose no token."""
@@ -74,7 +78,7 @@ def generate(
     started = monotonic()
     with _watched(model):
         ids = _generated(model, inputs, _arguments(model, sampling, tokenizer, stream))[0]
-    text = tokenizer.decode(ids[length:], skip_special_tokens=True)
+    text = str(tokenizer.decode(ids[length:], skip_special_tokens=True))
     if stream is not None and not _streams(model, sampling):
         stream.write(f"{tokenizer.decode(ids, skip_special_tokens=True)}\n")
     return Generation(prompt, text, len(ids) - length, monotonic() - started)
@@ -112,7 +116,7 @@ class _LogitsCheck(Check):
 
 
 @contextmanager
-def _watched(model: Any) -> Iterator[None]:
+def _watched(model: PreTrainedModel) -> Iterator[None]:
     """While active, a forward pass whose logits choose no token raises NumericsError."""
     handle = model.register_forward_hook(_LogitsCheck())
     try:
@@ -161,7 +165,9 @@ def check_profile(device: str) -> None:
         raise CapabilityError(f"device {str(found)!r}: a profile needs a CUDA GPU; leave --profile out")
 
 
-def profile(model: Any, tokenizer: Any, prompt: str, steps: int = 20) -> Profile:
+def profile(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, steps: int = 20
+) -> Profile:
     """Time the stages of the tokens behind `prompt`. Raises CapabilityError."""
     settings = export_settings(model.config)
     found = obstacle(model.device) or supports(model)
@@ -200,14 +206,16 @@ def copy_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10)
     return 2 * size / average(lambda: target.copy_(source), repeats, device)
 
 
-def _streams(model: Any, sampling: Sampling) -> bool:
+def _streams(model: PreTrainedModel, sampling: Sampling) -> bool:
     """Whether tokens are final as they come, as without beams and assistants."""
     config = copy.deepcopy(model.generation_config)
     config.do_sample = sampling.temperature > 0
     return config.get_generation_mode() in ("greedy_search", "sample")
 
 
-def _arguments(model: Any, sampling: Sampling, tokenizer: Any, stream: TextIO | None) -> dict[str, Any]:
+def _arguments(
+    model: PreTrainedModel, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, stream: TextIO | None
+) -> dict[str, Any]:
     # one sequence of tokens is the result, whatever else the model's defaults ask for
     plain = {"return_dict_in_generate": False, "num_return_sequences": 1}
     defaults = model.generation_config

@@ -201,7 +201,7 @@ def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> PackedHea
     structured = next((stored for stored, n in module_names(model, specs).items() if n == name), None)
     if structured is not None:
         return PackedHead(structured, kind, None, tied=False)
-    shape = tuple(model.get_submodule(name).weight.shape)
+    shape = tuple(model.get_submodule(name).get_parameter("weight").shape)
     alike = {
         entry.name.removesuffix(".weight"): entry
         for entry in source.entries.values()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.base.device import COMPUTED, pick_device
@@ -46,7 +47,7 @@ def load_model(
     trust: bool = False,
     verify: bool = True,
     progress: Progress | None = None,
-) -> Any:
+) -> PreTrainedModel:
     """Load the model in `folder`, in evaluation mode, with every tensor in its place and finite.
 
     Args:
@@ -134,7 +135,7 @@ def _check_generates(source: Source) -> None:
         refuse(source.folder, f"{name} of is_decoder false", "a decoder", "give the folder of one")
 
 
-def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> Any:
+def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> PreTrainedTokenizerBase:
     """Load the tokenizer in `folder`, after a trial on the start of `text`. Raises InputError if it does
     not load or fails the trial."""
     _open(folder)
@@ -176,7 +177,9 @@ def model_dtype(device: torch.device) -> str:
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
-def load_computing(folder: Path, task: str, device: torch.device, dtype: str | None = None) -> Any:
+def load_computing(
+    folder: Path, task: str, device: torch.device, dtype: str | None = None
+) -> PreTrainedModel:
     """Load a model of text in `dtype` (by default `model_dtype`), or in float32 where it does not run in
     that: some, as XLNet, multiply tensors of two dtypes."""
     asked = dtype or model_dtype(device)
@@ -188,7 +191,7 @@ def load_computing(folder: Path, task: str, device: torch.device, dtype: str | N
 
 
 @torch.no_grad()
-def _runs(model: Any) -> bool:
+def _runs(model: PreTrainedModel) -> bool:
     ids = plain_tokens(model.config)[None, :TOKENS].to(model.device)
     try:
         model(input_ids=ids)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -55,7 +56,7 @@ def taken(source: Source) -> Source:
     return _tied(_placed(source, keys), model, keys)
 
 
-def _loaded(source: Source, cls: Any) -> tuple[Any, dict[str, Any]]:
+def _loaded(source: Source, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = made_config(source)
     with native_errors(source):
         return load_empty(cls, None, config=config, state_dict=meta_tensors(source.entries.values()))
@@ -103,7 +104,7 @@ def _left(source: Source, name: str) -> int | None:
 # --- Its tensors ----------------------------------------------------------------------------------
 
 
-def _refuse_blocks(source: Source, model: Any, info: dict[str, Any]) -> None:
+def _refuse_blocks(source: Source, model: PreTrainedModel, info: dict[str, Any]) -> None:
     """Refuse blocks beyond those that config.json counts, unless the class ignores them by name."""
     lists = {name: len(m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     for key in sorted(info["unexpected_keys"]):
@@ -134,7 +135,7 @@ def _placed(source: Source, keys: Keys) -> Source:
 # --- Which are one --------------------------------------------------------------------------------
 
 
-def _tied(source: Source, model: Any, keys: Keys) -> Source:
+def _tied(source: Source, model: PreTrainedModel, keys: Keys) -> Source:
     """`source` with tied weights under the name that they are tied to. A weight with values of its own
     is stored apart, whatever config.json says."""
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
@@ -193,7 +194,7 @@ class Keys:
     """The names in `model` of stored tensors. `known` is its state; `transforms` are the renamings and
     merges of transformers' loader."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.known: dict[str, Any] = model.state_dict()
         self.transforms: Any = get_model_conversion_mapping(model)
         self._prefix = model.base_model_prefix
@@ -219,7 +220,9 @@ def meta_tensors(entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
     }
 
 
-def load_empty(cls: Any, folder: Path | None, **options: object) -> tuple[Any, dict[str, Any]]:
+def load_empty(
+    cls: Any, folder: Path | None, **options: object
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load a model of class `cls` on the meta device; the model and the loader's
     `output_loading_info`."""
     with quiet_transformers():
@@ -241,14 +244,14 @@ def misfit(info: dict[str, Any], *kinds: str) -> str:
     return ""
 
 
-def renamed(model: Any, stored: Iterable[str]) -> dict[str, str]:
+def renamed(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
     """Stored names by the names in the model, where these differ."""
     renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
     names = ((rename_source_key(name, renamings, [])[0], name) for name in stored)
     return {name: old for name, old in names if name != old}
 
 
-def merged_names(model: Any, name: str, stored: Collection[str]) -> list[list[str]]:
+def merged_names(model: PreTrainedModel, name: str, stored: Collection[str]) -> list[list[str]]:
     """The stored tensors behind the merged parameter `name`, a list for each expert in order.
 
     Empty if the parameter is made otherwise, or if some tensors are not among `stored`.

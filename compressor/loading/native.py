@@ -12,6 +12,7 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -33,7 +34,7 @@ from blr.compressor.modeling.modeling_blr import PREFIX, module_names
 from blr.compressor.recipe.architectures import Family, find_family
 
 
-def native_class(source: Source) -> Any:
+def native_class(source: Source) -> type[PreTrainedModel]:
     """The class named first under `architectures`. Raises as `check_type`, and InputError for none or an
     unknown one."""
     check_type(source)
@@ -102,7 +103,7 @@ def read_context(source: Source) -> int:
     return context_of(made_config(source).to_dict())
 
 
-def made_config(source: Source) -> Any:
+def made_config(source: Source) -> PreTrainedConfig:
     """The configuration as transformers makes it. Raises InputError where it cannot."""
     with native_errors(source):
         return CONFIG_MAPPING[source.model_type].from_dict(decoded(source.config))
@@ -153,7 +154,7 @@ def discover_family(source: Source) -> Family:
     return Family(model_type, (model_type,), modules, tuple(alike), {}, transposed, blocks)
 
 
-def _blocks(model: Any, inner: Collection[str]) -> str | None:
+def _blocks(model: PreTrainedModel, inner: Collection[str]) -> str | None:
     """The name of the one list of modules around all layers `inner` that read text; None if there is
     none."""
     if getattr(model, "main_input_name", "") != "input_ids":
@@ -174,7 +175,7 @@ def _above(name: str) -> list[str]:
     return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
 
 
-def linear_layers(model: Any) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+def linear_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """The linear layers of the blocks of `model`, and all others, by name.
 
     Blocks are members of lists of modules in the base model. Layers for a task stand outside of the base
@@ -220,7 +221,7 @@ def _multiplies(kind: type, module: nn.Linear) -> bool:
     return _MULTIPLIES[kind]
 
 
-def meta_model(source: Source, *, buffers: bool = False) -> Any:
+def meta_model(source: Source, *, buffers: bool = False) -> PreTrainedModel:
     """The native model of a checkpoint without weights; with `buffers`, those that no checkpoint stores
     are real. Raises InputError for a type that transformers does not know."""
     native = native_class(source)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.extras import MAX_BYTES, MODULE_WEIGHTS, MODULES
@@ -61,7 +62,7 @@ class Sentences:
         texts = [self.prompt + sentence for sentence in sentences]
         return [text.lower() for text in texts] if self.lower else texts
 
-    def unpooled(self, tokenizer: Any) -> int:
+    def unpooled(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """How many tokens of the prompt, at the start of every text, are left out of the pooling."""
         if self.pools_prompt or not self.prompt:
             return 0

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.base.exhaustion import raise_exhausted
@@ -44,7 +45,7 @@ class Trial:
         return float(missed / self.expected[keep].norm().clamp_min(torch.finfo(missed.dtype).tiny))
 
 
-def first_trial(model: Any, where: object) -> Trial:
+def first_trial(model: PreTrainedModel, where: object) -> Trial:
     """Run `model` on the first of `candidates` that it takes. Raises InputError if it takes none,
     NumericsError for no finite result."""
     reason = ""
@@ -93,7 +94,7 @@ def run(model: Any, inputs: dict[str, Any]) -> Tensor:
     return next(t for t in result.to_tuple() if isinstance(t, Tensor) and t.is_floating_point()).float()
 
 
-def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
+def candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     """Inputs that a model of its kind might take, the plainest first."""
     taken = inspect.signature(model.forward).parameters
     made = {name: make(model) for name, make in _MAKERS.items() if name in taken}
@@ -110,7 +111,7 @@ def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
         yield known
 
 
-def _tokens(model: Any) -> Tensor | None:
+def _tokens(model: PreTrainedModel) -> Tensor | None:
     """Up to `TOKENS` random ids [1, n], none of them special but an end of text."""
     text = model.config.get_text_config()
     size = getattr(text, "vocab_size", None)
@@ -136,7 +137,7 @@ def plain_tokens(config: Any) -> Tensor:
     return torch.tensor([n for n in range(min(text.vocab_size, 1 << 16)) if n not in named] or [0])
 
 
-def _image(model: Any) -> Tensor | None:
+def _image(model: PreTrainedModel) -> Tensor | None:
     """[1, channels, height, width]"""
     config = getattr(model.config, "vision_config", model.config)
     size = getattr(config, "image_size", None)
@@ -146,7 +147,7 @@ def _image(model: Any) -> Tensor | None:
     return torch.randn(1, getattr(config, "num_channels", 3), *sides, generator=_generator())
 
 
-def _spectrum(model: Any) -> Tensor:
+def _spectrum(model: PreTrainedModel) -> Tensor:
     """[1, bands, frames]"""
     bands = getattr(model.config, "num_mel_bins", 80)
     frames = 2 * getattr(model.config, "max_source_positions", FRAMES // 2)
@@ -164,7 +165,7 @@ _WORDS = {"input_ids": "{} tokens", "pixel_values": "an image"}
 _WORDS |= {"input_values": "a sound", "input_features": "a spectrum"}
 
 
-def _cast(value: Any, model: Any) -> Any:
+def _cast(value: Any, model: PreTrainedModel) -> Any:
     if isinstance(value, dict):
         return {name: _cast(inner, model) for name, inner in value.items()}
     floating = isinstance(value, Tensor) and value.is_floating_point()

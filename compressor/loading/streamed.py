@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
@@ -28,7 +29,7 @@ LISTS = nn.ModuleList, nn.Sequential
 WHOLE = 1 << 29  # bytes of weights that are loaded at once, as a user would; beyond, block by block
 
 
-def streamed_model(source: Source) -> Any:
+def streamed_model(source: Source) -> PreTrainedModel:
     """The model in `source`, dense or of blr, on the CPU as stored: a block's weights are in memory only
     while it runs. Raises InputError for a configuration that it cannot be built from."""
     parts = Parts(source)
@@ -39,7 +40,7 @@ def streamed_model(source: Source) -> Any:
     return parts.model
 
 
-def whole_model(source: Source) -> Any:
+def whole_model(source: Source) -> PreTrainedModel:
     """The same model with all weights in memory."""
     parts = Parts(source)
     parts.fill_rest()
@@ -49,7 +50,7 @@ def whole_model(source: Source) -> Any:
     return parts.model
 
 
-def empty_model(source: Source) -> Any:
+def empty_model(source: Source) -> PreTrainedModel:
     """The model in `source`, dense or of blr, on the meta device."""
     config, name = made_config(source), source.config["architectures"][0]
     cls = model_class(name) if name.startswith(PREFIX) else getattr(transformers, name)
@@ -57,7 +58,7 @@ def empty_model(source: Source) -> Any:
     return load_empty(cls, None, config=config, state_dict=tensors)[0].eval()
 
 
-def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> object:
+def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """Load an output as the README says, in `dtype`; beyond `WHOLE` bytes block by block, as stored."""
     register()
     source = open_source(folder)
@@ -130,7 +131,7 @@ class Parts:
             self.fill("")
             for key, buffer in list(self.model.named_non_persistent_buffers()):
                 owner, _, leaf = key.rpartition(".")
-                module = self.model.get_submodule(owner)
+                module: Any = self.model.get_submodule(owner)
                 module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
                 module._is_hf_initialized = False  # so that transformers fills it
             self.model.initialize_weights()
@@ -140,7 +141,7 @@ class Parts:
         """Move the tensors of a part to the meta device."""
         for key in self.keys[part]:
             owner, _, leaf = key.rpartition(".")
-            module = self.model.get_submodule(owner)
+            module: Any = self.model.get_submodule(owner)
             held = module._parameters if leaf in module._parameters else module._buffers
             empty = torch.empty_like(held[leaf], device="meta")
             held[leaf] = nn.Parameter(empty, False) if held is module._parameters else empty

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.base.exhaustion import raise_exhausted
@@ -135,7 +136,7 @@ def _rows(tokens: Tensor, source: Source, beginning: Beginning) -> Tensor:
     return begun(tokens[: len(tokens) // room * room].view(-1, room), beginning).long()
 
 
-def own_text(model: Any, source: Source) -> Text:
+def own_text(model: PreTrainedModel, source: Source) -> Text:
     """Text that the model in `source` writes, in samples that go on from a random plain token."""
     config, beginning = model.config.get_text_config(), _beginning(source.folder)
     length = min(LENGTHS[is_small(source)] + len(beginning), context_of(model.config.to_dict()))
@@ -232,11 +233,11 @@ class Measure:
     """Compares outputs with the dense model on `text`; that model runs now. Raises NumericsError for
     results that are not finite."""
 
-    def __init__(self, model: Any, text: Text, where: object) -> None:
+    def __init__(self, model: PreTrainedModel, text: Text, where: object) -> None:
         self.text = text
         self.dense = _answers(model, text, None, where)
 
-    def __call__(self, model: Any, where: object) -> Loss:
+    def __call__(self, model: PreTrainedModel, where: object) -> Loss:
         """What `model`, in evaluation mode, loses. Raises NumericsError as above."""
         text, found = self.text, _answers(model, self.text, self.dense.logs, where)
         same = float((found.best == self.dense.best).double().mean())
@@ -272,7 +273,7 @@ def _hindrance(source: Source, text: Text | None) -> str:
     return ""
 
 
-def computing(source: Source) -> Any:
+def computing(source: Source) -> PreTrainedModel:
     """The model in `source`, dense or of blr, in float32 if it fits in memory, else block by block as
     stored."""
     if source.model_type.startswith(OURS):
@@ -281,7 +282,7 @@ def computing(source: Source) -> Any:
 
 
 @torch.no_grad()
-def _answers(model: Any, text: Text, dense: Tensor | None, where: object) -> Predictions:
+def _answers(model: PreTrainedModel, text: Text, dense: Tensor | None, where: object) -> Predictions:
     """The predictions of a model; `dense` are expected log-probabilities, None for this model's own."""
     idle = idle_predictions(text.beginning)
     windows, parts = text.windows, list[tuple[Tensor, Tensor, Tensor, Tensor]]()
