@@ -28,6 +28,15 @@ def printable_all(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 
+def is_numeral(text: str) -> bool:
+    """Whether `text` reads as a number, finite or not."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def is_text(text: str) -> bool:
     """Whether `text` can be written as UTF-8: no half of a surrogate pair in it."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -85,6 +85,16 @@ class Source:
         return library_of(self.config)
 
     @property
+    def nbytes(self) -> int:
+        """Stored bytes of the model's tensors."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements of the model's tensors."""
+        return sum(entry.parameters for entry in self.entries.values())
+
+    @property
     def stored(self) -> list[TensorEntry]:
         """Every tensor of the shards once, under one of its names, in byte order within a shard."""
         places = {(e.file, e.start, e.end): e for e in (*self.left, *self.entries.values())}

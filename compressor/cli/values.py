@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 from blr.compressor.base.device import COMPUTED
 from blr.compressor.base.errors import UsageError
+from blr.compressor.base.quoting import is_numeral
 from blr.compressor.recipe.heal_settings import MINUTES
 
 MOST = 2**31 - 1
@@ -101,14 +102,6 @@ def completed(args: list[str]) -> list[str]:
     found = []
     for n, arg in enumerate(args):
         follows = args[n + 1] if n + 1 < len(args) else ""
-        bare = arg in VALUES and not _is_number(follows)
+        bare = arg in VALUES and not is_numeral(follows)
         found.append(f"{arg}={VALUES[arg]}" if bare else arg)
     return found
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

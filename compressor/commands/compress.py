@@ -39,9 +39,8 @@ from blr.compressor.workspace.workspace import Workspace
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.fitting.factorize import Work
-    from blr.compressor.output.check import OutputCheck
+    from blr.compressor.output.check import Door, OutputCheck
     from blr.compressor.output.files import FolderContents
-    from blr.compressor.output.library_adapters import Door
     from blr.compressor.output.loss import Text
     from blr.compressor.planning.forecast_time import Compression
     from blr.compressor.recipe.schema import Recipe
@@ -136,7 +135,7 @@ class CompressRun(FolderRun):
     @cached_property
     def door(self) -> Door:
         """What the library of the model asks of the output."""
-        from blr.compressor.output.library_adapters import door_of
+        from blr.compressor.output.check import door_of
 
         return door_of(self.source)
 
@@ -284,8 +283,7 @@ class CompressRun(FolderRun):
     def summary(self, seconds: float) -> Summary:
         source, output, records = self.source, self.workspace.output, read_records(self.workspace.output)
         plan = as_recorded(self.plan, records)
-        before = sum(entry.parameters for entry in source.entries.values())
-        bytes_before = sum(entry.nbytes for entry in source.entries.values())
+        before, bytes_before = source.parameters, source.nbytes
         bytes_after = sum(tensor_bytes(path) for path in output.glob("*.safetensors"))
         spent = self.progress.spent
         rest = {"libraries and the rest": max(seconds - sum(spent.values()), 0.0)}
@@ -371,8 +369,7 @@ def disk_beside(sized: Compression, settings: CompressSettings) -> int:
     """Bytes on disk that a healing takes beside its compression: the compressed checkpoint and its
     state."""
     layers, source = sized.plan.layers, sized.source
-    whole = sum(entry.nbytes for entry in source.entries.values())
     files = sum(path.stat().st_size for path in source.extra_files().values())
     specs = {planned.layer.module: planned.spec for planned in layers}
-    compressed = whole - sized.bytes + sum(planned.bits for planned in layers) // 8
+    compressed = source.nbytes - sized.bytes + sum(planned.bits for planned in layers) // 8
     return compressed + files + kept_bytes(specs, source.entries, options_of(settings))

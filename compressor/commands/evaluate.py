@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from blr.compressor.base.errors import CapabilityError, InputError, NumericsError
 from blr.compressor.base.progress import Progress
-from blr.compressor.base.quoting import quote
+from blr.compressor.base.quoting import is_numeral, quote
 from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.extras import MODULES
@@ -220,10 +220,10 @@ def read_pairs(path: Path) -> list[Pair]:
     except csv.Error as error:
         remedy = "write sentence, sentence, score in every row"
         raise InputError(f"{path}: not a readable CSV file ({error}); {remedy}") from None
-    if rows and not _is_numeral(rows[0][-1]):
+    if rows and not is_numeral(rows[0][-1]):
         rows = rows[1:]
     for number, row in enumerate(rows, 1):
-        if len(row) < 3 or not _is_numeral(row[-1]) or not math.isfinite(float(row[-1])):
+        if len(row) < 3 or not is_numeral(row[-1]) or not math.isfinite(float(row[-1])):
             raise InputError(
                 f"{path}: row {number} is {quote(row, 120)[1:-1]}, expected sentence, sentence, score; "
                 "repair the row"
@@ -270,12 +270,3 @@ def _ranks(values: Tensor) -> Tensor:
     _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
     ends = counts.cumsum(0).double()
     return (ends - (counts.double() + 1) / 2)[inverse]
-
-
-def _is_numeral(text: str) -> bool:
-    """Whether it reads as a number, finite or not."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -242,11 +242,10 @@ class HealRun(FolderRun):
         def digest() -> str:
             return self.teacher_digest or self._scan(self.teacher.source)
 
-        author = Author(self._parameters(), digest, write, self.processes.device.type == "cuda")
+        author = Author(
+            self.teacher.source.parameters, digest, write, self.processes.device.type == "cuda"
+        )
         return make_data(reading, self.options, author)
-
-    def _parameters(self) -> int:
-        return sum(entry.parameters for entry in self.teacher.source.entries.values())
 
     def _contents(self, pair: TrainedPair, data: Data, read: str) -> FolderContents:
         from blr.compressor.healing import output
@@ -302,7 +301,7 @@ class HealRun(FolderRun):
         from blr.compressor.planning.forecast_healing import disk_bytes
 
         gpu = self.processes.device.type == "cuda"
-        written = own_tokens(self.options, self._read(), self._parameters(), gpu)
+        written = own_tokens(self.options, self._read(), self.teacher.source.parameters, gpu)
         return disk_bytes(self.checkpoint.source, self.checkpoint.specs, self.options, written)
 
     def fingerprint(self) -> dict[str, object]:

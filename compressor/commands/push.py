@@ -72,7 +72,13 @@ def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> 
     card = f"{write_front(front)}{body.partition(MADE)[0]}{_made(manifest, folder / MANIFEST)}".encode()
     files: dict[str, bytes | Path] = {name: folder / name for name in manifest["files"]}
     files |= {CARD: card, MANIFEST: with_file(folder, CARD, card)}
-    return Push(folder, repository, files, front, tuple(_lacks(front)))
+    wanted = (("license", "its source's card names none"), ("base_model", "it has no hub id"))
+    notes = (  # of what the hub, or a licence, wants said
+        f"the card says no {key}: {why}; add it on the hub, or compress from the hub id"
+        for key, why in wanted
+        if not front.get(key)
+    )
+    return Push(folder, repository, files, front, tuple(notes))
 
 
 def _is_repository(name: str) -> bool:
@@ -218,13 +224,6 @@ def _measured(found: Judged) -> Iterator[tuple[str, str, str, float]]:
             yield "text-generation", task, metric, value
     if found.spearman is not None:
         yield "sentence-similarity", "sts", "spearman", found.spearman
-
-
-def _lacks(front: dict[str, object]) -> Iterator[str]:
-    """What the hub, or a licence, wants said and the card does not say."""
-    for key, why in (("license", "its source's card names none"), ("base_model", "it has no hub id")):
-        if not front.get(key):
-            yield f"the card says no {key}: {why}; add it on the hub, or compress from the hub id"
 
 
 def printed(push: Push) -> dict[str, object]:

@@ -76,7 +76,7 @@ def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedM
 
 def is_small(source: Source) -> bool:
     """Whether all of its weights may be in memory at once."""
-    return sum(entry.nbytes for entry in source.entries.values()) <= WHOLE
+    return source.nbytes <= WHOLE
 
 
 def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

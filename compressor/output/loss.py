@@ -81,8 +81,7 @@ class Text:
 
 def most_tokens(source: Source) -> int:
     """The most tokens that a pass of the model may read; 0 for a model too large for any use."""
-    parameters = sum(entry.parameters for entry in source.entries.values())
-    most = min(HELD_TOKENS, int(WORK / max(parameters, 1)))
+    most = min(HELD_TOKENS, int(WORK / max(source.parameters, 1)))
     return most if most >= LEAST else 0
 
 
@@ -268,7 +267,7 @@ def _hindrance(source: Source, text: Text | None) -> str:
         return "the weights stay on the hub, and every pass fetches them all; blr eval measures it"
     if most_tokens(source) == 0:
         return "the model is too large to be run on a CPU within minutes; blr eval measures it"
-    if text is None and sum(entry.nbytes for entry in source.entries.values()) > OWN_BYTES:
+    if text is None and source.nbytes > OWN_BYTES:
         return "no text was given, and the model is too large to write one within minutes"
     return ""
 

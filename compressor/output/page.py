@@ -67,7 +67,7 @@ def report_html(data: Mapping[str, Any]) -> str:
     method = facts.get("method", "several methods")
     how = "calibrated" if facts.get("calibration") else "from the weights alone, uncalibrated"
     healed = ", then healed" if data.get("healing") else ""
-    shown = {k: v for k, v in data["facts"].items() if k not in ("name", "cf") and v is not None}
+    made = [(k, _words(v)) for k, v in facts.items() if k not in ("name", "cf") and v is not None]
     lines = [*data["notes"], *(f"{x['module']}: {note}" for x in data["layers"] for note in x["notes"])]
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     sections = [
@@ -80,7 +80,7 @@ def report_html(data: Mapping[str, Any]) -> str:
         _spectra(data),
         _plan(data),
         f"<h2>Notes and fallbacks</h2><ul>{items}</ul>" if items else "",
-        f"<h2>How it was made</h2>{_facts([(k, _words(v)) for k, v in shown.items()])}",
+        f"<h2>How it was made</h2>{html_table(made, head=False)}",
     ]
     title = escape(f"{name}, compressed by blr")
     return PAGE.format(title=title, style=STYLE, body="\n".join(filter(None, sections)))
@@ -180,7 +180,9 @@ def _healing(found: Any) -> str:
     ]
     labels = [("own text" if n == "self" else n, colour) for colour, n in enumerate(names)]
     rows = [(k, _words(v)) for k, v in found["facts"].items() if k not in ("before", "after")]
-    return f"<h2>Healing</h2>{legend(labels)}{chart(series, 'step', KL[key])}{_facts(rows)}"
+    return (
+        f"<h2>Healing</h2>{legend(labels)}{chart(series, 'step', KL[key])}{html_table(rows, head=False)}"
+    )
 
 
 def _spectra(data: Mapping[str, Any]) -> str:
@@ -231,25 +233,20 @@ def _plan(data: Mapping[str, Any]) -> str:
     ]
     rows += [(k["module"], "dense", "", f"{k['parameters']:,}", "", "", k["rule"]) for k in data["kept"]]
     numeric = [name in ("parameters", "bits", *ERRORS.values()) for name in head]
-    top = "".join(f"<th{_right(n)}>{escape(h)}</th>" for h, n in zip(head, numeric, strict=True))
-    lines = ["".join(_td(*cell) for cell in zip(row, numeric, strict=True)) for row in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
     many = f"{len(rows)} layers by {ERRORS[key]}, the largest first, and the rule that decided on each"
     many = f"<summary>{many}</summary>"
-    return f"<h2>Plan</h2><details>{many}<table><tr>{top}</tr>{body}</table></details>"
+    return f"<h2>Plan</h2><details>{many}{html_table([head, *rows], numeric)}</details>"
 
 
-def _td(text: str, numeric: bool) -> str:
-    return f"<td{_right(numeric)}>{escape(text)}</td>"
-
-
-def _right(numeric: bool) -> str:
-    return ' class="n"' if numeric else ""
-
-
-def _facts(rows: Sequence[tuple[str, str]]) -> str:
-    cells = (f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows)
-    return f"<table>{''.join(cells)}</table>"
+def html_table(rows: Sequence[Sequence[str]], numeric: Sequence[bool] = (), head: bool = True) -> str:
+    """Rows of cells as a table, the first as its `head`; `numeric` columns are aligned right."""
+    lines = ""
+    for n, row in enumerate(rows):
+        tag = "th" if head and n == 0 else "td"
+        kinds = [' class="n"' if right else "" for right in numeric] or [""] * len(row)
+        cells = (f"<{tag}{k}>{escape(cell)}</{tag}>" for cell, k in zip(row, kinds, strict=True))
+        lines += f"<tr>{''.join(cells)}</tr>"
+    return f"<table>{lines}</table>"
 
 
 def _bars(rows: Sequence[tuple[str, float, str, int]]) -> str:

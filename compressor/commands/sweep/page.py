@@ -11,7 +11,7 @@ from typing import Any
 
 from blr.compressor.base.quoting import printable_all
 from blr.compressor.base.tables import aligned
-from blr.compressor.output.page import PAGE, STYLE
+from blr.compressor.output.page import PAGE, STYLE, html_table
 from blr.compressor.output.svg import Series, chart, legend
 
 DENSE_COLOUR = 7  # the grey of the palette
@@ -96,13 +96,9 @@ def page(result: dict[str, Any]) -> str:
         if len({point["speed"] for point in result["points"]} - {None}) > 1:  # else launches decide
             title = f"tokens a second on {result['gpu']}, predicted from rooflines, not measured"
             parts.append(chart(_series(result, colours, "speed", n), title, loss))
-    head, *rows = table_rows(result)
-    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
     parts += [
         _commands(result, frontier=True),
-        f"<h2>All points</h2><table><tr>{top}</tr>{body}</table>",
+        f"<h2>All points</h2>{html_table(table_rows(result))}",
         _commands(result, frontier=False),
     ]
     items = "".join(
