@@ -153,7 +153,7 @@ def unforeseen(error: OSError) -> BlrError | None:
 
 
 def _number(error: Exception, own: Path) -> int | None:
-    """The system's number of an error about `own`; of one that safetensors reports, by its text."""
+    """The system's number of an error about `own`, also of one that safetensors reports in text."""
     if type(error).__name__ == "SafetensorError":
         told = re.search(r"\(os error (\d+)\)", str(error))
         return int(told[1]) if told else None

@@ -211,7 +211,7 @@ def _kind(device: torch.device) -> str:
 
 @contextmanager
 def _lost() -> Iterator[None]:
-    """What the library says of a process that is gone, as LostProcess."""
+    """Raise LostProcess where torch's library reports that a process is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -266,7 +266,7 @@ class OrderedSum:
         )
 
     def _cut(self, part: Tensor | None) -> list[Tensor]:
-        """The slabs of `part`, or of zeros like the others', which are not added."""
+        """The slabs of `part`, or of zeros in its place, which are not added."""
         if self.like is None:  # the first process has a part in every round
             self.like = self.processes.told(None if part is None else (part.shape, part.dtype))
         if part is None:

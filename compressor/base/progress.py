@@ -71,7 +71,7 @@ class Progress:
             print("loading torch …", file=sys.stderr)
 
     def _named(self, what: str) -> str:
-        """`what`, behind the number of its step where it is expected."""
+        """`what` with the number of its step, if it is expected."""
         later = self.steps[self.reached :]
         if what in later:
             self.reached += later.index(what) + 1
@@ -154,7 +154,7 @@ class Pace:
         return max(at_last - (monotonic() - self.at), 0.0)
 
     def __str__(self) -> str:
-        """What is left as a clock shows it."""
+        """The time left as h:mm:ss."""
         if (left := self.left) is None:
             return "-:--:-- left"
         minutes, seconds = divmod(round(left), 60)

@@ -134,7 +134,7 @@ def _check_implementations(config: dict[str, Any], path: Path) -> None:
 
 
 def _integers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Every integer of a parsed configuration, those in lists too, with the key it is under."""
+    """Every integer of a parsed configuration with its key, those in lists too."""
     level: list[tuple[str, Any]] = list(config.items())
     while level:
         yield from ((key, value) for key, value in level if type(value) is int)

@@ -139,7 +139,7 @@ def header_bytes(path: Path) -> bytes:
 
 
 def _size(file: io.FileIO, path: Path) -> int:
-    """Of the file, or of the one on the hub that it stands in for."""
+    """The size of the file, or of the file on the hub that it stands in for."""
     shard = remote_shard(path)
     return os.fstat(file.fileno()).st_size if shard is None else shard.size
 

@@ -107,7 +107,8 @@ def remote_shard(path: Path) -> RemoteShard | None:
 
 
 def _ranged(url: str, start: int, end: int) -> Iterator[bytes]:
-    """What the hub sends of a file. Raises what its client raises, ValueError for a whole file."""
+    """The bytes that the hub sends of a file. Raises the client's errors, ValueError for a whole
+    file."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     headers: dict[str, Any] = {**build_hf_headers(), "Accept-Encoding": "identity"}

@@ -131,7 +131,7 @@ def _check_kernels() -> None:
 
 
 def _called(context: Any) -> str:
-    """The command that a context of click is of, without what stands before `blr`."""
+    """The command of a click context, as "blr bench layers"."""
     names: list[str] = []
     while context is not None and context.parent is not None:
         names.insert(0, str(context.info_name))
@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def _fail_unforeseen(error: Exception) -> NoReturn:
-    """What no code of ours foresaw: a machine that ran out of something, or a bug."""
+    """Report an error that no code of blr raises: want of memory, a library's variable, or a bug."""
     try:
         raise_exhausted(error)
     except CapabilityError as lack:
@@ -193,7 +193,7 @@ def _fail_unforeseen(error: Exception) -> NoReturn:
 
 
 def _fail_of_variable(error: BaseException) -> None:
-    """Report a variable of the environment that a library could not read, if it was one."""
+    """Report a variable of the environment that a library could not read, if that is the cause."""
     if said := wrong_variable(error, isinstance(error, BlrError)):
         _fail(error, UsageError.exit_code, said)
 

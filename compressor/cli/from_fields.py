@@ -113,7 +113,7 @@ def _info(name: str, option: Option, names: Collection[str], check: bool) -> Any
 
 
 def _with(option: inspect.Parameter, **changes: Any) -> inspect.Parameter:
-    """An option with other attributes of typer's; an argument as it is."""
+    """An option with other attributes of typer's; arguments stay."""
     kind, info = get_args(option.annotation)
     if isinstance(info, ArgumentInfo):
         return option

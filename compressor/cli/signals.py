@@ -89,7 +89,7 @@ def _go_on() -> None:
 
 
 def _forget() -> None:
-    """In a forked helper process: its own signals are not ours, and end it as usual."""
+    """In a forked helper process, let signals end it as usual."""
     if signal.getsignal(signal.SIGTERM) is _noted:
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:

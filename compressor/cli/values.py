@@ -44,7 +44,7 @@ def place(value: Any) -> Any:
 
 
 def _checked(is_right: Callable[[Any], bool], expected: str) -> Callable[..., Any]:
-    """A callback that refuses values that are not right; one that is not given is."""
+    """A callback that refuses values other than `expected`; None passes."""
 
     def check(param: typer.CallbackParam, value: Any) -> Any:
         if value is not None and not is_right(value):

@@ -134,14 +134,14 @@ class CompressRun(FolderRun):
 
     @cached_property
     def door(self) -> Door:
-        """What the library of the model asks of the output."""
+        """The parts that depend on the library of the model."""
         from blr.compressor.output.check import door_of
 
         return door_of(self.source)
 
     @cached_property
     def fits(self) -> Work:
-        """What fits are done with; the processes of a run wait here for each other."""
+        """The means of fitting; processes wait here for each other."""
         from blr.compressor.fitting.factorize import Work
 
         source, recipe, settings = self.source, self.recipe, self.settings
@@ -155,7 +155,7 @@ class CompressRun(FolderRun):
         return self.fits.processes
 
     def prepare(self, first: bool) -> None:
-        """Say what is there already, and check that the output will load and can be healed."""
+        """Announce what is there already, and check that the output will load and can be healed."""
         if first:
             from blr.compressor.base.device import pick_device
             from blr.compressor.fitting.engine import expected
@@ -249,7 +249,7 @@ class CompressRun(FolderRun):
         return Fitted(found.results, {"calibration": found.facts, "curves": found.curves}, found.norms)
 
     def estimate(self) -> int:
-        """Of output, journal of factors and small files."""
+        """Bytes of the output, the journal of factors and small files."""
         calibrated = self.settings.calibration is not None
         sized = Compression(self.source, self.plan, self.recipe, chosen_gpu(None)[0], calibrated)
         return disk_bytes(sized) + (disk_beside(sized, self.settings) if self.settings.heal else 0)

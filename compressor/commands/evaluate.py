@@ -97,7 +97,7 @@ def _of_texts(
 
 
 def _counted(window: int, stride: int | None, begins: list[str]) -> str:
-    """How tokens of a text are counted, as a sentence."""
+    """A sentence on how tokens of a text are counted."""
     if begins:
         told = f"every token of the text, in windows of {window}"
         return f"{told} that each begin with {' '.join(map(str, begins))}, which is not counted"
@@ -161,7 +161,7 @@ def perplexity(
 def _stack(
     ids: Tensor, starts: list[int], room: int, stride: int, begins: bool
 ) -> list[tuple[Tensor, int]]:
-    """Rows of equal length and count of newly scored tokens together, as ([m, w], fresh)."""
+    """Rows of equal length and count of new tokens together, as ([m, w], new)."""
     groups: dict[tuple[int, int], list[Tensor]] = {}
     for start in starts:
         row = ids[start : start + room]

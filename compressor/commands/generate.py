@@ -85,7 +85,7 @@ def generate(
 
 
 def _text(prompt: str) -> str:
-    """`prompt` as text: bytes that the locale lacks are taken as UTF-8. Raises UsageError for others."""
+    """`prompt`, with bytes that the locale lacks read as UTF-8. Raises UsageError for other bytes."""
     if is_text(prompt):
         return prompt
     try:
@@ -95,7 +95,7 @@ def _text(prompt: str) -> str:
 
 
 def _generated(model: Any, inputs: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    """[1, T + new]. Raises InputError where the model's own defaults ask for what cannot be done."""
+    """Token ids [1, T + new]. Raises InputError if the model's defaults ask for the impossible."""
     try:
         return model.generate(**inputs, **arguments)
     except Exception as error:  # transformers raises any kind for settings that do not fit together
@@ -117,7 +117,7 @@ class _LogitsCheck(Check):
 
 @contextmanager
 def _watched(model: PreTrainedModel) -> Iterator[None]:
-    """While active, a forward pass whose logits choose no token raises NumericsError."""
+    """Meanwhile raise NumericsError in a forward pass whose logits choose no token."""
     handle = model.register_forward_hook(_LogitsCheck())
     try:
         yield
@@ -234,7 +234,7 @@ def _arguments(
 
 
 class _Streamer(TextStreamer):
-    """Writes to its `stream` rather than to whatever standard output is at import."""
+    """Writes to its `stream`, where transformers' class keeps the standard output of its import."""
 
     stream: TextIO
 

@@ -87,7 +87,7 @@ class HealRun(FolderRun):
     doubted: bool = False  # whether the teacher may be another model than the student came from
 
     def check_student(self) -> None:
-        """Raise for a student that did not come from the teacher, or cannot be trained as asked."""
+        """Raise for a student that is not of the teacher, or cannot be trained as asked."""
         from blr.compressor.healing.additions import check_takes_additions, growth
         from blr.compressor.healing.output import check_told
         from blr.compressor.healing.teacher import check_teacher
@@ -144,7 +144,7 @@ class HealRun(FolderRun):
         return self._whole(pair, how) if sharding else pair, data
 
     def _read(self) -> Reading:
-        """How the teacher reads. Raises as `reading_of` and `batch_windows`."""
+        """The tokenizer and texts of the training. Raises as `reading_of` and `batch_windows`."""
         from blr.compressor.healing.data import batch_windows, reading_of
 
         self.reading = found = self.reading or reading_of(self.teacher, self.options)
@@ -152,7 +152,7 @@ class HealRun(FolderRun):
         return found
 
     def _whole(self, pair: TrainedPair, how: Any) -> TrainedPair:
-        """A pair that was shared out, whole on the CPU in the first process."""
+        """A sharded pair, whole on the CPU in the first process."""
         import torch
 
         from blr.compressor.healing.student_and_teacher import load_pair, load_teacher, task_of
@@ -203,7 +203,7 @@ class HealRun(FolderRun):
 
     @contextmanager
     def _tracked(self) -> Iterator[Callable[[dict[str, object]], None]]:
-        """What is told of every logged line."""
+        """Meanwhile a function that records each logged line in the folder and in a tracker."""
         from blr.compressor.healing.tracking import Tracking
 
         name = self.options.track if self.processes.first else None
@@ -329,7 +329,7 @@ class HealRun(FolderRun):
         return scan_source(source, "repair the checkpoint, or take another", self.progress).digest
 
     def summary(self, seconds: float) -> HealSummary:
-        """Of this run; little for one that found its work done."""
+        """The summary of this run; little of one that found its work done."""
         found = HealSummary(str(self.workspace.output), seconds=seconds, check=self.checked)
         if self.state is not None:
             found.trained_seconds = self.state.seconds

@@ -56,7 +56,7 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
 
 
 def _unmeasured(config: dict[str, Any]) -> dict[str, Any]:
-    """Records of the layers in config.json; pairs are those of an export as plain."""
+    """Records of the layers in config.json, without errors; pairs are of an export as plain."""
     table = config["blr"]
     if PAIRS in table:
         layers = {name: {"structure": LowRankSpec.structure, **s} for name, s in table[PAIRS].items()}
@@ -66,7 +66,7 @@ def _unmeasured(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packed(records: dict[str, Any], export: dict[str, Any]) -> dict[str, Any]:
-    """`records` with what an export has packed as it is stored: nothing there measures those errors."""
+    """`records` with the layers that an export has packed; their errors are not measured."""
     bits = int(str(export.get("quantize") or "int0").removeprefix("int"))
     layers = {name: record["spec"] for name, record in records.items()}
     made = export.get("plain", []), export.get("dense", {}), export.get("head", {})

@@ -82,7 +82,7 @@ def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> 
 
 
 def _is_repository(name: str) -> bool:
-    """Whether the hub could have a repository of this name, with an owner's before it."""
+    """Whether `name` is owner/name as the hub has repositories."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -123,7 +123,7 @@ def send(push: Push, *, private: bool, revision: str | None, message: str) -> st
 
 @contextmanager
 def _hub_errors(repository: str) -> Iterator[None]:
-    """What the hub client raises, its own, httpx's and the system's errors, as HubError."""
+    """Raise what the hub's client raises as HubError."""
     try:
         yield
     except Exception as error:
@@ -185,7 +185,8 @@ class Account(Told):
 
 
 def _made(manifest: dict[str, object], path: Path) -> str:
-    """The command that makes the folder again. Raises InputError for an account that is not of `blr`."""
+    """The card's section on the command that makes the folder. Raises InputError for a manifest that is
+    not of blr."""
     told = {name: value for name, value in manifest.items() if value is not None}
     account = fitted(told, Account, path, "compress it again")
     run, source = account.run, account.source
@@ -216,7 +217,7 @@ def _index(repository: str, path: Path, folder: Path) -> list[dict[str, object]]
 
 
 def _measured(found: Judged) -> Iterator[tuple[str, str, str, float]]:
-    """Task, data, metric and value of everything in a result of `blr eval`."""
+    """Task, data, metric and value of each figure of `blr eval`."""
     for row in found.perplexities:
         yield "text-generation", Path(row.text).name, "perplexity", row.perplexity
     for task, metrics in found.tasks.items():

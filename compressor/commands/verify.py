@@ -55,7 +55,7 @@ def verify_text(result: dict[str, object]) -> str:
 
 
 def _saved(folder: Path) -> str | None:
-    """Who saved a folder without a manifest, None for anything that is not of our model types."""
+    """By whom a folder without a manifest was saved; None for a folder that is not of blr."""
     try:
         path = folder / "config.json"
         return saved_by(read_json(path, MAX_BYTES))

@@ -101,7 +101,7 @@ def _names(words: str, prefix: str = "") -> Iterator[str]:
 
 
 def _is_whole(numbers: set[tuple[int, ...]]) -> bool:
-    """Whether every number from 0 on is there, of several beside each of the others."""
+    """Whether every number from 0 on occurs, in each combination."""
     counts = [max(column) + 1 for column in zip(*numbers, strict=True)]
     return len(numbers) == math.prod(counts)  # of distinct ones, so none is left out
 

@@ -155,7 +155,7 @@ def _mean(hidden: Tensor, mask: Tensor, power: float = 1.0) -> Tensor:
 
 
 def _places(mask: Tensor) -> Tensor:
-    """Of real tokens, from 1 on; 0 for padding."""
+    """Places [m, w] of the tokens of each text, from 1 on; 0 for padding."""
     return mask.cumsum(1) * mask
 
 

@@ -149,7 +149,7 @@ KEPT = {DIFFUSERS.kind, "_diffusers_version"}  # keys that sound like code and a
 
 
 def _diffusion_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """The native configuration with a class of ours, where that is, and the table of layers."""
+    """The native config.json with a class of blr and the table of layers."""
     name = PREFIX + kind_of(config)
     return {
         **inert(config, KEPT),
@@ -223,5 +223,5 @@ _DOORS = {
 
 
 def door_of(source: Source) -> Door:
-    """That of the library whose model is in `source`."""
+    """The `Door` of the library of the model in `source`."""
     return _DOORS[source.library]

@@ -159,7 +159,7 @@ def misfits(cls: Any, folder: Path | None, **options: Any) -> str:
 
 
 def json_file(value: Any) -> bytes:
-    """What a JSON file of an output holds."""
+    """`value` as a JSON file of an output."""
     return json.dumps(value, indent=2).encode() + b"\n"
 
 

@@ -61,31 +61,31 @@ class FolderRun(ABC):
 
     @abstractmethod
     def estimate(self) -> int:
-        """Bytes on disk that the run takes at most."""
+        """The most bytes on disk that the run takes."""
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """What a run that goes on with another's work must agree on."""
+        """The settings that a run must share to go on with another's work."""
 
     @abstractmethod
     def prepare(self, first: bool) -> None:
-        """All checks that need no weights, in the first process, and the steps that are expected."""
+        """Check everything that needs no weights, and announce the steps."""
 
     @abstractmethod
     def digest(self) -> str:
-        """SHA-256 over all that is read."""
+        """SHA-256 over all input."""
 
     @abstractmethod
     def make_check(self) -> OutputCheck:
-        """What the output must pass; the model it is compared with runs now."""
+        """The check of the output; the model to compare with runs now."""
 
     @abstractmethod
     def work(self, read: str) -> FolderContents | None:
-        """What the folder is to hold; None in all processes but the first."""
+        """The contents of the folder; None in all processes but the first."""
 
     @abstractmethod
     def facts(self, read: str) -> Mapping[str, Any]:
-        """The manifest's account of where the output came from."""
+        """The manifest's account of the input."""
 
     def run(self, first: bool = True) -> None:
         """Make the folder, or finish what a killed run had all but committed."""

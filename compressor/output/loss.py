@@ -75,7 +75,7 @@ class Text:
 
     @property
     def tokens(self) -> int:
-        """Without the beginnings."""
+        """Number of tokens without the beginnings."""
         return self.windows.numel() - len(self.windows) * len(self.beginning)
 
 
@@ -128,7 +128,7 @@ def file_text(path: Path, source: Source) -> Text:
 
 
 def _rows(tokens: Tensor, source: Source, beginning: Beginning) -> Tensor:
-    """Whole windows [n, w] of the beginning of one text [n], with what begins each."""
+    """Windows [n, w] of the start of a text [n], each behind the `beginning`."""
     tokens = tokens[: max(most_tokens(source), LEAST)]
     window = min(WINDOW, read_context(source), len(tokens) + len(beginning))
     room = room_in(max(window, 1 + len(beginning)), beginning)
@@ -151,7 +151,7 @@ def own_text(model: PreTrainedModel, source: Source) -> Text:
 
 
 def _beginning(folder: Path) -> Beginning:
-    """Of a text; nothing where there is no tokenizer that loads."""
+    """What the tokenizer puts before a text; nothing without a tokenizer that loads."""
     try:
         return beginning_of(load_tokenizer(folder))
     except InputError:
@@ -174,7 +174,7 @@ class Loss:
 
     @property
     def nats(self) -> float:
-        """Lost a token."""
+        """Nats a token that are lost."""
         return math.log(self.after / self.before)
 
     @property
@@ -237,7 +237,7 @@ class Measure:
         self.dense = _answers(model, text, None, where)
 
     def __call__(self, model: PreTrainedModel, where: object) -> Loss:
-        """What `model`, in evaluation mode, loses. Raises NumericsError as above."""
+        """The loss of `model`, in evaluation mode. Raises NumericsError as above."""
         text, found = self.text, _answers(model, self.text, self.dense.logs, where)
         same = float((found.best == self.dense.best).double().mean())
         before, after = (math.exp(min(x, MOST_NATS)) for x in (self.dense.loss, found.loss))

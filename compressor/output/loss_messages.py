@@ -32,14 +32,14 @@ def told(facts: Mapping[str, Any]) -> str:
 
 
 def number(perplexity: float) -> str:
-    """A perplexity with as many digits as it is worth."""
+    """A perplexity with its significant digits."""
     if perplexity < 1000:
         return f"{perplexity:.{2 if perplexity < 100 else 1}f}"
     return f"{perplexity:,.0f}" if perplexity < 1e9 else f"{perplexity:.1e}"
 
 
 def rounded(value: Any) -> Any:
-    """Facts with their numbers as files have them."""
+    """Facts with their numbers rounded for files."""
     if isinstance(value, Mapping):
         return {name: rounded(item) for name, item in value.items()}
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

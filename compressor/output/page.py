@@ -117,7 +117,7 @@ def _perplexity(found: Any) -> str:
 
 
 def _tail(kl: Mapping[str, Any], first: int | None) -> str:
-    """How far single tokens are from the dense model's prediction, and where that is the worst."""
+    """Percentiles of the divergence from the dense model, and the worst windows."""
     names = {"50": "half of the tokens", "90": "9 in 10", "99": "99 in 100", "100": "all"}
     rows = [(f"{names[n]}, at most", v, f"{v:.4g}", 1) for n, v in kl["percentiles"].items()]
     text = f"<h3>KL to the dense model, nats a token</h3>{_bars(rows)}"
@@ -128,7 +128,7 @@ def _tail(kl: Mapping[str, Any], first: int | None) -> str:
 
 
 def _where(data: Mapping[str, Any]) -> str:
-    """Errors and sizes of all layers as pictures: a row for each type, a column for each block."""
+    """Heat maps of errors and sizes: a row for each type of layer, a column for each block."""
     text = ""
     for key, what in (("weighted_error", "layer outputs"), ("error", "weights")):
         if found := [x for x in data["layers"] if known(x.get(key))]:
@@ -153,7 +153,7 @@ def _share(layer: Mapping[str, Any]) -> Cell:
 
 
 def _sizes_of(entry: Mapping[str, Any]) -> tuple[int, int]:
-    """Before and after, in bytes, or in numbers where an earlier version recorded no more."""
+    """Sizes before and after, in bytes; in parameters for reports of earlier versions."""
     unit = "bytes" if "bytes" in entry else "parameters"
     return entry[f"dense_{unit}"], entry[unit]
 
@@ -250,7 +250,7 @@ def html_table(rows: Sequence[Sequence[str]], numeric: Sequence[bool] = (), head
 
 
 def _bars(rows: Sequence[tuple[str, float, str, int]]) -> str:
-    """Horizontal bars that shrink with the screen. rows: label, value, text beside the bar, colour."""
+    """Horizontal bars. A row has a label, a value, a text beside the bar and a colour."""
     widest = max((value for _, value, _, _ in rows), default=1.0) or 1.0
     items = "".join(
         f"<span>{escape(name)}</span><div>"
@@ -267,7 +267,7 @@ def known(value: Any) -> bool:
 
 
 def _number(value: Any, form: str) -> str:
-    """As `form` says; a dash for what earlier versions did not record."""
+    """`value` in a format; a dash for a figure that earlier versions did not record."""
     return format(value, form) if known(value) else "–"
 
 

@@ -45,7 +45,7 @@ def thin_curve(curve: Sequence[float], points: int = CURVE_POINTS) -> list[float
 
 
 def report_data(plan: Plan, records: Records, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything the report says, JSON-ready."""
+    """The content of the report, JSON-ready."""
     layers = [_layer(planned, records[planned.layer.module]) for planned in plan.layers]
     kept = [
         {
@@ -111,7 +111,7 @@ def _type(kind: str, layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def mean_errors(kind: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Of the layers of a type: the means of what is known."""
+    """Mean errors of the layers of a type, None where none was measured."""
     found = dict[str, float | None]()
     for name in ("error", "weighted_error"):
         values = [x[name] for x in layers if x["type"] == kind and known(x.get(name))]
@@ -120,12 +120,12 @@ def mean_errors(kind: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, flo
 
 
 def _round(value: float) -> float | None:
-    """Six significant digits; None for what JSON has no word for."""
+    """`value` with six significant digits; None if it is not finite."""
     return float(f"{value:.6g}") if isfinite(value) else None
 
 
 def _plain(value: Any) -> Any:
-    """JSON-ready: numbers rounded, keys text, anything unknown as text."""
+    """`value` for JSON: numbers rounded, keys as text, other objects as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

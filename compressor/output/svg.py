@@ -55,7 +55,11 @@ def chart(
     for t in _ticks(x_low, x_high):
         if x_low <= t <= x_high:
             axes += _text(at_x(t), height - BOTTOM + 16, "middle", f"{t:.4g}", tick=True)
-    axes += _labels(x_label, y_label, height)
+    middle = TOP + (height - TOP - BOTTOM) / 2
+    axes += _text((LEFT + WIDTH) / 2, height - 6, "middle", x_label) + (
+        f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle">'
+        f"{escape(y_label)}</text>"
+    )
     return _framed(picture(axes + "".join(_drawn(one, at_x, at_y) for one in series), height))
 
 
@@ -143,14 +147,6 @@ def _y_axis(ticks: Sequence[float], at: Callable[[float], float], log: bool) -> 
     )
 
 
-def _labels(x_label: str, y_label: str, height: int) -> str:
-    middle = TOP + (height - TOP - BOTTOM) / 2
-    return _text((LEFT + WIDTH) / 2, height - 6, "middle", x_label) + (
-        f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle">'
-        f"{escape(y_label)}</text>"
-    )
-
-
 def _ticks(low: float, high: float) -> list[float]:
     """Five or so round numbers that span [low, high]."""
     if high <= low:
@@ -176,5 +172,5 @@ def picture(body: str, height: int) -> str:
 
 
 def _framed(svg: str) -> str:
-    """In a frame of the page's style `wide`, which scrolls on narrow screens."""
+    """A picture in a frame that scrolls on narrow screens."""
     return f'<div class="wide">{svg}</div>'

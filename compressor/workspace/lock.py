@@ -100,7 +100,7 @@ class Lock:
         return taken
 
     def _open(self) -> bool:
-        """Open the file; whether it was made for that."""
+        """Open the lock file; whether this made it."""
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with suppress(FileExistsError):
             self._descriptor = os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o666)
@@ -144,7 +144,7 @@ class Lock:
         return True
 
     def _read(self) -> dict[str, Any] | None:
-        """What the file says, {} if it is ours but damaged, None if it is not ours."""
+        """The contents of the lock file, {} if damaged, None if it is not a lock of blr."""
         data = os.pread(self._descriptor, MAX_BYTES, 0)
         if not data.startswith(MARK):
             return None
@@ -165,7 +165,7 @@ class Lock:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Whether the descriptor's file is locked now; None where the file system has no locks."""
+    """Whether the descriptor's file is locked now; None if the file system has no locks."""
     import fcntl
 
     try:

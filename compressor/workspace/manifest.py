@@ -169,7 +169,7 @@ def _is_ours(manifest: dict[str, Any]) -> bool:
 
 
 def _is_account(manifest: dict[str, Any]) -> bool:
-    """Whether what a manifest says of its run and source has the types that commands write."""
+    """Whether the facts on run and source have the types that commands write."""
     tables = [manifest.get(name) for name in TABLES]
     source = manifest.get("source") or {}
     read = manifest.get("input_sha256")
@@ -292,7 +292,7 @@ class ShardDigests:
         self._open = {path: hashlib.sha256(header_bytes(path)) for path in known}
 
     def _expected(self, path: Path) -> dict[str, str]:
-        """What a shard should have, by who says so."""
+        """The SHA-256 that a shard should have, by its source."""
         found = {}
         if (shard := remote_shard(path)) is not None and shard.sha256 is not None:
             found["the hub"] = shard.sha256

@@ -194,7 +194,7 @@ def is_unborn(partial: Path) -> bool:
 
 
 def _small(path: Path) -> bytes:
-    """The bytes of a plain file of ours; b"" for what is none or too large to be ours."""
+    """The bytes of a plain file; b"" for another kind of file, or one too large to be of blr."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)

@@ -53,7 +53,7 @@ def start(command: Command, environ: dict[str, str], alive: int) -> subprocess.P
 
 
 def _own(path: Path, how: int) -> BinaryIO:
-    """A file of ours, opened to be written: no link is followed and no FIFO waited for."""
+    """Open a file of the sweep for writing, without following a link or waiting on a FIFO."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
@@ -119,7 +119,7 @@ class Pool:
 
 
 def _end(running: list[Started]) -> None:
-    """What still runs when the pool is left, as an error has stopped it: none of it writes any more."""
+    """Kill the commands that still run when the pool ends with an error."""
     for entry in running:
         entry.process.kill()
         entry.chain.stopped()

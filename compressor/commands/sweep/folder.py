@@ -177,7 +177,7 @@ class Folder:
             (self.path / part).mkdir(exist_ok=True)
 
     def _check_free(self, name: str, known: bool, digest: str) -> None:
-        """Raise OutputError where something that no sweep made is in the place of a point's files."""
+        """Raise OutputError for files in the place of a point's that no sweep made."""
         for path in filter(os.path.lexists, map(self.path.joinpath, files_of(name))):
             if not (known and _is_plain(path)):
                 ownership.in_the_way(path, OTHERS)
@@ -206,7 +206,7 @@ class Folder:
             path.unlink()
 
     def _outputs(self, earlier: SweepNote) -> list[Path]:
-        """Where an earlier sweep has made outputs, or begun to. Raises OutputError for others."""
+        """Outputs that an earlier sweep made or began. Raises OutputError for others."""
         found = sorted({output_of(path) for path in (self.path / OUTPUTS).glob("*")})
         for path in found:
             digest = earlier.made.get(path.name)
@@ -229,7 +229,7 @@ class Folder:
         return self._is_own(name, self.made.get(name, ""))
 
     def _found(self) -> SweepNote | None:
-        """The sweep that lies here; None if there is nothing."""
+        """The sweep in this folder; None if it is empty."""
         if not self.path.exists() or all(path.name == LOCK for path in self.path.iterdir()):
             return None
         if (found := read_kept(self.path / RESULT, SweepNote, REMEDY)) is None:

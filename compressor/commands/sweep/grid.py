@@ -62,7 +62,7 @@ def _option(name: str, value: object) -> list[str]:
 
 
 def _shown(number: float) -> str:
-    """As short as it reads back the same."""
+    """The shortest text of a number that reads back the same."""
     return f"{number:g}" if float(f"{number:g}") == number else repr(number)
 
 
@@ -109,7 +109,7 @@ def _refuse_halves(grid: Grid) -> None:
 
 
 def _refuse_unused(points: Sequence[Point], common: dict[str, object], calibrated: bool) -> None:
-    """Raise UsageError for a setting that no point has a use for."""
+    """Raise UsageError for a setting that no point uses."""
     recipes = [make_recipe(**common | dict(point.settings)) for point in points]
     unused = [idle(recipe, common, calibrated) for recipe in recipes]
     for name in common:
@@ -118,7 +118,7 @@ def _refuse_unused(points: Sequence[Point], common: dict[str, object], calibrate
 
 
 def _fitting(point: Point, common: dict[str, object]) -> dict[str, object]:
-    """Its settings, with those of all that it has a use for."""
+    """The settings of a point, with the common ones that it uses."""
     own = dict(point.settings)
     unused = idle(make_recipe(**common | own), common, calibrated=True)
     return {name: value for name, value in common.items() if name not in unused} | own
@@ -141,7 +141,7 @@ def _corrected(grid: Grid) -> Iterator[Point]:
 
 
 def _varied(point: Point, minutes: float, seed: int | None) -> Point:
-    """With so many minutes of healing, and a seed."""
+    """The point with some minutes of healing, and a seed."""
     name, kind, settings = point.name, point.kind, point.settings
     if minutes:
         name, kind = f"{name}-heal{minutes:g}", f"{kind}, healed"

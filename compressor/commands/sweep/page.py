@@ -134,7 +134,7 @@ def _series(result: dict[str, Any], colours: dict[str, int], key: str, text: int
 
 
 def _commands(result: dict[str, Any], *, frontier: bool) -> str:
-    """Of the points on the frontier, or of all others."""
+    """The commands of the points on the frontier, or of all others."""
     order = {name: n for n, name in enumerate(result["frontier"])}
     points = [point for point in result["points"] if (point["name"] in order) == frontier]
     points.sort(key=lambda point: order.get(point["name"], 0))

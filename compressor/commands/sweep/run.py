@@ -100,7 +100,7 @@ def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict
 
 
 def _chains(place: Folder, points: Sequence[Point], settings: SweepSettings) -> dict[str, PointChain]:
-    """By name, the dense model first."""
+    """The commands of every point by name, the dense model first."""
     judged = tuple(part for path in settings.texts for part in ("--text", str(path)))
     here = ("--device", settings.device, *["--offline"] * settings.offline)
     evaluate = (*judged, *settings.evaluate, *here)
@@ -114,7 +114,7 @@ def _chains(place: Folder, points: Sequence[Point], settings: SweepSettings) -> 
 
 
 def _options(point: Point, settings: SweepSettings) -> tuple[str, ...]:
-    """Of `blr compress`, as a user would give them."""
+    """The options of `blr compress` for a point."""
     text = [] if settings.calibration is None else ["--calibration", settings.calibration]
     return (*point.options, *text, *common_options(settings.common, point))
 
