@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
@@ -175,7 +176,7 @@ def read_marker(partial: Path) -> dict[str, Any] | None:
     files = marker.get("files")
     told = marker.get("run") is None or type(marker["run"]) is dict
     known = marker.keys() == {"about", "files", "run"} and depth(marker) <= MAX_DEPTH
-    if not (known and told and _are_names(files)):
+    if not (known and told and type(files) is list and all(map(_is_name, files))):
         in_the_way(path, "damaged")
     return marker
 
@@ -202,10 +203,8 @@ def _small(path: Path) -> bytes:
         return file.read() if plain and status.st_size <= MAX_BYTES else b""
 
 
-def _are_names(files: object) -> bool:
-    if type(files) is not list or not all(type(name) is str for name in files):
-        return False
-    return not any({"", ".", ".."} & set(name.split("/")) for name in files)
+def _is_name(name: object) -> bool:
+    return type(name) is str and not {"", ".", ".."} & set(name.split("/"))
 
 
 def canonical(value: Any) -> Any:
@@ -244,11 +243,12 @@ def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = (
             raise OutputError(
                 f"{output}: a name kept for what lies beside an output; choose another --output"
             )
-        if _here().is_relative_to(os.path.realpath(output)):
-            raise OutputError(
-                f"{output}: the current folder, or one around it; expected the name of a folder "
-                "to make: choose another --output"
-            )
+        with suppress(FileNotFoundError):  # of a current folder that was removed
+            if Path(os.path.realpath(os.getcwd())).is_relative_to(os.path.realpath(output)):
+                raise OutputError(
+                    f"{output}: the current folder, or one around it; expected the name of a folder "
+                    "to make: choose another --output"
+                )
         place = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())
         if not place.is_dir():
             raise OutputError(
@@ -293,13 +293,6 @@ def absolute(output: Path) -> Path:
         raise OutputError(
             "the current folder: it was removed; expected one that is there; change to another"
         ) from None
-
-
-def _here() -> Path:
-    try:
-        return Path(os.path.realpath(os.getcwd()))
-    except FileNotFoundError:  # it was removed
-        return Path("/")
 
 
 def _check_occupied(output: Path, overwrite: bool) -> None:
