@@ -120,8 +120,7 @@ def installed_card() -> Card | None:
 
 @contextmanager
 def tensor_cores(device: torch.device) -> Iterator[None]:
-    """On a GPU, compute float32 products in TF32 meanwhile: exact enough for gradients, not for
-    solving."""
+    """Compute float32 products in TF32 on a GPU: exact enough for gradients, not to solve."""
     import torch
 
     before = torch.get_float32_matmul_precision()

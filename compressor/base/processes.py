@@ -156,8 +156,7 @@ class Processes:
         return held.to(self.device)
 
     def exchanged(self, pieces: list[Tensor]) -> list[Tensor]:
-        """Piece n [h_n, …] goes to process n, which takes the same height from all; this process's, in
-        order."""
+        """Send piece n [h_n, …] to process n; the pieces for this one, in order."""
         if self.count == 1:
             return pieces
         heights = [len(piece) for piece in pieces]
@@ -197,8 +196,7 @@ class Processes:
 
 
 def _card(device: torch.device) -> str:
-    """The GPU of this process among all hosts; parts of one card (MIG) are the same, as NCCL takes
-    them."""
+    """The GPU of this process among all hosts; parts of one card (MIG) count as one."""
     found = torch.cuda.get_device_properties(device)
     return f"MIG of {platform.node()}" if " MIG " in found.name else str(found.uuid)
 

@@ -95,16 +95,14 @@ class Progress:
     def layers(
         self, total: int, what: str = FITTING, costs: Mapping[str, float] = NONE
     ) -> Iterator[Items]:
-        """A bar over `total` items, whose `costs` may differ; call what is yielded as each item
-        starts."""
+        """A bar over `total` items of these `costs`; call what is yielded as an item starts."""
         with self._shown(what, Pace()) as show:
             yield Items(total, costs, show)
             show.ended(f"{total}/{total}")
 
     @contextmanager
     def training(self, what: str, done: float = 0.0) -> Iterator[Callable[[float, str], None]]:
-        """A bar over a run, of which the share `done` is over; call the yielded function with share and
-        text."""
+        """A bar over a run that is `done` so far; call what is yielded with share and text."""
         with self._shown(what, Pace(done)) as show:
             yield lambda share, text: show.reached(share, f"{share:.0%}", text)
 
@@ -124,8 +122,7 @@ class Progress:
 
 
 class Pace:
-    """The time left of a piece of work at its pace, of which the share `done` in [0, 1] was there
-    before."""
+    """The time left of work of which the share `done` was there before, at its pace."""
 
     def __init__(self, done: float = 0.0) -> None:
         self.done = self.share = done

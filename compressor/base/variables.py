@@ -68,8 +68,7 @@ def _told_by(error: BaseException) -> str | None:
 
 
 def _read_at(code: CodeType, instruction: int, said: str) -> list[str]:
-    """Variables that are set and read by the expression, or by its function if the error has `said` a
-    value."""
+    """Variables that the expression reads, or its function if the error has `said` a value."""
     positions = list(code.co_positions())
     first, last, *_ = positions[instruction // 2]
     lines = range(first or 0, (last or first or 0) + 1)

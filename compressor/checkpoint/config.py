@@ -67,8 +67,7 @@ def kind_of(config: Mapping[str, Any]) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of `folder`, checked. Raises InputError: unreadable, hostile, no model type, excessive
-    counts."""
+    """config.json of `folder`, checked. Raises InputError for a hostile one, or no model type."""
     path = inside(folder, "config.json")
     config = read_json(path, MAX_BYTES, constants=True)
     if depth(config) > MAX_DEPTH:
@@ -90,8 +89,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_counts(config: dict[str, Any], folder: Path, tensors: int) -> None:
-    """Raise InputError for a config that announces more layers than there are tensors, or countless
-    experts."""
+    """Raise InputError for a config with more layers than tensors, or countless experts."""
     limits = ((_LAYERS, max(tensors, FEW_LAYERS)), (_EXPERTS, max(tensors, FEW_EXPERTS)))
     native = {key: value for key, value in config.items() if key != "blr"}  # whose blocks are others
     for key, value in _integers(native):

@@ -20,8 +20,7 @@ def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _stretched(rope: object) -> int:
-    """The positions that YaRN's factor reaches, 0 for other rotations: such configs keep the limit of
-    training."""
+    """The positions that YaRN's factor reaches, 0 otherwise: its configs keep the trained limit."""
     if not isinstance(rope, Mapping):
         return 0
     kind = rope.get("rope_type", rope.get("type"))

@@ -116,8 +116,7 @@ def carried(path: Path) -> bytes | Path:
 
 
 def is_small_json(path: Path) -> bool:
-    """Whether a file can be parsed and rewritten. Raises InputError if it cannot be read or is over 16
-    MiB."""
+    """Whether a file can be parsed and rewritten. Raises InputError if it is over 16 MiB."""
     try:
         return depth(json.loads(read_whole(path, MAX_JSON_BYTES))) <= MAX_JSON_DEPTH
     except (ValueError, RecursionError):

@@ -104,8 +104,7 @@ def _check_pickle(path: Path, data: bytes) -> None:
 
 
 def _load(path: Path, sizes: set[int]) -> dict[str, Tensor]:
-    """The state dict of a shard, mapped, every tensor checked: its storage is a record of one of the
-    `sizes`."""
+    """The state dict of a shard, mapped; each tensor's storage is a record of the archive."""
     import torch
 
     try:

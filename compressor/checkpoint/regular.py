@@ -57,8 +57,7 @@ def is_barred(path: Path) -> bool:
 
 
 def open_regular(path: Path) -> io.FileIO:
-    """Open a regular file for unbuffered reading, without waiting on a FIFO or touching a device. Raises
-    InputError."""
+    """Open a regular file unbuffered, never waiting on a FIFO or a device. Raises InputError."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             refuse(path, "a folder, FIFO or device", "a regular file", "name one, or put it there")

@@ -107,8 +107,7 @@ def remote_shard(path: Path) -> RemoteShard | None:
 
 
 def _ranged(url: str, start: int, end: int) -> Iterator[bytes]:
-    """The bytes that the hub sends of a file. Raises the client's errors, ValueError for a whole
-    file."""
+    """The bytes that the hub sends of a file. Raises the client's errors, or ValueError."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     headers: dict[str, Any] = {**build_hf_headers(), "Accept-Encoding": "identity"}

@@ -132,8 +132,7 @@ class Source:
         return digest.hexdigest()
 
     def load_tensor(self, entry: TensorEntry) -> Tensor:
-        """The tensor in its stored dtype. Raises InputError as `read_bytes`, and for a dtype that torch
-        lacks."""
+        """The tensor as stored. Raises InputError as `read_bytes`, or for a dtype that torch lacks."""
         import torch
 
         if entry.dtype not in TORCH_NAMES:
@@ -223,8 +222,7 @@ def _refuse_folder(folder: Path, found: str, names: Library = TRANSFORMERS) -> N
 
 
 def in_place_of(folder: Path) -> tuple[str, str] | None:
-    """What `folder` holds in place of a checkpoint, and what to do, by the first of `KINDS` that
-    matches."""
+    """What `folder` holds in place of a checkpoint, and what to do, by the first of `KINDS`."""
     for pattern, found, advice in KINDS:
         if match := min(folder.glob(pattern), default=None):
             name, place = folder.name.removeprefix("models--").replace("--", "/"), match.parent

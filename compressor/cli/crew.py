@@ -126,8 +126,7 @@ def _ended(code: int) -> str:
 
 
 def end_member(code: int = 0) -> None:
-    """End a process that `--gpus` started at once: libraries that shut down late are no failure of the
-    run."""
+    """End a process that `--gpus` started at once: libraries that end late are no failure."""
     if environment.is_started_by_us():
         with suppress(OSError, ValueError):
             sys.stderr.flush()

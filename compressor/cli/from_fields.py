@@ -62,8 +62,7 @@ def taking(*groups: Iterable[inspect.Parameter], first: str = "") -> Callable[[C
 
 
 def recipe_options(names: Collection[str] = ()) -> list[inspect.Parameter]:
-    """Options of the recipe's fields, or of some `names`; None if not typed, else checked by the
-    recipe."""
+    """Options of the recipe's fields, or of these `names`; None if not typed."""
     return [
         _parameter(name, option, None)
         for name, option in options_of(Recipe).items()
@@ -78,8 +77,7 @@ def setting_options(owner: Any) -> list[inspect.Parameter]:
 
 
 def command_options(command: Command, hidden: Collection[str]) -> list[inspect.Parameter]:
-    """The parameters of another command, which this one takes too; those `hidden` are not in its
-    help."""
+    """The parameters of another command for this one too, some `hidden` from its help."""
     found = inspect.signature(command, eval_str=True).parameters.values()
     return [_with(option, hidden=True) if option.name in hidden else option for option in found]
 

@@ -366,8 +366,7 @@ def options_of(settings: CompressSettings) -> HealOptions:
 
 
 def disk_beside(sized: Compression, settings: CompressSettings) -> int:
-    """Bytes on disk that a healing takes beside its compression: the compressed checkpoint and its
-    state."""
+    """Bytes on disk that a healing takes: the compressed checkpoint and the trainer's state."""
     layers, source = sized.plan.layers, sized.source
     files = sum(path.stat().st_size for path in source.extra_files().values())
     specs = {planned.layer.module: planned.spec for planned in layers}

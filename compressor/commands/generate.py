@@ -127,8 +127,7 @@ def _watched(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A step of a token, summed over layers: its time, and the bytes of weights and cache that it
-    reads."""
+    """A step of a token, over all layers: its time, and the bytes that it reads."""
 
     name: str
     microseconds: float

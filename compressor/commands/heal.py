@@ -69,8 +69,7 @@ def heal(
 
 @dataclass
 class HealRun(FolderRun):
-    """One healing; `state` and `told`, the manifest's account of the training, are set once it is
-    done."""
+    """One healing; `state` and `told`, its account for the manifest, are set at its end."""
 
     checkpoint: Checkpoint
     teacher: Checkpoint

@@ -185,8 +185,7 @@ class Account(Told):
 
 
 def _made(manifest: dict[str, object], path: Path) -> str:
-    """The card's section on the command that makes the folder. Raises InputError for a manifest that is
-    not of blr."""
+    """The card's section on the command. Raises InputError for a manifest that is not of blr."""
     told = {name: value for name, value in manifest.items() if value is not None}
     account = fitted(told, Account, path, "compress it again")
     run, source = account.run, account.source

@@ -15,8 +15,7 @@ from blr.compressor.base.quoting import named_line, quote
 
 @dataclass(frozen=True)
 class Asked:
-    """`names` of tasks or groups, also in files of `path`, with `shots` in a prompt and a `limit` of
-    documents."""
+    """`names` of tasks, also in files of `path`; `shots` in a prompt, a `limit` of documents."""
 
     names: list[str]
     path: Path | None = None

@@ -136,8 +136,7 @@ def register() -> None:
 
 
 def _refusing(inject: Any) -> Any:
-    """`inject_adapter` of peft's tuners, raising ValueError if layers of blr were to be adapted and
-    passed over."""
+    """`inject_adapter` that raises ValueError if layers of blr were to be adapted and are not."""
 
     @wraps(inject)
     def inject_adapter(self: Any, model: nn.Module, *arguments: Any, **options: Any) -> None:

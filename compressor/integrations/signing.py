@@ -13,8 +13,7 @@ from blr.compressor.base.quoting import first_line
 
 @dataclass(frozen=True)
 class Signer:
-    """Who must have signed: the owner of a public key, or an identity that an OpenID `issuer` vouched
-    for."""
+    """Who must have signed: the owner of a key, or an identity that an `issuer` vouched for."""
 
     key: Path | None = None
     identity: str | None = None

@@ -52,8 +52,7 @@ class Part(nn.Module):
         return factor.replace(".", "_")
 
     def load(self, factor: str, whole: Tensor) -> None:
-        """Take this part of a factor of a checkpoint. Raises ValueError for an unknown factor or a wrong
-        shape."""
+        """Take this part of a factor. Raises ValueError for an unknown factor or a wrong shape."""
         if factor not in self.names:
             raise ValueError(f"{self.name}.{factor}: expected one of {', '.join(self.names)}")
         mine, found = self._get(factor), local(self.name, self.spec, factor, whole, self.share)
@@ -71,8 +70,7 @@ class Part(nn.Module):
             factor.data = relaid(factor.data, order_of(name, factor.dim()))
 
     def forward(self, x: Tensor, reduce: Reduce) -> Tensor:
-        """[..., i'] -> [..., o'] without bias; if inputs are cut, a part of a sum, unless `reduce` takes
-        it."""
+        """[..., i'] -> [..., o'], no bias; with cut inputs a part of a sum unless `reduce` takes it."""
         factors = [self._get(name) for name in self.names]
         if self.spec is None:
             return nn.functional.linear(x, *factors)

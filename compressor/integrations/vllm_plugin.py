@@ -45,8 +45,7 @@ def register() -> None:
 
 
 class ServedConfig(QuantizationConfig):
-    """Says how each layer computes; `layers` is ``config.blr["layers"]``, `merged`
-    `packed_modules_mapping`."""
+    """Says how each layer computes: ``config.blr["layers"]``, and `packed_modules_mapping`."""
 
     def __init__(self, layers: dict[str, dict[str, Any]], merged: dict[str, list[str]]) -> None:
         super().__init__()
@@ -150,8 +149,7 @@ def load_weights(layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterable[
 
 
 def _share(layer: Any, outputs: int, width: int) -> Share:
-    """The share of a layer in this process, with `width` of `outputs`; several processes may hold one
-    head."""
+    """The share of a layer here, `width` of `outputs`; several processes may hold one head."""
     if isinstance(layer, RowParallelLinear):
         return Share("in", layer.tp_rank, layer.tp_size)
     size = outputs // width

@@ -138,8 +138,7 @@ def diffusion_trial(model: object, where: object) -> Trial:
 
 
 def trial_inputs(model: Any) -> dict[str, Any]:
-    """Small arguments for a model: latents [1, c, h, w], time steps [1], classes [1] or a text [1, t,
-    d]."""
+    """Small inputs: latents [1, c, h, w], time steps [1], classes [1] or a text [1, t, d]."""
     config, generator = model.config, torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

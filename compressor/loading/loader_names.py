@@ -80,8 +80,7 @@ def _named(source: Source) -> Source:
 
 
 def _candidates(source: Source) -> list[str]:
-    """The classes of a model type, the most likely task first (masked language models, if no
-    decoder)."""
+    """The classes of a model type, the most likely task first (masked ones if no decoder)."""
     config = made_config(source)
     tasks = ["ForCausalLM", "ForSeq2SeqLM", "ForMaskedLM", ""]
     if getattr(config, "is_decoder", None) is False:
@@ -202,8 +201,7 @@ class Keys:
         self._converters = [t for t in self.transforms if isinstance(t, WeightConverter)]
 
     def key(self, name: str) -> str:
-        """The name in the model of the stored tensor `name`, or of the tensor that it becomes a part
-        of."""
+        """The name in the model of a stored tensor, or of the tensor that it becomes a part of."""
         found = rename_source_key(name, self._renamings, self._converters, self._prefix, self.known)[0]
         if found in self.known:
             return found
@@ -223,8 +221,7 @@ def meta_tensors(entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
 def load_empty(
     cls: Any, folder: Path | None, **options: object
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load a model of class `cls` on the meta device; the model and the loader's
-    `output_loading_info`."""
+    """A model of class `cls` on the meta device, and the loader's `output_loading_info`."""
     with quiet_transformers():
         model, info = cls.from_pretrained(
             folder,

@@ -35,8 +35,7 @@ from blr.compressor.recipe.architectures import Family, find_family
 
 
 def native_class(source: Source) -> type[PreTrainedModel]:
-    """The class named first under `architectures`. Raises as `check_type`, and InputError for none or an
-    unknown one."""
+    """The class under `architectures`. Raises as `check_type`, and InputError for an unknown one."""
     check_type(source)
     path, names = source.folder / "config.json", source.config.get("architectures")
     if not names:
@@ -48,8 +47,7 @@ def native_class(source: Source) -> type[PreTrainedModel]:
 
 
 def check_type(source: Source) -> None:
-    """Raise InputError for an unknown model type, CapabilityError for one that borrows another's
-    classes."""
+    """Raise InputError for an unknown model type, CapabilityError for one of borrowed classes."""
     path, model_type = source.folder / "config.json", source.config["model_type"]
     if model_type not in CONFIG_MAPPING:
         refuse(path, f"model type {quote(model_type)}", "one that transformers has", REMEDY)
@@ -155,8 +153,7 @@ def discover_family(source: Source) -> Family:
 
 
 def _blocks(model: PreTrainedModel, inner: Collection[str]) -> str | None:
-    """The name of the one list of modules around all layers `inner` that read text; None if there is
-    none."""
+    """The name of the one list of modules around all layers `inner` that read text, or None."""
     if getattr(model, "main_input_name", "") != "input_ids":
         return None
     reads = getattr(model, "get_decoder", None)  # of what sees, too, the language model
@@ -197,8 +194,7 @@ def linear_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Module], dict[st
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module computes x Wᵀ + bias: some subclasses of `nn.Linear` do not (Llama 4's
-    router)."""
+    """Whether a module computes x Wᵀ + bias: some `nn.Linear`s do not (Llama 4's router)."""
     if not isinstance(module, nn.Linear):
         return isinstance(module, Conv1D)
     return type(module).forward is nn.Linear.forward or _multiplies(type(module), module)

@@ -70,8 +70,7 @@ class Sentences:
         return len(ids) - (ids[-1] in tokenizer.all_special_ids)
 
     def embed(self, hidden: Tensor, mask: Tensor, unpooled: int = 0) -> Tensor:
-        """Embeddings [n, d'] of hidden states [n, T, d] and mask [n, T], without the first `unpooled`
-        tokens."""
+        """Embeddings [n, d'] of states [n, T, d] and mask [n, T], without the first `unpooled`."""
         if unpooled:
             mask = mask * (mask.cumsum(1) > unpooled)
         pooled = torch.cat([POOLING[mode](hidden, mask) for mode in self.modes], -1)

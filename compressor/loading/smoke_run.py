@@ -128,8 +128,7 @@ def _tokens(model: PreTrainedModel) -> Tensor | None:
 
 
 def plain_tokens(config: Any) -> Tensor:
-    """The first 65,536 ids [n] at most of a vocabulary, without special ones and stand-ins for
-    images."""
+    """The first 65,536 ids [n] of a vocabulary at most, without special ones and images."""
     text = config.get_text_config()
     told = {**config.to_dict(), **text.to_dict()}
     ends = ("_token_id", "_token_index")

@@ -99,8 +99,7 @@ def exported_classes(auto_map: Mapping[str, str]) -> dict[str, str]:
 
 
 def runtime_files(contents: Contents) -> dict[str, bytes]:
-    """The files of a self-contained export. Raises BundleError for modules that cannot be joined (a
-    bug)."""
+    """The files of a self-contained export. Raises BundleError, which is a bug."""
     return _bundled(contents.left_out())
 
 
@@ -113,8 +112,7 @@ def _bundled(left_out: frozenset[str]) -> dict[str, bytes]:
 
 
 def read_modules(roots: Iterable[str], left_out: frozenset[str] = frozenset()) -> dict[str, Module]:
-    """The modules that `roots` import, directly or not. Raises BundleError when one of `left_out` is
-    needed at the top of another."""
+    """All modules that `roots` import. Raises BundleError if the top of one needs one `left_out`."""
     found: dict[str, Module] = {}
     waiting = list(roots)
     while waiting:

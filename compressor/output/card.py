@@ -129,8 +129,7 @@ def read_front(text: str, path: Path) -> tuple[dict[str, Any], str]:
 
 
 def source_front(folder: Path) -> dict[str, Any]:
-    """The texts and lists of texts under `KEPT` in the head of the source's card; {} without such a
-    head."""
+    """The texts under `KEPT` in the head of the source's card; {} without such a head."""
     try:
         found, _ = read_front(read_text(inside(folder, CARD), MAX_BYTES), folder / CARD)
     except BlrError:

@@ -109,8 +109,7 @@ class OutputCheck:
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """What was run, the relative distance of the results, and the loss of a decoder; None if nothing
-        ran."""
+        """What was run, the distance of the results, and the loss; None if nothing ran."""
         if self.trial is None or self.distance is None:
             return None
         found = {"ran": self.trial.what, "distance": self.distance}
@@ -188,8 +187,7 @@ def _reload_diffusion(source: Source, folder: Path) -> Written:
 @dataclass(frozen=True)
 class Door:
     """What depends on the library: config.json of an output, checks of its fit before and after the
-    work, the model in a source (`dense`) and an output (`written`), a small run, and the files that
-    travel."""
+    work, the models of source and output, a small run, and the files that travel."""
 
     config: Callable[[dict[str, Any], Plan], dict[str, Any]]
     check_fits: Callable[[Source, Plan], None]

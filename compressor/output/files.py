@@ -79,8 +79,7 @@ def _written(recipe: Recipe) -> dict[str, Any]:
 
 
 def carried_files(source: Source) -> dict[str, bytes | Path]:
-    """The files that an output takes along; a dense checkpoint's card is renamed, since ours replaces
-    it."""
+    """The files that an output takes along; a dense card is renamed, as ours replaces it."""
     files = {name: carried(path) for name, path in source.extra_files().items()}
     card = files.pop(CARD, None)
     if card is None or os.path.lexists(source.folder / MANIFEST):

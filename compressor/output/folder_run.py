@@ -106,8 +106,7 @@ class FolderRun(ABC):
             self.processes.leave()
 
     def produce(self, read: str, check: OutputCheck | None = None) -> None:
-        """Work, write, check and commit. `read` is the digest of all input; `check` is made here if
-        None."""
+        """Work, write, check and commit. `read` is the digest of the input; `check` may be given."""
         if self.processes.first and check is None:
             check = self.make_check()
         contents = self.work(read)

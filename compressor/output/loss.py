@@ -273,8 +273,7 @@ def _hindrance(source: Source, text: Text | None) -> str:
 
 
 def computing(source: Source) -> PreTrainedModel:
-    """The model in `source`, dense or of blr, in float32 if it fits in memory, else block by block as
-    stored."""
+    """The model in `source`, in float32 if it fits in memory, else block by block as stored."""
     if source.model_type.startswith(OURS):
         return load_written(source.folder, torch.float32)
     return whole_model(source).float() if is_small(source) else streamed_model(source)
@@ -307,8 +306,7 @@ def _answers(model: PreTrainedModel, text: Text, dense: Tensor | None, where: ob
 
 
 def _crossed(logs: Tensor, expected: Tensor) -> Tensor:
-    """Cross entropies [m, w] with the `expected` log-probabilities; -inf, as of padding, counts for
-    nothing."""
+    """Cross entropies [m, w] with `expected` log-probabilities, in which -inf counts as 0."""
     weighed = expected.exp() * logs
     return -torch.where(expected == -torch.inf, 0.0, weighed).sum(-1)
 

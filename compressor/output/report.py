@@ -150,8 +150,7 @@ def is_layer(record: dict[str, Any]) -> bool:
 
 
 def as_recorded(plan: Plan, records: dict[str, dict[str, Any]]) -> Plan:
-    """`plan` with the specs that an output records, since a run that found it finished measured
-    nothing."""
+    """`plan` with the specs of an output, as a run that found it finished measured nothing."""
     made = {module: spec_from_dict(record["spec"]) for module, record in records.items()}
     layers = [replace(p, spec=made.get(p.layer.module, p.spec)) for p in plan.layers]
     return replace(plan, layers=layers)

@@ -77,8 +77,7 @@ class Journal:
         return read
 
     def await_all(self, keys: list[str]) -> None:
-        """Wait until the layers `keys` of other processes are seen here. Raises OutputError if they
-        never are."""
+        """Wait until the layers `keys` of other processes are seen here. Raises OutputError."""
         deadline = time.monotonic() + SHOWN_WITHIN
         for key in keys:
             while not (self.folder / f"{key}.safetensors").exists():
@@ -139,8 +138,7 @@ def _described(tensor: Any) -> list[Any]:
 
 
 def _seal(key: str, tensors: dict[str, list[Any]], record: dict[str, Any]) -> str:
-    """SHA-256 of all contents and the name of a journal's file, so that changed bits or swapped files
-    show."""
+    """SHA-256 of the contents and the name of a journal's file: changes and swaps show."""
     return hashlib.sha256(canonical_json([key, tensors, record])).hexdigest()
 
 

@@ -47,8 +47,7 @@ class Lock:
         self._descriptor = CLOSED
 
     def acquire(self) -> None:
-        """Take the lock without waiting. Raises OutputError if another run holds it, or something else
-        is there."""
+        """Take the lock without waiting. Raises OutputError if that cannot be."""
         for _ in range(TRIES):
             with LOCKING:
                 if self._try():
@@ -58,8 +57,7 @@ class Lock:
         in_the_way(self.path, "not a lock file of blr")
 
     def begin_moving(self) -> None:
-        """Note durably that folders are being moved: until that is done the lock stays, even after a
-        kill."""
+        """Note durably that folders are being moved: until then the lock stays after a kill."""
         self.moving = True
         HELD_LOCKS.discard(self.path)
         self._write()

@@ -48,8 +48,7 @@ REMEDY = "copy or compress it again; `blr verify` lists all that differs"
 
 
 def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: object) -> bytes:
-    """The manifest of `files` (size, SHA-256) in `folder`, with `facts`, as JSON without times and
-    paths."""
+    """The manifest of `files` (size, SHA-256) in `folder`, with `facts`, as JSON."""
     listed: dict[str, dict[str, Any]] = {}
     for name, (size, sha256) in sorted(files.items()):
         listed[name] = {"size": size, "sha256": sha256}
@@ -81,8 +80,7 @@ def _with_digest(text: bytes, old: str, new: str) -> bytes:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of an output of blr. Raises OutputError if there is none, or if it is damaged or
-    hostile."""
+    """The manifest of an output of blr. Raises OutputError if it is missing or damaged."""
     manifest, damage = _read(folder)
     if damage:
         remedy = "the folder is not as blr wrote it: copy or compress it again"
@@ -100,8 +98,7 @@ def is_output(folder: Path) -> bool:
 
 
 def computing_digest(folder: Path) -> str | None:
-    """SHA-256 of the listed weights and configuration, whatever the card says; None without a
-    manifest."""
+    """SHA-256 of the listed weights and configuration alone; None without a manifest."""
     try:
         files = read_manifest(folder)["files"]
     except (OutputError, InputError):
@@ -283,8 +280,7 @@ def check_listed(folder: Path, hashes: Hashes) -> None:
 
 
 class ShardDigests:
-    """SHA-256 of whole shards that a manifest or the hub lists, made as their tensors are read in
-    order."""
+    """SHA-256 of listed shards as a whole, made as their tensors are read in order."""
 
     def __init__(self, source: Source) -> None:
         self._listed = read_listed(source.folder)

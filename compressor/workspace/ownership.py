@@ -108,8 +108,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_whole(folder: Path) -> Entries:
-    """The entries of an output that is exactly as its manifest says. Raises OutputError naming what is
-    not."""
+    """The entries of an output that is as its manifest says. Raises OutputError naming others."""
     check_folder(folder)
     manifest = read_manifest(folder)
     found = check_listed(folder, {*manifest["files"], MANIFEST})
@@ -223,8 +222,7 @@ def output_of(path: Path) -> Path:
 
 
 def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = ()) -> None:
-    """Raise OutputError unless `output` can be written, apart from the folders among the names
-    `reads`."""
+    """Raise OutputError unless `output` can be written, apart from the folders in `reads`."""
     output = absolute(output)
     if not output.name:
         raise OutputError(f"{output}: not a folder that can be made; choose another --output")

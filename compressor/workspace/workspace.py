@@ -132,8 +132,7 @@ class Workspace:
         return done
 
     def commit(self) -> None:
-        """Turn the partial folder, whose manifest is written, into the output: purge it, then rename
-        it."""
+        """Turn the partial folder, whose manifest is written, into the output: purge and rename."""
         listed = {*read_manifest(self.partial)["files"], MANIFEST}
         found = ownership.check_listed(self.partial, self._files | listed)
         replaces = self._replaces()
@@ -160,8 +159,7 @@ class Workspace:
 
     @contextmanager
     def room(self, needed: int, check: bool = True) -> Iterator[None]:
-        """Meanwhile turn errors of storage into StorageError; before it, with `check`, ask for `needed`
-        bytes."""
+        """Turn errors of storage into StorageError; with `check` first ask for `needed` bytes."""
         parent = self.output.parent
         with storage_errors(parent, needed, self.output, self._holds_work):
             if check:

@@ -42,8 +42,7 @@ OTHERS = "not made by this sweep"
 
 
 class SweepNote(Told):
-    """``sweep.json``: what all points have in common, and the digests of all points, whose files the
-    folder may hold."""
+    """``sweep.json``: what all points have in common, and the digests of all points."""
 
     about: Literal["sweep of blr"]
     common: dict[str, Any]
@@ -125,8 +124,7 @@ class Folder:
 
     @contextmanager
     def held(self, restart: bool) -> Iterator[None]:
-        """Hold the folder meanwhile. Raises OutputError if it is something else, another sweep's, or in
-        use."""
+        """Hold the folder meanwhile. Raises OutputError if it is another's, or in use."""
         with storage_errors(self.path):
             self._check_place(restart)
             self.path.mkdir(exist_ok=True)
