@@ -1,5 +1,5 @@
-"""Options of a command, made of what docstrings say of its parameters and of the fields of its settings
-(`recipe/option`)."""
+"""Options of commands, made of docstrings and of the fields of settings (`recipe/option`), and those
+that several commands share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Standard output and error of a command, which may be closed, full, or a pipe that nobody reads.
+"""Standard output and error of a command, which may be closed, full, or a pipe that nobody reads, and
+the one line that says how a command failed.
 
 Results that cannot be written are never lost in silence; talk that nobody hears stops nothing.
 """

@@ -1,4 +1,5 @@
-"""The compression of one checkpoint: plan, factorize layer by layer, write, check, commit."""
+"""The compression of one checkpoint: plan, factorize layer by layer, write, check, heal if asked,
+commit."""
 
 from __future__ import annotations
 

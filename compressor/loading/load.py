@@ -1,4 +1,4 @@
-"""Loads dense and structured checkpoints for evaluation and generation."""
+"""Loads dense and structured checkpoints for evaluation and generation, in a dtype that they run in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The transformers class that a checkpoint names, checked before anything of it is called."""
+"""Classes of transformers: the one that a checkpoint names, checked before use, and its linear layers.
+
+A family without a table in `configs/` has its layers found on the meta device.
+"""
 
 from __future__ import annotations
 

@@ -15,13 +15,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from blr.compressor.base.errors import CapabilityError, InputError
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.regular import POINTER, inside, read_whole, refuse, refuse_pointer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_BYTES = 64 * 2**20
 SECONDS = 10  # of CPU, and one more for each MiB of the file

@@ -1,4 +1,5 @@
-"""What an output must pass before it is committed: it loads, runs, and loses no more than it may."""
+"""What an output must pass before it is committed: it loads, runs, and loses no more than it may. What
+depends on the library of the model is in its `Door`."""
 
 from __future__ import annotations
 

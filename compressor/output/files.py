@@ -1,4 +1,4 @@
-"""The small files of an output, and the checks it must pass before it is committed."""
+"""The files of an output: the small ones are made here, all are written, checked and listed here."""
 
 from __future__ import annotations
 

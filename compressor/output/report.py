@@ -1,4 +1,4 @@
-"""The report of an output: `report.json` and a self-contained `report.html` with its plots.
+"""The report of an output, `report.json` and `report.html`, and the records that it is made from.
 
 The same plan, records and facts give the same bytes: no times, no paths, numbers rounded.
 """
