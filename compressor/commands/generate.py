@@ -195,7 +195,7 @@ def copy_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10)
 def _decoder(model: Any) -> Any:
     """The decoder that an export generates with, one for a single sequence for any other model."""
     settings = export_settings(model.config)
-    found = obstacle(model.device) or supports(model)
+    found: Decoder | str | None = obstacle(model.device) or supports(model)
     if settings is not None and found is None:
         found = held_decoder(model, settings)
     if isinstance(found, str):

@@ -1,10 +1,11 @@
 """Products of layers with float8 weights, and float8 activations that several layers share.
 
-Where the device multiplies in float8, activations are rounded as well, with a scale a token, once for all
-layers that read one input. Elsewhere weights are dequantized, of which a warning tells once. In a block with
-such weights a norm, a GELU or the gate of an MLP is one kernel that writes its result twice, as it is and in
-float8; so is the norm of the embeddings, which the first block reads. Under `torch.compile` the native
-module makes the result, which the compiler drops if only the float8 rows are read.
+Where the device multiplies in float8, activations are rounded as well, with a scale a token, once for
+all layers that read one input. Elsewhere weights are dequantized, of which a warning tells once. In a
+block with such weights a norm, a GELU or the gate of an MLP is one kernel that writes its result twice,
+as it is and in float8; so is the norm of the embeddings, which the first block reads. Under
+`torch.compile` the native module makes the result, which the compiler drops if only the float8 rows are
+read.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ if TYPE_CHECKING:
     from blr.compressor.modeling.stages import Packed
 
 HELD = "_blr_float8"  # where an input keeps its rows for the layers that read it next
-_DECIDED: Plans[tuple[str | None, QuantizedSpec]] = Plans()  # holds packings: no other gets their id
+_DECIDED: Any = Plans()  # by the id of a packing, which is kept so that no other one gets it
 
 
 class HeldRows(NamedTuple):
-    """Float8 rows that an input keeps, its version when they were made, and how many layers are yet to read
-    them (None before the first has)."""
+    """Float8 rows that an input keeps, its version when they were made, and how many layers are yet to
+    read them (None before the first has)."""
 
     rows: Rows
     version: int
@@ -58,7 +59,6 @@ class Float8Layer(Protocol):
 
     bias: Tensor | None
     packing: QuantizedSpec
-    float8_prepared: tuple[Scales, list[Tensor]] | None
 
     def packed(self, name: str = "weight") -> Packed:
         """The packed factor `name`."""
@@ -67,7 +67,7 @@ class Float8Layer(Protocol):
         """The factor `name`, dense."""
 
 
-def float8_product(layer: Float8Layer, x: Tensor, bias: Tensor | None) -> Tensor | None:
+def float8_product(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
     """``x Wᵀ + bias`` in float8, [..., i] -> [..., o]; None where the layer is to dequantize.
 
     It is to dequantize as well where the measured tables say that this is faster for so many tokens; not
@@ -110,8 +110,8 @@ def known_by(spec: Spec) -> tuple[str, Shape]:
 
 
 def prepared(layer: Float8Layer, x: Tensor) -> tuple[Scales, list[Tensor]]:
-    """The scales that products of a layer with inputs like x are multiplied by, and the layer's weights with
-    rows that kernels read fast. Made once."""
+    """The scales that products of a layer with inputs like x are multiplied by, and the layer's weights
+    with rows that kernels read fast. Made once."""
     held = layer.__dict__.get("float8_prepared")
     if held is None or held[0].second.device != x.device:
         held = layer.__dict__["float8_prepared"] = _prepared(layer)
@@ -140,8 +140,8 @@ def forget_scales(layer: nn.Module) -> None:
 
 
 def shared_rows(layer: object, x: Tensor) -> Rows:
-    """x [..., i] in float8, as rows [n, i]. Of the layers that share x (`share_rows`) the first makes them
-    and leaves them at x, until the last layer has taken them or x is written to."""
+    """x [..., i] in float8, as rows [n, i]. Of the layers that share x (`share_rows`) the first makes
+    them and leaves them at x, until the last layer has taken them or x is written to."""
     left, held = getattr(layer, "float8_siblings", 1), getattr(x, HELD, None)
     if held is not None and held.version == version_of(x):
         left, made = left if held.left is None else held.left, held.rows
@@ -228,10 +228,11 @@ EMBEDDINGS = "embeddings"  # what modules are called whose norm the first block 
 
 
 class Float8Maker(Extension):
-    """Mixin before a norm or an activation, which leaves its result in float8 for the layers that read it.
+    """Mixin before a norm or an activation, which leaves its result in float8 for the layers that read
+    it.
 
-    float8_make: its name in `reference.MAKES`. float8_eps: of a norm. float8_readers: how the float8 layers
-    of its block are packed, by the features of their inputs.
+    float8_make: its name in `reference.MAKES`. float8_eps: of a norm. float8_readers: how the float8
+    layers of its block are packed, by the features of their inputs.
     """
 
     float8_make: str
@@ -278,8 +279,8 @@ class Float8Gate(Extension):
 
 
 def share_rows(model: nn.Module) -> None:
-    """Have every activation that layers with float8 weights read rounded once, by the module that makes it
-    where that is a known one, else by the first layer that reads it."""
+    """Have every activation that layers with float8 weights read rounded once, by the module that makes
+    it where that is a known one, else by the first layer that reads it."""
     for group in siblings(model):
         found: list[Any] = [layer for layer in group if is_float8(layer)]
         for layer in found if len({layer.in_features for layer in found}) == 1 else []:
@@ -320,5 +321,6 @@ def _rounds(reader: QuantizedSpec, x: Tensor, *others: Tensor | None) -> bool:
 
 
 def _is_plainly_called(layer: nn.Module) -> bool:
-    """Whether a call runs the forward of the layer's class alone: no hooks, no forward put in its place."""
+    """Whether a call runs the forward of the layer's class alone: no hooks, no forward put in its
+    place."""
     return "forward" not in layer.__dict__ and not layer._forward_hooks and not layer._forward_pre_hooks

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.modeling.stages import LayerStage, kind_of, stages_of
+from blr.compressor.modeling.stages import LayerStage, Packed, kind_of, stages_of
 from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.plan import Columns, Heads, Phase, StagePart, TokenPlan
 from blr.kernels.decode.gemv.segments import dual_fits
@@ -134,7 +134,7 @@ def _order(stages: Sequence[Sequence[LayerStage] | None], depth: int) -> tuple[i
             return None
         w = chain[depth].w
         bits, group = kind_of(w)
-        whole = bits == 4 or (bits == 2 and w.K % group == 0)
+        whole = bits == 4 or (bits == 2 and isinstance(w, Packed) and w.K % group == 0)
         if not whole or w.shape[0] > 1 or chain[depth].mix is not None or chain[depth].correction:
             return None
         found.add((bits, group))
