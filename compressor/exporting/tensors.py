@@ -30,7 +30,6 @@ from blr.compressor.structures.specs import (
     PivotedSpec,
     Spec,
     Stored,
-    leaves,
     stored_names,
 )
 from blr.compressor.workspace.shards import Slot
@@ -188,7 +187,7 @@ def check_products(
         dtype: torch's name of what is stored, None for the factors' own. norms: of factors, by name.
     """
     for module, whole in specs.items():
-        for part, spec in leaves(whole):
+        for part, spec in whole.parts():
             prefix = f"{module}.{part}." if part else f"{module}."
             entries = {name: source.entries[f"{prefix}{name}"] for name in spec.stored()}
             floats = [entry for entry in entries.values() if entry.is_float]

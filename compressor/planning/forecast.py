@@ -28,7 +28,7 @@ from blr.compressor.planning.training_sizes import (
     STATES,
 )
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.structures.sizes import SPREAD_BYTES
+from blr.compressor.structures.base import SPREAD_BYTES
 from blr.compressor.structures.specs import BlastSpec, CorrectedSpec, LowRankSpec, PivotedSpec, Spec
 
 TOGETHER = 0.85  # of the speed that as many GPUs would have apart

@@ -32,7 +32,6 @@ from blr.compressor.structures.specs import (
     PivotedSpec,
     QuantizedSpec,
     Spec,
-    leaves,
 )
 
 TRAINED = 2 * HALF + 4 * SINGLE  # bytes of a trained parameter
@@ -133,7 +132,7 @@ def kept_bytes(
 def masters(spec: Spec) -> int:
     """Numbers that are trained of a layer: of those in few bits all, and the scales but of float8."""
     scales = 0
-    for _, leaf in leaves(spec):
+    for _, leaf in spec.parts():
         if isinstance(leaf, QuantizedSpec) and not leaf.fp8:
             formats = ((prod(shape), leaf.format_of(name)) for name, shape in leaf.shapes().items())
             scales += sum(-(-numbers // form[1]) for numbers, form in formats if form is not None)

@@ -1,12 +1,12 @@
-"""Many rounded parameters trained together: their masters lie in one buffer for each grid, so that a
-step is a few kernels of a GPU, however many layers a block has."""
+"""Trains many rounded parameters together: their masters lie in one buffer for each grid, so that a step
+is a few kernels of a GPU, however many layers a block has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from blr.compressor.structures.latent import Latent, Plain, Trained, add_gradient, straight_through
 from blr.kernels.decode.quantized.reference import levels_of, values_of
@@ -15,8 +15,8 @@ MOST = 1 << 26  # numbers of a bank: a step holds some forty bytes of each for a
 
 
 class Bank:
-    """Latents of one grid, as their `publish` and `collect` would do it one by one. From here on the
-    masters of each are views of `latent` [n, G] and `scale` [n, 1]."""
+    """Publishes and collects latents of one grid together. The masters of each become views of `latent`
+    [n, G] and `scale` [n, 1]."""
 
     def __init__(self, latents: Sequence[Latent]) -> None:
         self.latents, self.bits, self.scale_dtype = latents, latents[0].bits, latents[0].scale_dtype
@@ -36,7 +36,7 @@ class Bank:
             found.take(value.view_as(found.latent))
 
     def collect(self) -> None:
-        """Add to the gradients of all masters those of the values published last."""
+        """Add the gradients of the values published last to those of all masters."""
         if all(found.parameter.grad is None for found in self.latents):
             return
         rows = torch.cat([found.given().flatten(0, -2) for found in self.latents])
@@ -55,7 +55,8 @@ class Bank:
 
 
 class Banks:
-    """All that is `trained`: what is rounded in banks, copies of masters together, the rest alone."""
+    """All that is trained: rounded parameters in banks, parameters with a wider master together, others
+    one by one."""
 
     def __init__(self, trained: Iterable[Trained]) -> None:
         kinds: dict[tuple[int, int, torch.dtype], list[Latent]] = {}
@@ -72,7 +73,7 @@ class Banks:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """As of `Latent`, of each."""
+        """Give all parameters the values of their masters."""
         if self.copies:
             torch._foreach_copy_([p.parameter for p in self.copies], [p.master for p in self.copies])
         for part in (*self.banks, *self.others):
@@ -80,18 +81,21 @@ class Banks:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """As of `Latent`, of each."""
+        """Add the gradients of all parameters to those of their masters, and drop them."""
         fresh = [part for part in self.copies if part.parameter.grad is not None]
         if fresh:
             wide = [torch.empty_like(part.master) for part in fresh]
-            torch._foreach_copy_(wide, [_taken(part.parameter) for part in fresh])
+            given = [part.parameter.grad for part in fresh if part.parameter.grad is not None]
+            torch._foreach_copy_(wide, given)
+            for copy in fresh:
+                copy.parameter.grad = None
             _add_all([part.master for part in fresh], wide)
         for part in (*self.banks, *self.others):
             part.collect()
 
 
 def _portions(latents: Iterable[Latent]) -> Iterator[list[Latent]]:
-    """`latents` in order, at most `MOST` numbers at a time."""
+    """Split `latents`, in order, into portions of at most `MOST` numbers."""
     portion: list[Latent] = []
     for found in latents:
         if portion and sum(one.latent.numel() for one in (*portion, found)) > MOST:
@@ -102,17 +106,9 @@ def _portions(latents: Iterable[Latent]) -> Iterator[list[Latent]]:
 
 
 def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """`add_gradient` of each, by a few kernels."""
+    """Add gradients to masters as `add_gradient` does, by a few kernels."""
     known = [*zip(masters, gradients, strict=True)]
     if later := [(master.grad, new) for master, new in known if master.grad is not None]:
         torch._foreach_add_([old for old, _ in later], [new for _, new in later])
     for master, new in known:
         master.grad = new if master.grad is None else master.grad
-
-
-def _taken(parameter: nn.Parameter) -> Tensor:
-    """Its gradient, which it has no more."""
-    found = parameter.grad
-    assert found is not None
-    parameter.grad = None
-    return found

@@ -1,4 +1,4 @@
-"""Training what is stored rounded: a latent weight and a scale for every number that is kept.
+"""Trains rounded weights by a latent weight for every number and a scale for every group.
 
 The model computes with the rounded value as a plain parameter; before every step its gradient is
 handed to the latent weight as it is where the value is within the grid (straight-through, Bengio et
@@ -22,8 +22,8 @@ Change = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """Where the numbers of a parameter lie in rows of groups: `rows` gives the matrix [..., R, K] of a
-    tensor shaped as the parameter, `back` is its inverse."""
+    """How the numbers of a parameter are ordered in groups. rows: turns a tensor of the parameter's
+    shape into the matrix [..., R, K] whose rows are split into groups. back: the inverse."""
 
     rows: Change
     back: Change
@@ -33,12 +33,12 @@ AS_IT_IS = GroupPlace(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class Latent:
-    """The masters of one rounded parameter.
+    """A parameter that is trained rounded, with its masters: latent weights and scales.
 
     Args:
         parameter: what the model computes with. bits, group: of its grid.
-        scale: [..., R, groups]; None searches them. latent: as `parameter`; None takes its value.
-        scale_dtype: what scales are stored in.
+        scale: [..., R, groups]; None searches the best. latent: of the parameter's shape; None takes its
+            value. scale_dtype: what scales are stored in.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class Latent:
 
     @property
     def masters(self) -> list[tuple[Tensor, float]]:
-        """What an optimizer moves, each with the share of the rate that it gets."""
+        """The tensors that an optimizer moves, each with its share of the learning rate."""
         return [(self.latent, 1.0), (self.scale, SCALE_RATE)]
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Give the parameter the rounded value of the masters."""
+        """Round the masters and give the parameter that value."""
         levels, scale = self._levels()
         self.take(values_of(levels, scale, self.bits))
 
     def take(self, value: Tensor) -> None:
-        """Give the parameter `value`, shaped as the latent weights."""
+        """Give the parameter a value that is shaped as the latent weights."""
         self.parameter.copy_(self._ungrouped(value))
 
     def full(self) -> Tensor:
@@ -85,7 +85,7 @@ class Latent:
         return self.place.back(value.flatten(-2)[..., : self.width])
 
     def given(self) -> Tensor:
-        """The parameter's gradient, shaped as the latent weights, zeros for none; it keeps none."""
+        """Take the parameter's gradient from it, shaped as the latent weights; zeros for none."""
         if self.parameter.grad is None:
             return torch.zeros_like(self.latent)
         gradient, self.parameter.grad = self.parameter.grad, None
@@ -102,12 +102,13 @@ class Latent:
             add_gradient(master, gradient)
 
     def rounded(self) -> tuple[Tensor, Tensor]:
-        """Levels int8 [..., R, K'] of whole groups, and scales [..., R, groups] as they are stored."""
+        """The rounded weights: levels int8 [..., R, K'], padded to whole groups, and scales [..., R,
+        groups] as they are stored."""
         levels, scale = self._levels()
         return levels.flatten(-2), scale.squeeze(-1).to(self.scale_dtype)
 
     def _levels(self) -> tuple[Tensor, Tensor]:
-        """Of the latent weights, with the scales as they are stored."""
+        """Levels of the latent weights, and the scales as they are stored."""
         scale = self.scale.to(self.scale_dtype).float()
         return levels_of(self.latent, scale, self.bits), scale
 
@@ -122,7 +123,7 @@ class Latent:
 def straight_through(
     latent: Tensor, scale: Tensor, levels: Tensor, gradient: Tensor, bits: int
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of latent weights [..., G] and of scales [..., 1] from that of the rounded values."""
+    """Gradients of latent weights [..., G] and of scales [..., 1], from that of the rounded values."""
     unit = torch.where(scale == 0, 0.0, latent / scale)
     step = values_of(levels, torch.ones_like(scale), bits)
     within = (unit - step).abs() <= 1  # beyond the outermost levels by no more than the steps are
@@ -130,17 +131,13 @@ def straight_through(
 
 
 def add_gradient(master: Tensor, gradient: Tensor) -> None:
-    """Leave `gradient` at `master`, with what is there."""
+    """Add `gradient` to the gradient of `master`."""
     master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
 
 class Plain:
-    """A parameter that is stored as it is.
-
-    Args:
-        parameter: what the model computes with. master: what an optimizer moves in its place, in a wider
-            dtype; None: the parameter itself.
-    """
+    """A parameter that is trained as it is. master: what an optimizer moves in its place, in a wider
+    dtype; None: the parameter itself."""
 
     def __init__(self, parameter: nn.Parameter, master: Tensor | None = None) -> None:
         self.parameter = parameter
@@ -148,7 +145,7 @@ class Plain:
 
     @property
     def masters(self) -> list[tuple[Tensor, float]]:
-        """As of `Latent`."""
+        """The tensor that an optimizer moves, with its share of the learning rate."""
         return [(self.master, 1.0)]
 
     @torch.no_grad()
@@ -159,7 +156,7 @@ class Plain:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """As of `Latent`."""
+        """Add the parameter's gradient to that of a wider master, and drop it."""
         if self.master is self.parameter or self.parameter.grad is None:
             return
         add_gradient(self.master, self.parameter.grad.to(self.master.dtype))
