@@ -1,9 +1,9 @@
-"""The forward pass of a model as a plain function of tensors, and the two forms in which it is exported.
+"""Exports the forward pass of a model as a plain function of tensors, in two forms.
 
 `model.pt2`, of an encoder, is compiled ahead of time by AOTInductor: it runs without transformers and
-`blr`, on machines like the one it was made on. `model.onnx` is a graph for engines that are no torch; a
-decoder gives logits and keeps no cache, and the whole model is in memory for it. In both, structured
-layers are the plain products of their references; batch and, for text, length are free.
+`blr`, on machines like the one it was made on. `model.onnx` is a graph for engines other than torch;
+that of a decoder returns logits and keeps no cache; writing it takes the whole model in memory. In both,
+structured layers are plain products; batch and, for text, length are free.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ torch.save({name: tensor.cpu() for name, tensor in found.items()}, sys.argv[3])
 
 @contextmanager
 def traced(model: Any, kind: str) -> Iterator[None]:
-    """Raise CapabilityError for whatever of `model` a tracer or compiler does not take."""
+    """While active, turn errors of a tracer or compiler on `model` into CapabilityError."""
     try:
         yield
     except Exception as error:
@@ -62,7 +62,7 @@ def traced(model: Any, kind: str) -> Iterator[None]:
 
 @contextmanager
 def eager_attention(model: Any) -> Iterator[None]:
-    """Attention as plain products and a softmax while active."""
+    """While active, attention computes by plain products and a softmax."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -72,8 +72,8 @@ def eager_attention(model: Any) -> Iterator[None]:
 
 
 def example_inputs(model: Any, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Inputs to trace with, and which of their axes are free. Raises CapabilityError for a model that
-    takes neither token ids nor images."""
+    """Make inputs to trace with, and tell which of their axes are free. Raises CapabilityError for a
+    model that takes neither token ids nor images."""
     batch, tokens = EXAMPLE
     rows, config = torch.export.Dim("batch", min=1), model.config
     if model.main_input_name == "input_ids":
@@ -93,24 +93,24 @@ def example_inputs(model: Any, kind: str) -> tuple[dict[str, Tensor], dict[str, 
     )
 
 
-class TextForward(nn.Module):
-    """A text encoder whose results are a plain dict of tensors, which needs no transformers to load."""
+class ForwardPass(nn.Module):
+    """A model whose results are a plain dict of tensors, so that loading it needs no transformers."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+
+
+class TextForward(ForwardPass):
+    """A text encoder."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
         """Results by name for ids and mask [batch, tokens]."""
         return tensors(self.model.forward(input_ids=input_ids, attention_mask=attention_mask))
 
 
-class ImageForward(nn.Module):
-    """The same of a vision encoder."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+class ImageForward(ForwardPass):
+    """A vision encoder."""
 
     def forward(self, pixel_values: Tensor) -> dict[str, Tensor]:
         """Results by name for images [batch, channels, height, width]."""
@@ -123,7 +123,7 @@ def plain_forward(model: Any) -> nn.Module:
 
 
 def tensors(found: Any) -> dict[str, Tensor]:
-    """Those of a model's results, by name."""
+    """The tensors of a model's results, by name."""
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
@@ -162,7 +162,7 @@ def write_onnx(model: Any, folder: Path, progress: Progress) -> dict[str, tuple[
 
 
 def _trace(model: object, path: Path) -> list[str]:
-    """Write the graph of `model`; the names of its results."""
+    """Write the graph of `model`; returns the names of its results."""
     inputs, free = example_inputs(model, "onnx")
     forward = plain_forward(model)
     with traced(model, "onnx"), torch.no_grad(), _quiet():
@@ -191,7 +191,8 @@ def _check_graph(model: object, path: Path, names: list[str], progress: Progress
 
 
 def _resized(example: Tensor) -> Tensor:
-    """Another number of rows, and of tokens if it has them, of values that differ."""
+    """An input like `example` with another number of rows and tokens, and with other values for
+    images."""
     if example.dim() > 2:
         return example.flip(-1)[:1].repeat(ROWS, 1, 1, 1)
     return example[:1, :TOKENS].repeat(ROWS, 1)
@@ -199,7 +200,7 @@ def _resized(example: Tensor) -> Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporter's advice on packages that are no part of the work."""
+    """While active, silence the exporter's advice on packages that the work does not need."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -262,8 +263,8 @@ def export_program(model: Any, inputs: dict[str, Tensor], free: dict[str, Any]) 
 
 
 def _results(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a package computes in a process of its own, with torch alone, on the CPU. Raises
-    CapabilityError where it cannot be loaded or run: some versions of torch crash there."""
+    """Compute with a package in a process of its own, with torch alone. Raises CapabilityError where the
+    package cannot be loaded or run, for some versions of torch crash then."""
     with scratch_folder() as folder:
         given, found = folder / "inputs", folder / "outputs"
         torch.save(inputs, given)

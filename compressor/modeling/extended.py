@@ -29,10 +29,10 @@ class Extension(nn.Module):
         return _empty, (self.native, self.mixins), self.__dict__
 
 
-Mixin = TypeVar("Mixin", bound=Extension)
+Extended = TypeVar("Extended", bound=Extension)
 
 
-def extend(module: nn.Module, mixin: type[Mixin]) -> Mixin:
+def extend(module: nn.Module, mixin: type[Extended]) -> Extended:
     """Put `mixin` before the class of `module`, if it is not there already; `module` itself."""
     if not isinstance(module, mixin):
         native: Any = type(module)
@@ -40,7 +40,7 @@ def extend(module: nn.Module, mixin: type[Mixin]) -> Mixin:
         if isinstance(module, Extension):
             native, mixins = module.native, module.mixins
         module.__class__ = extended_class(native, (mixin, *mixins))
-    return cast(Mixin, module)
+    return cast(Extended, module)
 
 
 @cache

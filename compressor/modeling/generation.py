@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.modeling.cache_key import held_for

@@ -27,8 +27,6 @@ from blr.kernels.common.registration import is_traced
 from blr.kernels.decode.quantized.formats import GROUP
 from blr.kernels.decode.quantized.segments import Narrow
 
-EXPORT_BITS = (4, 8)  # what `blr export` rounds plain weights to, in groups of `GROUP`
-
 
 class Packed(NamedTuple):
     """A packed factor: `packed` [..., R, bytes], `scale` [..., R, groups] of weights [..., R, K]."""

@@ -14,15 +14,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from blr.compressor.base.errors import NumericsError, UsageError
-from blr.compressor.exporting.pack import (
-    parse_kind,
+from blr.bench.quantized import (
     quantizable,
     quantize_head,
     quantize_layer,
     quantize_model,
     quantized_spec,
 )
+from blr.compressor.base.errors import NumericsError, UsageError
 from blr.compressor.fitting.rounding import PRODUCT, quantize_dense, quantize_factors
 from blr.compressor.modeling.layers import (
     QuantizedLinear,
@@ -306,9 +305,3 @@ def test_quantized_layers_are_not_quantized_again() -> None:
     quantize_model(model, 8)
     assert isinstance(model[0], StructuredLinear) and model[0].packing
     assert quantize_model(model, 4) == {}
-
-
-def test_unknown_kind_is_refused() -> None:
-    assert parse_kind("int4") == 4
-    with pytest.raises(UsageError, match="expected one of int4, int8"):
-        parse_kind("fp8")
