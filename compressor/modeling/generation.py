@@ -6,7 +6,7 @@ for, on an NVIDIA GPU with Triton. Transformers answers every other call, with t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from blr.compressor.modeling.modeling_blr import Mixin
 from blr.compressor.modeling.requests import Request, read_request
 from blr.compressor.modeling.settings import ExportSettings, export_settings, warn_once
 from blr.kernels.common.available import gpu_key, has_triton, kernel_device
-
-if TYPE_CHECKING:
-    from blr.compressor.runtime.decoder import Decoder
 
 
 class FusedGeneration(Mixin):
@@ -48,9 +45,7 @@ class FusedGeneration(Mixin):
         return _decode(decoder, request, kwargs.get("streamer"))
 
 
-def find_decoder(
-    model: PreTrainedModel, settings: ExportSettings, request: Request | str
-) -> Decoder | None:
+def find_decoder(model: PreTrainedModel, settings: ExportSettings, request: Request | str) -> Any:
     """The runtime for `request`; None when transformers is to answer, of which a warning says once why.
     Raises ValueError for more tokens than the model has positions."""
     if isinstance(request, Request):
@@ -72,7 +67,7 @@ def find_decoder(
     return None
 
 
-def held_decoder(model: PreTrainedModel, settings: ExportSettings) -> Decoder | str:
+def held_decoder(model: PreTrainedModel, settings: ExportSettings) -> Any:
     """The decoder of `model`, made anew when the model changes; or a text that says why there is
     none."""
     from blr.compressor.runtime.phases import supports
@@ -86,7 +81,7 @@ def held_decoder(model: PreTrainedModel, settings: ExportSettings) -> Decoder | 
     here = gpu_key(model.device)
     if not isinstance(held.made, str) and here != settings.gpu.replace("-", ""):
         warn_once(f"exported for {settings.gpu}, running on {here}: right, but perhaps not as fast")
-    return held.made  # type: ignore[no-any-return]
+    return held.made
 
 
 def obstacle(device: torch.device) -> str | None:
@@ -114,14 +109,14 @@ def _excess(settings: ExportSettings, request: Request | str) -> str | None:
     return None
 
 
-def _make_decoder(model: PreTrainedModel, settings: ExportSettings) -> Decoder:
+def _make_decoder(model: PreTrainedModel, settings: ExportSettings) -> object:
     from blr.compressor.runtime.decoder import Decoder
 
     assert settings.context is not None  # as every export that generates has it
     return Decoder(model, batch=settings.batch, context=settings.context, cache=settings.cache)
 
 
-def _decode(decoder: Decoder, request: Request, streamer: BaseStreamer | None) -> Tensor:
+def _decode(decoder: Any, request: Request, streamer: BaseStreamer | None) -> Tensor:
     """The prompts and what follows [B, T + new], rows filled up after their end."""
     if streamer is not None:
         streamer.put(request.ids.cpu())
