@@ -1,4 +1,4 @@
-"""Turns a model into the list of phases that compute one token (`plan.py`)."""
+"""Turns a model into the phases that compute one token (`plan.py`)."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def supports(model: Any) -> str | None:
 
 @torch.no_grad()
 def make_plan(model: Any) -> TokenPlan:
-    """The phases of `model`, which may mix dense and structured layers. Raises UnsupportedError: with
-    the reason that `supports` gives."""
+    """Plan the phases of `model`, which may mix dense and structured layers. Raises UnsupportedError
+    with the reason that `supports` gives."""
     reason = supports(model)
     if reason is not None:
         raise UnsupportedError(f"{reason}; generate with transformers instead")
@@ -86,7 +86,7 @@ def _heads(attention: Any, config: Any, index: int) -> Heads:
 
 
 def _attention(plan: TokenPlan, prefix: str, layer: Any, heads: Heads, x: Columns) -> None:
-    """Norm, projections, attention and the output projection of a decoder layer."""
+    """Add the norm, projections, attention and output projection of a decoder layer."""
     own, targets, at = layer.self_attn, {}, 0
     for name in TOGETHER["self_attn"]:
         module = getattr(own, name)
@@ -102,7 +102,7 @@ def _attention(plan: TokenPlan, prefix: str, layer: Any, heads: Heads, x: Column
 
 
 def _mlp(plan: TokenPlan, prefix: str, layer: Any, activation: str, x: Columns) -> None:
-    """Norm, gated projections and the output projection of a decoder layer."""
+    """Add the norm, gated projections and output projection of a decoder layer."""
     mlp, width = layer.mlp, layer.mlp.down_proj.in_features
     inner, norm = Columns("inner", width), layer.post_attention_layernorm
     modules = [getattr(mlp, name) for name in TOGETHER["mlp"]]
@@ -126,8 +126,8 @@ def _mlp(plan: TokenPlan, prefix: str, layer: Any, activation: str, x: Columns) 
 
 
 def _order(stages: Sequence[Sequence[LayerStage] | None], depth: int) -> tuple[int, int] | None:
-    """Bits and group of the weights of all stages at a depth, if they are one packed block each that is
-    neither mixed nor corrected, of whole groups or with zeros where the last one is padded."""
+    """Bits and group of the weights that all stages at a depth have; None unless each is one packed
+    block, neither mixed nor corrected, of whole groups or with zeros as padding of the last."""
     found = set()
     for chain in stages:
         if chain is None:
@@ -148,12 +148,13 @@ def _pair(gate: Sequence[LayerStage], up: Sequence[LayerStage]) -> bool:
 
 
 def _number(stages: Sequence[LayerStage] | None) -> tuple[int, bool]:
-    """Of stages, none for layers that only their own forward computes, and whether these hold pivots."""
+    """The number of a layer's stages, 0 if only its own forward computes it, and whether it holds
+    pivots."""
     return (0, False) if stages is None else (len(stages), _pivots(stages))
 
 
 def _pivots(stages: Sequence[LayerStage]) -> bool:
-    """Whether the outputs of the stage before the last one are outputs of the layer as well."""
+    """Whether the outputs of the last stage but one are outputs of the layer as well."""
     return stages[-1].places is not None
 
 
@@ -166,7 +167,7 @@ def _projections(
     norm: Any = None,
     add: bool = False,
 ) -> None:
-    """Layers that share an input: in common launches if their numbers of stages agree."""
+    """Add layers that share an input, in common launches if their numbers of stages agree."""
     found = {key: stages_of(module) for key, (module, _) in targets.items()}
     if len(set(map(_number, found.values()))) > 1:
         for key, target in targets.items():
@@ -190,7 +191,8 @@ def _projections(
 def _advance(
     plan: TokenPlan, name: str, stages: Sequence[Sequence[LayerStage]], source: Columns, norm: Any
 ) -> list[Columns]:
-    """All stages but the last of layers that share `source`; returns where each one's input is."""
+    """Add all stages but the last of layers that share `source`; returns the inputs of the last
+    stages."""
     inputs = [source] * len(stages)
     orders = [_order(stages, depth + 1) for depth in range(len(stages[0]) - 1)]
     for depth in range(len(stages[0]) - 1):
@@ -211,8 +213,8 @@ def _last(
     targets: Sequence[Columns],
     order: tuple[int, int] | None = None,
 ) -> list[StagePart]:
-    """The last stages, into `targets`, in an order as of `Part`; first stages of corrections side by
-    side into "z"."""
+    """The last stages, into `targets`; the first stages of corrections write side by side into "z".
+    order: as of `StagePart`."""
     parts, at = [], 0
     for chain, given, target in zip(stages, inputs, targets, strict=True):
         stage, first = chain[-1], None
@@ -234,8 +236,8 @@ def _pivoted(
     add: bool = False,
     activation: str = "",
 ) -> None:
-    """Layers of pivots: the results of both stages side by side, then each of them in its place in
-    `target`, where layers stand side by side, too, or are multiplied with an activation."""
+    """Add layers of pivots: both stages write side by side; then every result goes to its place in
+    `target`, where the layers' outputs stand side by side or, with an activation, are multiplied."""
     first, last, index, at = [], [], [], 0
     for V, U in stages:
         pivots = Columns("pivots", V.rows, at)
@@ -255,7 +257,7 @@ def _pivoted(
 
 
 def _side_by_side(biases: Sequence[Tensor | None], index: Sequence[Tensor]) -> Tensor | None:
-    """[o] in float32, zeros for those that are None; None if all are."""
+    """All biases as one [o] in float32, with zeros for those that are None; None if all are."""
     some = next((bias for bias in biases if bias is not None), None)
     if some is None:
         return None
@@ -271,7 +273,7 @@ def _modules(
     norm: Any,
     add: bool,
 ) -> None:
-    """Layers that only their own forward computes, after a norm of its own."""
+    """Add layers that only their own forward computes, with their norm as a phase before."""
     if norm is not None:
         normed, key = Columns("normed", source.width), "+".join(targets)
         gain = {"gain": norm.weight, "eps": norm.variance_epsilon}
