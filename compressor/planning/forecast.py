@@ -185,7 +185,7 @@ def _training(work: Compression, parts: int = 1) -> float:
 
 def masters(spec: Spec) -> int:
     """Numbers that training moves: of those in few bits all."""
-    return spec.dense_parameters if isinstance(spec, CorrectedSpec) else spec.parameters
+    return spec.dense_parameters if spec.corrected else spec.parameters
 
 
 def disk_bytes(work: Compression) -> int:

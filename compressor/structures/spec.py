@@ -62,6 +62,24 @@ class Spec:
         itself."""
         return (("", self),)
 
+    @property
+    def corrected(self) -> bool:
+        """Whether it is the sum of a base in few bits and a correction."""
+        return len(self.parts()) > 1
+
+    @property
+    def added(self) -> Spec:
+        """The correction beside a base in few bits; itself in a layer without one."""
+        return self.parts()[-1][1]
+
+    def start(self) -> Spec:
+        """The spec whose fit a correction of this structure starts from."""
+        return self
+
+    def fitted(self) -> Spec:
+        """The plain structure that is fitted: low rank for pivots and for corrections by BLAST."""
+        return self.added.plain.low_rank().start() if self.corrected else self.plain.low_rank()
+
     def low_rank(self) -> Spec:
         """The spec of the same function by two whole factors, where pivot rows are stored; else
         itself."""

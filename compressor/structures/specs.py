@@ -150,6 +150,9 @@ class BlastSpec(Spec):
             "V": (b, self.in_features // b, r),
         }
 
+    def start(self) -> LowRankSpec:
+        return LowRankSpec(self.in_features, self.out_features, self.rank)
+
     def describe(self) -> str:
         return f"b={self.blocks} r={self.rank}"
 
