@@ -123,18 +123,14 @@ class ForwardGraphs:
         buffers, replay = self.entries[key]
         if replay is None:
             return None
-        self._follow(buffers)
-        for buffer, tensor in zip(buffers, _tensors(leaves), strict=True):
-            buffer.copy_(tensor)
-        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, replay())
-
-    def _follow(self, buffers: list[Tensor]) -> None:
-        """Let this thread's stream wait for the one that used the buffers last."""
-        if buffers and buffers[0].is_cuda:
+        if buffers and buffers[0].is_cuda:  # wait for the stream that used the buffers last
             here = torch.cuda.current_stream(buffers[0].device)
             if self.stream not in (None, here):
                 here.wait_stream(self.stream)
             self.stream = here
+        for buffer, tensor in zip(buffers, _tensors(leaves), strict=True):
+            buffer.copy_(tensor)
+        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, replay())
 
     def _add(self, key: Hashable, forward: Forward, leaves: list[object], spec: TreeSpec) -> None:
         """Capture for `key`; a failure is remembered."""

@@ -157,14 +157,6 @@ def leave_rows(x: Tensor, made: Rows) -> None:
     setattr(x, HELD, HeldRows(made, version_of(x), None))
 
 
-def count_readers(model: nn.Module) -> None:
-    """Tell the layers with float8 weights how many of them read one input."""
-    for group in siblings(model):
-        found: list[Any] = [layer for layer in group if is_float8(layer)]
-        for layer in found if len({layer.in_features for layer in found}) == 1 else []:
-            layer.__dict__["float8_siblings"] = len(found)
-
-
 def hindrance(layer: Float8Layer, x: Tensor) -> str | None:
     """Why a product is not computed in float8; "" where nobody need know, None where it is."""
     if is_traced() or not x.numel():

@@ -18,14 +18,7 @@ from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.after_import import after_import
 from blr.compressor.modeling.float8 import float8_product, forget_scales, prepare_layer
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
-from blr.compressor.modeling.stages import (
-    Corrections,
-    LayerStage,
-    Packed,
-    correction_of,
-    packed_factor,
-    stages_of,
-)
+from blr.compressor.modeling.stages import Packed, packed_factor
 from blr.compressor.structures.specs import CorrectedSpec, Spec, spec_from_dict
 from blr.kernels.common.inlining import add_decompositions
 from blr.kernels.common.layout import ALIGNED, relaid, spaced, wide_rank, with_zeros
@@ -132,15 +125,6 @@ class KernelLinear(modeling_blr.FormulaLinear):
     def packed(self, name: str = "weight") -> Packed:
         """The packed factor `name`."""
         return packed_factor(self, name)
-
-    def stages(self) -> tuple[LayerStage, ...] | None:
-        """The products by which decoding kernels compute it, in order; None if only `forward` can."""
-        return stages_of(self)
-
-    def correction(self) -> Corrections | None:
-        """How decoding kernels add its output to that of a stage with the same input; None if they
-        cannot."""
-        return correction_of(self)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         fp8 = self.packing is not None and self.packing.fp8
@@ -293,10 +277,6 @@ class CorrectedLinear(modeling_blr.SummedLinear):
     def make(self, part: str, exported: bool) -> KernelLinear:
         """The layer called `part`, base or correction."""
         return layer_of(dict(self.spec.parts())[part], False, exported)
-
-    def stages(self) -> tuple[LayerStage, ...] | None:
-        """One product, of the packed weight with its correction; None if only `forward` computes it."""
-        return stages_of(self)
 
 
 Replaced = KernelLinear | CorrectedLinear

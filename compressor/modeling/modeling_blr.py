@@ -324,10 +324,6 @@ def blast(entry: Entry, x: Tensor, bias: Tensor | None, U: Tensor, S: Tensor, V:
     return y if bias is None else y + bias
 
 
-def _blast_shapes(n: SimpleNamespace) -> dict[str, Shape]:
-    return {"U": (n.b, n.o // n.b, n.r), "S": (n.b, n.b, n.r), "V": (n.b, n.i // n.b, n.r)}
-
-
 def kronecker(entry: Entry, x: Tensor, bias: Tensor | None, *factors: Tensor) -> Tensor:
     """``W = K_0 K_1 …`` of w [a, b, c, d] with ``K[i·bd + j·d + l, i·cd + k·d + l] = w[i, j, k, l]``.
     Source: "Fast Inference with Kronecker-Sparse Matrices", algorithm 1."""
@@ -345,7 +341,9 @@ STRUCTURES = {
         lambda n: {"U": (n.o - n.r, n.r), "V": (n.i, n.r), "places": (n.o,)}, pivoted, ("places",)
     ),
     "monarch": Formula(lambda n: {"U": (n.b, n.o // n.b, n.r), "V": (n.b, n.i // n.b, n.r)}, monarch),
-    "blast": Formula(_blast_shapes, blast),
+    "blast": Formula(
+        lambda n: {"U": (n.b, n.o // n.b, n.r), "S": (n.b, n.b, n.r), "V": (n.b, n.i // n.b, n.r)}, blast
+    ),
     "ks": Formula(lambda n: {f"factors.{k}": tuple(p) for k, p in enumerate(n.patterns)}, kronecker),
 }
 

@@ -41,24 +41,23 @@ class _OnDemand(dict[str, type]):
     is registered when it is asked for first."""
 
     def __contains__(self, model_type: object) -> bool:
-        return super().__contains__(model_type) or _register_structured(str(model_type))
+        return super().__contains__(model_type) or self._register(str(model_type))
+
+    def _register(self, model_type: str) -> bool:
+        """Register ``blr_<native>``; False for a name of another kind."""
+        native = model_type.removeprefix(f"{PREFIX.lower()}_")
+        if native == model_type or native not in CONFIG_MAPPING:
+            return False
+        with suppress(AttributeError):  # transformers keeps some classes to itself
+            register(native)
+            return True
+        return False
 
 
 def register_on_demand() -> None:
     """Let transformers find the structured variants of all its model types."""
     if not isinstance(CONFIG_MAPPING._extra_content, _OnDemand):
         CONFIG_MAPPING._extra_content = _OnDemand(CONFIG_MAPPING._extra_content)
-
-
-def _register_structured(model_type: str) -> bool:
-    """Register ``blr_<native>``; False for a name that is none."""
-    native = model_type.removeprefix(f"{PREFIX.lower()}_")
-    if native == model_type or native not in CONFIG_MAPPING:
-        return False
-    with suppress(AttributeError):  # transformers keeps some classes to itself
-        register(native)
-        return True
-    return False
 
 
 def auto_map(model_type: str, architectures: Sequence[str] | None = None) -> dict[str, str]:

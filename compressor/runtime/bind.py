@@ -141,7 +141,12 @@ class Binder:
     def _norm(self, phase: Phase) -> Run:
         (source, target), gain = self._slots(phase), phase.gain
         assert gain is not None
-        return lambda: torch.mul(_over_rms(source, phase.eps), gain.float(), out=target)
+
+        def norm() -> None:
+            x = source * torch.rsqrt(source.square().mean(-1, keepdim=True) + phase.eps)
+            torch.mul(x, gain.float(), out=target)
+
+        return norm
 
     def _module(self, phase: Phase) -> Run:
         (source, target), module = self._slots(phase), phase.module
@@ -196,7 +201,3 @@ class Binder:
         options: dict[str, Any] = {"BLOCK": CHOICE_BLOCK, "PARTS": values.shape[1], "PDL": self.pdl}
         options |= {"launch_pdl": True} if self.pdl else {}
         return lambda: choose_kernel[grid](*arguments, **options)
-
-
-def _over_rms(x: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

@@ -29,6 +29,7 @@ from blr.compressor.modeling.layers import (
     make_layer,
 )
 from blr.compressor.modeling.modeling_blr import replace_layers
+from blr.compressor.modeling.stages import stages_of
 from blr.compressor.structures.packing import to_matrix
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import (
@@ -153,7 +154,7 @@ def test_packed_factors_are_what_the_kernels_read(spec: Spec) -> None:
 def test_stages_compute_the_layer(spec: Spec) -> None:
     """One after the other they give what the layer's own forward gives."""
     layer, _ = quantize_layer(_layer(spec), 8)
-    stages = layer.stages()
+    stages = stages_of(layer)
     if spec.structure == "ks":
         assert stages is None
         return
