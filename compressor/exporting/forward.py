@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from io import StringIO
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from blr.compressor.base.disk import flush, scratch_folder, sha256_file
 from blr.compressor.base.errors import CapabilityError
@@ -35,6 +36,7 @@ from blr.compressor.exporting.options import COMPILED, GRAPH
 EXAMPLE = (2, 16)  # sequences or images, tokens: what is traced, not what may be passed
 DRIFT = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of a compiled pass
 CHECKER, PIP = "onnxruntime", "pip install 'blr-compress[onnx]'"
+Free = dict[str, dict[int, Any]]  # axes of inputs to their `torch.export.Dim`
 ROWS, TOKENS = 3, 9  # of the check: other sizes than those traced
 COMPILERS = ("g++", "clang++", "c++")
 # Loads a package and runs it: package, inputs and outputs are the arguments.
@@ -48,7 +50,7 @@ torch.save({name: tensor.cpu() for name, tensor in found.items()}, sys.argv[3])
 
 
 @contextmanager
-def traced(model: Any, kind: str) -> Iterator[None]:
+def traced(model: PreTrainedModel, kind: str) -> Iterator[None]:
     """While active, turn errors of a tracer or compiler on `model` into CapabilityError."""
     try:
         yield
@@ -61,7 +63,7 @@ def traced(model: Any, kind: str) -> Iterator[None]:
 
 
 @contextmanager
-def eager_attention(model: Any) -> Iterator[None]:
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
     """While active, attention computes by plain products and a softmax."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -71,7 +73,7 @@ def eager_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def example_inputs(model: Any, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def example_inputs(model: PreTrainedModel, kind: str) -> tuple[dict[str, Tensor], Free]:
     """Make inputs to trace with, and tell which of their axes are free. Raises CapabilityError for a
     model that takes neither token ids nor images."""
     batch, tokens = EXAMPLE
@@ -96,7 +98,7 @@ def example_inputs(model: Any, kind: str) -> tuple[dict[str, Tensor], dict[str, 
 class ForwardPass(nn.Module):
     """A model whose results are a plain dict of tensors, so that loading it needs no transformers."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
@@ -117,12 +119,12 @@ class ImageForward(ForwardPass):
         return tensors(self.model.forward(pixel_values=pixel_values))
 
 
-def plain_forward(model: Any) -> nn.Module:
+def plain_forward(model: PreTrainedModel) -> nn.Module:
     """`model` with named inputs and a dict of tensors as result."""
     return (TextForward if model.main_input_name == "input_ids" else ImageForward)(model).eval()
 
 
-def tensors(found: Any) -> dict[str, Tensor]:
+def tensors(found: Mapping[str, object]) -> dict[str, Tensor]:
     """The tensors of a model's results, by name."""
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
@@ -139,7 +141,7 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor], kind: str) ->
             )
 
 
-def write_onnx(model: Any, folder: Path, progress: Progress) -> dict[str, tuple[int, str]]:
+def write_onnx(model: PreTrainedModel, folder: Path, progress: Progress) -> dict[str, tuple[int, str]]:
     """Trace `model`, which is on the CPU, into `folder`, and compare with it what onnxruntime computes.
 
     Weights in bfloat16, which onnxruntime multiplies nowhere on a CPU, are written in float32.
@@ -161,7 +163,7 @@ def write_onnx(model: Any, folder: Path, progress: Progress) -> dict[str, tuple[
     return {name: ((folder / name).stat().st_size, sha256_file(folder / name)) for name in written}
 
 
-def _trace(model: object, path: Path) -> list[str]:
+def _trace(model: PreTrainedModel, path: Path) -> list[str]:
     """Write the graph of `model`; returns the names of its results."""
     inputs, free = example_inputs(model, "onnx")
     forward = plain_forward(model)
@@ -175,7 +177,7 @@ def _trace(model: object, path: Path) -> list[str]:
     return names
 
 
-def _check_graph(model: object, path: Path, names: list[str], progress: Progress) -> None:
+def _check_graph(model: PreTrainedModel, path: Path, names: list[str], progress: Progress) -> None:
     """Compare the graph with the model at sizes that were not traced."""
     if is_missing(CHECKER):
         progress.notes([f"{CHECKER} not installed: {path.name} is not compared with the model; {PIP}"])
@@ -226,7 +228,7 @@ def check_pt2(name: str, generates: bool) -> None:
         )
 
 
-def write_pt2(model: Any, folder: Path) -> dict[str, tuple[int, str]]:
+def write_pt2(model: PreTrainedModel, folder: Path) -> dict[str, tuple[int, str]]:
     """Compile the forward pass of `model` into `folder`, load it again and compare.
 
     Returns the file's name to size and SHA-256.
@@ -247,7 +249,9 @@ def write_pt2(model: Any, folder: Path) -> dict[str, tuple[int, str]]:
     return {COMPILED: (path.stat().st_size, sha256_file(path))}
 
 
-def export_program(model: Any, inputs: dict[str, Tensor], free: dict[str, Any]) -> Any:
+def export_program(
+    model: PreTrainedModel, inputs: dict[str, Tensor], free: Free
+) -> torch.export.ExportedProgram:
     """The forward pass as a `torch.export` program of torch's own operators.
 
     Args:

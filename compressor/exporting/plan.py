@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 
 from blr.compressor import __version__
 from blr.compressor.base.device import pick_device
@@ -27,7 +27,7 @@ from blr.compressor.modeling.registry import register
 from blr.compressor.modeling.settings import LAYOUT, ExportSettings
 from blr.compressor.output.files import check_fills, check_loads
 from blr.compressor.runtime.failures import CACHES
-from blr.compressor.structures.specs import KroneckerSpec, Spec, families
+from blr.compressor.structures.specs import KroneckerSpec, Shape, Spec, families
 
 
 def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> int | None:
@@ -49,7 +49,7 @@ def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> i
     return asked or min(limit, default)
 
 
-def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> object:
+def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> type:
     """The model class of `config`. Raises InputError when tensors of `shapes` do not fill it, or when
     transformers cannot build it."""
     with native_errors(source):
@@ -59,12 +59,12 @@ def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, A
     return cls
 
 
-def load_export(folder: Path, config: Mapping[str, Any], device: str = "auto") -> object:
+def load_export(folder: Path, config: Mapping[str, Any], device: str = "auto") -> PreTrainedModel:
     """Load the model in `folder` as stored, in evaluation mode. device: "auto" takes a GPU if there is
     one."""
     with quiet_transformers():
         model = model_class(config["architectures"][0]).from_pretrained(folder, dtype="auto")
-    return model.to(pick_device(device)).eval()
+    return model.to(pick_device(device)).eval()  # type: ignore[no-any-return]
 
 
 WHOLE, INT8 = CACHES

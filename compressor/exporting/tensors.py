@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -219,8 +218,8 @@ def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterato
     if entry not in tensors.make:
         yield from source.read_bytes(entry)
         return
-    made: Any = tensors.make[entry]().contiguous().reshape(-1).view(torch.uint8).numpy()
-    data = memoryview(made)  # of which numpy's stubs for Python 3.11 know nothing
+    flat = tensors.make[entry]().contiguous().reshape(-1).view(torch.uint8)
+    data = memoryview(flat.numpy())  # type: ignore[arg-type] # stubs of numpy for Python 3.11
     for start in range(0, len(data), CHUNK):
         yield data[start : start + CHUNK]
 

@@ -19,7 +19,7 @@ from blr.kernels.decode.gemv.reference import ACTIVATIONS
 from blr.kernels.decode.gemv.segments import SEVERAL, Segment
 from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment, dual, grouped
 
-Run = Callable[[], Any]
+Run = Callable[[], object]
 # Kinds of phases that are kernels of ours, as the others are torch's.
 KERNELS = ("embed", "stages", "dual", "gather", "attention", "choose")
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.runtime.bind import Binder, Run
@@ -46,7 +47,7 @@ def _on_own_gpu(method: Method) -> Method:
     """Run a method with the decoder's GPU as the current one, for graphs, streams and launches."""
 
     @wraps(method)
-    def run(self: Decoder, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Decoder, *args: object, **kwargs: object) -> object:
         with on_gpu(self.state.tokens.device):
             return method(self, *args, **kwargs)
 
@@ -77,7 +78,7 @@ class Decoder:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         *,
         batch: int = 1,
         context: int,
@@ -271,7 +272,7 @@ def _replay(captured: Captured, runs: list[Run]) -> None:
     captured()
 
 
-def _check(model: Any, batch: int, context: int, mode: str, ops: str, cache: str) -> None:
+def _check(model: PreTrainedModel, batch: int, context: int, mode: str, ops: str, cache: str) -> None:
     if cache not in CACHES:
         raise UnsupportedError(f"cache {cache!r}: expected one of {', '.join(CACHES)}")
     if mode not in MODES:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.runtime.failures import CACHES
 from blr.compressor.runtime.plan import Columns, TokenPlan
@@ -41,7 +43,7 @@ class PrefillLayer(CacheLayerMixin):
         """Do nothing: the tensors exist."""
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append [B, Hkv, T, D] each; returns views of all slots in use."""
         end = self.length + key_states.shape[-2]
@@ -75,7 +77,7 @@ class PackedLayer(PrefillLayer):
         self.scales, self.dtype = scales, dtype
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append [B, H, T, D] each; returns all slots in use, unpacked."""
         start, end = self.length, self.length + key_states.shape[-2]
@@ -96,7 +98,13 @@ class StaticKV:
     `CACHES`."""
 
     def __init__(
-        self, config: Any, rows: int, context: int, width: int, like: Tensor, kind: str = WHOLE
+        self,
+        config: PreTrainedConfig,
+        rows: int,
+        context: int,
+        width: int,
+        like: Tensor,
+        kind: str = WHOLE,
     ) -> None:
         shape = (config.num_hidden_layers, 2, rows, config.num_key_value_heads, context, width)
         packed = kind == INT8
@@ -145,7 +153,9 @@ class DecoderState:
         operands: copies in the model's dtype of buffers that only products of several rows read.
     """
 
-    def __init__(self, model: Any, plan: TokenPlan, batch: int, context: int, kind: str = WHOLE) -> None:
+    def __init__(
+        self, model: PreTrainedModel, plan: TokenPlan, batch: int, context: int, kind: str = WHOLE
+    ) -> None:
         device, config = model.device, model.config
         self.buffers = {
             name: torch.zeros(batch, width, dtype=buffer_dtype(name, model.dtype), device=device)
@@ -161,7 +171,8 @@ class DecoderState:
         self.start = torch.zeros(batch, dtype=torch.int64, device=device)
         self.cos, self.sin = rotary_tables(model, context)
         width = next(phase.heads.width for phase in plan.phases if phase.heads)
-        self.kv = StaticKV(config, batch, context, width, model.get_input_embeddings().weight, kind)
+        like = cast(Tensor, model.get_input_embeddings().weight)
+        self.kv = StaticKV(config, batch, context, width, like, kind)
         heads = (config.num_attention_heads, config.num_key_value_heads)
         self.attention = attention_workspace(batch, *heads, width, device)
         parts = 1 << (-(-config.vocab_size // CHOICE_BLOCK) - 1).bit_length()
@@ -190,7 +201,7 @@ def buffer_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return dtype if name == "inner" else torch.float32
 
 
-def rotary_tables(model: Any, context: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(model: PreTrainedModel, context: int) -> tuple[Tensor, Tensor]:
     """The cosines and sines [context, R] in float32 of every position, by the model's rotary module."""
     position = torch.arange(context, device=model.device)[None]
     like = torch.zeros(1, 1, dtype=torch.float32, device=model.device)

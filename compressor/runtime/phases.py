@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.modeling.stages import LayerStage, Packed, kind_of, stages_of
 from blr.compressor.runtime.failures import UnsupportedError
@@ -32,7 +34,7 @@ ROTARY = ("default", "linear", "llama3", "yarn")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def supports(model: Any) -> str | None:
+def supports(model: PreTrainedModel) -> str | None:
     """Why `model` cannot be decoded by phases, in one line; None if it can."""
     config = model.config
     family = config.model_type.removeprefix("blr_")
@@ -52,7 +54,7 @@ def supports(model: Any) -> str | None:
 
 
 @torch.no_grad()
-def make_plan(model: Any) -> TokenPlan:
+def make_plan(model: PreTrainedModel) -> TokenPlan:
     """Plan the phases of `model`, which may mix dense and structured layers. Raises UnsupportedError
     with the reason that `supports` gives."""
     reason = supports(model)
@@ -60,7 +62,7 @@ def make_plan(model: Any) -> TokenPlan:
         raise UnsupportedError(f"{reason}; generate with transformers instead")
     base, config, plan = model.get_decoder(), model.config, TokenPlan()
     x = Columns("x", config.hidden_size)
-    table = model.get_input_embeddings().weight
+    table = cast(Tensor, model.get_input_embeddings().weight)
     plan.add(Phase("embed", "embed", target=x, weight=table))
     activation = ACTIVATIONS[config.hidden_act]
     for index, layer in enumerate(base.layers[: config.num_hidden_layers]):
@@ -73,7 +75,7 @@ def make_plan(model: Any) -> TokenPlan:
     return plan
 
 
-def _heads(attention: Any, config: Any, index: int) -> Heads:
+def _heads(attention: Any, config: PreTrainedConfig, index: int) -> Heads:
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     window = getattr(config, "sliding_window", None)
     if hasattr(attention, "sliding_window"):

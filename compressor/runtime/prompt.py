@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.modeling.cuda_graphs import Capture, ForwardGraphs, captured_if_faster
@@ -51,7 +52,7 @@ class Prompts:
     graphs.
     """
 
-    def __init__(self, model: Any, kv: StaticKV, capture: Capture | None) -> None:
+    def __init__(self, model: PreTrainedModel, kv: StaticKV, capture: Capture | None) -> None:
         self.model, self.kv = model, kv
         self.graphs = None if capture is None else ForwardGraphs(capture, GRAPHS)
 
@@ -104,7 +105,7 @@ class Prompts:
             hidden = self._chunk(input_ids[:, begin : begin + step], padding, cache, begin)
         return hidden[:, -1]
 
-    def _chunk(self, input_ids: Tensor, padding: Tensor | None, cache: Any, begin: int) -> Tensor:
+    def _chunk(self, input_ids: Tensor, padding: Tensor | None, cache: Cache, begin: int) -> Tensor:
         """The hidden states [B, T, H] of tokens from slot `begin` on, after those in the cache."""
         end = begin + input_ids.shape[1]
         slot, mask = torch.arange(end, device=input_ids.device), None
