@@ -42,11 +42,9 @@ class Fit:
 
 
 def weighted_norm_squared(matrix: Tensor, gram: Tensor | None = None) -> float:
-    """tr(M H Mᵀ) of `matrix` [o, i] with `gram` H [i, i]; the squared Frobenius norm if H is None.
-
-    With M = W − W' this is the squared error of the layer's output over the calibration inputs
-    (H = Σ x xᵀ).
-    """
+    """tr(M H Mᵀ) of `matrix` [o, i] with `gram` H [i, i]; the squared Frobenius norm if H is None. With
+    M = W − W' this is the squared error of the layer's output over the calibration inputs (H = Σ x
+    xᵀ)."""
     weighted = matrix if gram is None else matrix @ gram
     return float((weighted * matrix).sum())
 

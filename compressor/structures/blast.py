@@ -60,11 +60,9 @@ def fit(
     gram: Tensor | None = None,
     options: FitOptions = FitOptions(),
 ) -> Fit:
-    """U [b, q, r], S [b, b, r], V [b, p, r] for `weight` [o, i] in the norm of `gram` [i, i].
-
-    `options.solver` is "varpro" (default) or "precgd", which ignores `gram`; `options.rounds`
-    counts accepted steps. Tensors keep the dtype of `weight`.
-    """
+    """U [b, q, r], S [b, b, r], V [b, p, r] for `weight` [o, i] in the norm of `gram` [i, i], in the
+    dtype of `weight`. `options.solver` is "varpro" (default) or "precgd", which ignores `gram`;
+    `options.rounds` counts accepted steps."""
     if options.solver == "precgd":
         steps = STEPS if options.rounds is None else options.rounds
         return _named(precgd(weight, spec, steps, options.seed))

@@ -39,12 +39,9 @@ class Descent(Protocol):
 
 
 def descend(problem: Descent, theta: Tensor, rounds: int) -> tuple[Tensor, list[float]]:
-    """Minimize `problem` from `theta` [n] for at most `rounds` accepted steps.
-
-    Returns:
-        The last point and the loss after every accepted step, the first entry being the start:
-        a strictly falling sequence. Stops early when no direction lowers the loss any more.
-    """
+    """Minimize `problem` from `theta` [n] by at most `rounds` accepted steps; stops early when no
+    direction lowers the loss. Returns the last point and the strictly falling losses, of the start and
+    every step."""
     loss, gradient = problem.evaluate(theta)
     losses, pairs = [loss], list[Pair]()
     apply = problem.preconditioner(theta) if rounds else None
@@ -70,10 +67,8 @@ def _line_search(
     problem: Descent, theta: Tensor, loss: float, direction: Tensor
 ) -> tuple[Tensor, float, Tensor] | None:
     """Try ever shorter steps; the point, loss and negative gradient of the first that lowers the loss.
-
-    Along directions that singular inputs never show, steps can be so long that rounding is all that
-    is left of the sums: they have no eliminated factor, or a square below zero, and are too long.
-    """
+    Along directions that singular inputs never show a step can be so long that only rounding is left of
+    sums: then there is no eliminated factor, or a square below zero."""
     length = 1.0
     for _ in range(BACKTRACKS):
         moved = theta + length * direction

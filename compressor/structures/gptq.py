@@ -38,12 +38,8 @@ class Rounded(NamedTuple):
 
 
 def compensation(gram: Tensor) -> Tensor:
-    """Upper Cholesky factor R [..., i, i] of H⁻¹ = Rᵀ R: row j says what columns behind j take over of
-    an error in column j.
-
-    Args:
-        gram: H [..., i, i], float64.
-    """
+    """Upper Cholesky factor R [..., i, i] of H⁻¹ = Rᵀ R, for H [..., i, i] in float64: row j says how
+    later columns compensate an error in column j."""
     return cholesky(inverse_spd(damped(gram))).mT.contiguous()
 
 
@@ -56,13 +52,9 @@ def damped(gram: Tensor) -> Tensor:
 
 
 def gptq(weight: Tensor, root: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> Rounded:
-    """Round `weight` [..., o, i] to `bits`, column by column.
-
-    Args:
-        weight: float32 or float64. root: of `compensation` [..., i, i], in the same dtype.
-        group: columns that share a scale, per row; the last group may be shorter.
-        scale_dtype: what scales are stored in.
-    """
+    """Round `weight` [..., o, i], float32 or float64, to `bits`, column by column. root: of
+    `compensation`, in the same dtype. group: columns of a row that share a scale; the last group may be
+    shorter. scale_dtype: what scales are stored in."""
     left, scales = weight.clone(), []
     levels = torch.empty_like(weight, dtype=torch.int8)
     value, latent = torch.empty_like(left), torch.empty_like(left)

@@ -50,15 +50,10 @@ def fit(
     gram: Tensor | None = None,
     options: FitOptions = FitOptions(),
 ) -> Fit:
-    """Factors ``factors.n`` [a, b, c, d] of `weight` [o, i] in the norm of `gram` [i, i].
-
-    Without `gram` the norm is Frobenius and `options.rounds` defaults to 0; with it, to at most
-    `DEFAULT_ROUNDS`, never ending with a larger weighted error than the unweighted fit. Tensors
-    keep the dtype of `weight` (half precision is computed in float32); float64 is advised.
-
-    Raises:
-        UsageError: the patterns are no chain for this weight.
-    """
+    """Factors ``factors.n`` [a, b, c, d] of `weight` [o, i] in the norm of `gram` [i, i], in the dtype
+    of `weight`, or float32 for half precision; float64 is advised. `options.rounds` defaults to 0
+    without `gram`; with it to at most `DEFAULT_ROUNDS`, and the weighted error is never larger than that
+    of the unweighted fit. Raises UsageError for patterns that are no chain for this weight."""
     validate_chain(spec.patterns, weight.shape[1], weight.shape[0])
     weight = weight.float() if weight.dtype.itemsize < 4 else weight
     gram = definite(gram.to(weight)) if gram is not None and bool(gram.any()) else None
@@ -73,9 +68,6 @@ def fit(
 def reconstruct(tensors: dict[str, Tensor], spec: KroneckerSpec) -> Tensor:
     """The dense weight [o, i]: blocks multiplied pattern by pattern, no sparse factor is formed."""
     return _dense(_product([tensors[name] for name in spec.shapes()]))
-
-
-# --- Twiddles -------------------------------------------------------------------------------
 
 
 def _multiply(left: Tensor, right: Tensor) -> Tensor:
@@ -118,9 +110,6 @@ def _dense(twiddle: Tensor) -> Tensor:
     return matrix
 
 
-# --- Hierarchical factorization -------------------------------------------------------------
-
-
 def _hierarchical(weight: Tensor, patterns: Sequence[Pattern], gram: Tensor | None) -> list[Tensor]:
     """Split factors off from the left, in the norm of the diagonal blocks of `gram`."""
     a, d = patterns[0][0], patterns[-1][3]
@@ -160,9 +149,6 @@ def _left_vectors(blocks: Tensor, rank: int) -> Tensor:
     spanned = blocks @ top_eigenvectors(blocks.mT @ blocks, rank)
     basis = orthonormal(spanned)
     return torch.nn.functional.pad(basis, (0, rank - basis.shape[-1]))
-
-
-# --- Refinement in the metric H -------------------------------------------------------------
 
 
 def _refine(
@@ -271,9 +257,6 @@ def _conjugate_gradients(apply: Operator, solve: Operator, right: Tensor) -> Ten
         fresh = float((residual * following).sum())
         direction, product = following + fresh / product * direction, fresh
     return x
-
-
-# --- Scales ---------------------------------------------------------------------------------
 
 
 def _balanced(factors: list[Tensor]) -> list[Tensor]:

@@ -47,14 +47,9 @@ def record_fallback(note: str) -> None:
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """Lower Cholesky factor [..., r, r] of symmetric positive semi-definite matrices.
-
-    The diagonal is shifted by a jitter scaled to its mean, retried ten times larger until the
-    factorization succeeds (at most a dozen times).
-
-    Raises:
-        NumericsError: NaN, Inf or strongly negative eigenvalues.
-    """
+    """Lower Cholesky factor [..., r, r] of symmetric positive semi-definite matrices. The diagonal is
+    shifted by a jitter relative to its mean, ten times larger after each failure, at most a dozen times.
+    Raises NumericsError for NaN, Inf or strongly negative eigenvalues."""
     jitters = JITTERS[matrix.dtype]
     _, factor, jitter = _shifted(matrix, jitters)
     if jitter > jitters[0]:
@@ -63,14 +58,9 @@ def cholesky(matrix: Tensor) -> Tensor:
 
 
 def definite(gram: Tensor) -> Tensor:
-    """`gram` [n, n] with a mean diagonal of 1, symmetric, and with no eigenvalue below zero.
-
-    Sums in single precision leave such where inputs are dependent, and a descent runs off along them.
-    They are lifted by a shift of the diagonal, the least that `cholesky` would take.
-
-    Raises:
-        NumericsError: as `cholesky`.
-    """
+    """Scale `gram` [n, n] to a mean diagonal of 1, and lift eigenvalues below zero by the least shift of
+    the diagonal that `cholesky` takes. Sums in single precision leave such where inputs are dependent,
+    and a descent would run off along them. Raises NumericsError as `cholesky`."""
     mean = gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)
     return _shifted((gram + gram.mT) / (2 * mean), [0.0, *JITTERS[gram.dtype]])[0]
 
@@ -96,11 +86,9 @@ def _shifted(matrix: Tensor, shifts: Sequence[float]) -> tuple[Tensor, Tensor, f
 
 
 def rough_cholesky(grams: Tensor) -> Tensor:
-    """Cholesky factors of positive semi-definite matrices [..., n, n] with a relative shift that
-    starts at √eps and is raised until it succeeds; good enough for a start or a preconditioner.
-
-    Unlike in `cholesky` a zero matrix counts as the identity: its inverse must stay finite.
-    """
+    """Rough Cholesky factors of positive semi-definite matrices [..., n, n], for a start or a
+    preconditioner: the diagonal's shift starts at √eps and is raised until it succeeds. A zero matrix
+    counts as the identity, for its inverse must stay finite."""
     n = grams.shape[-1]
     identity = torch.eye(n, dtype=grams.dtype, device=grams.device)
     scale = grams.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
@@ -174,19 +162,10 @@ def _scale(matrix: Tensor) -> Tensor:
 
 
 def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The best rank-`rank` approximation ``left @ right.mT`` of each matrix, scales balanced.
-
-    Works through the eigenvectors of the smaller Gram matrix: in float64 that is accurate to
-    1e-8 of the largest singular value, far under what any storage dtype keeps, and several
-    times faster than a full SVD.
-
-    Args:
-        matrix: [..., m, n].
-        rank: r; columns beyond the numerical rank are zero.
-
-    Returns:
-        left [..., m, r] and right [..., n, r].
-    """
+    """The best approximation ``left @ right.mT`` of rank r of each matrix [..., m, n]: left [..., m, r]
+    and right [..., n, r] of even scales, with zero columns beyond the numerical rank. It takes the
+    eigenvectors of the smaller Gram matrix, which is several times faster than an SVD and in float64
+    accurate to 1e-8 of the largest singular value, far below what any storage dtype keeps."""
     if matrix.shape[-2] > matrix.shape[-1]:
         right, left = truncated_svd(matrix.mT, rank)
         return left, right
@@ -234,11 +213,9 @@ def solve_square(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def _of_symmetric(call: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
-    """``call(matrix)``, an eigendecomposition of symmetric matrices [..., m, m].
-
-    Where the library does not converge: once more on the CPU in float64, then with small distinct
-    shifts of the diagonal, which separate the eigenvalues it trips over. Raises NumericsError.
-    """
+    """``call(matrix)``, an eigendecomposition of symmetric matrices [..., m, m]. Where the library does
+    not converge it is repeated on the CPU in float64, then with small distinct shifts of the diagonal,
+    which separate the eigenvalues it trips over. Raises NumericsError."""
     if (found := _attempted(call, matrix)) is not None:
         return found
     wide = check_finite(matrix).to("cpu", torch.float64)

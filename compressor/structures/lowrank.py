@@ -32,12 +32,9 @@ def fit(
     gram: Tensor | None = None,
     options: FitOptions = FitOptions(),
 ) -> Fit:
-    """The optimal U [o, r] and V [i, r] for `weight` [o, i] in the norm of `gram` [i, i].
-
-    Without `gram` this is the truncated SVD, in the dtype of `weight`; with one everything is in float64
-    but for the result, which gets that dtype. With groups U and V have one matrix a group, as `spec`
-    shapes them.
-    """
+    """The optimal U [o, r] and V [i, r] for `weight` [o, i] in the norm of `gram` [i, i], with a matrix
+    for each group if `spec` has some. Without `gram` this is the truncated SVD, in the dtype of
+    `weight`; with it all but the result is computed in float64."""
     if spec.groups > 1:
         return _fit_columns(weight, spec, gram) if spec.side == "in" else _fit_rows(weight, spec, gram)
     if gram is None:

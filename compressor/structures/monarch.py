@@ -34,11 +34,8 @@ def fit(
     gram: Tensor | None = None,
     options: FitOptions = FitOptions(),
 ) -> Fit:
-    """U [b, q, b·r'] and V [b, p, b·r'] for `weight` [o, i] in the norm of `gram` [i, i].
-
-    `options.rounds` counts accepted steps of V (with `gram` only). Tensors keep the dtype of
-    `weight`.
-    """
+    """U [b, q, b·r'] and V [b, p, b·r'] for `weight` [o, i] in the norm of `gram` [i, i], in the dtype
+    of `weight`. `options.rounds` counts accepted steps of V (with `gram` only)."""
     if gram is None:
         left, right = truncated_svd(in_blocks(weight, spec.blocks), spec.block_rank)
         return Fit({"U": _gather(left), "V": _gather(right.transpose(0, 1))})

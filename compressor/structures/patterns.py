@@ -55,15 +55,9 @@ class Choice:
 
 
 def parse_patterns(text: str, in_features: int | None = None, out_features: int | None = None) -> Chain:
-    """A chain from ``"(1,192,48,2)(2,48,192,1)"`` or from a name, output side first.
-
-    Args:
-        text: patterns, or ``butterfly`` or ``monarch`` (these need both sizes).
-        in_features, out_features: i and o of the layer.
-
-    Raises:
-        UsageError: `text` is neither, or the name does not exist for these sizes.
-    """
+    """Read a chain such as ``"(1,192,48,2)(2,48,192,1)"``, output side first, or the name ``butterfly``
+    or ``monarch``, which needs the layer's sizes. Raises UsageError for other texts, and for a name that
+    does not exist for these sizes."""
     name = text.strip().lower()
     if name in NAMED:
         if in_features is None or out_features is None:
@@ -114,14 +108,9 @@ NAMED: dict[str, Callable[[int, int], Chain]] = {"butterfly": butterfly, "monarc
 
 
 def validate_chain(patterns: Sequence[Pattern], in_features: int, out_features: int) -> None:
-    """Check that `patterns` is a chain of an out×in matrix that can be factorized.
-
-    That is: neighbours have equal sizes, a_l | a_{l+1}, d_{l+1} | d_l, and the block rank
-    a_l·c_l / a_{l+1} = b_{l+1}·d_{l+1} / d_l is an integer.
-
-    Raises:
-        UsageError: one line with what was found, expected, and what to change.
-    """
+    """Raise UsageError unless `patterns` is a chain of an out×in matrix that can be factorized:
+    neighbours have equal sizes, a_l | a_{l+1}, d_{l+1} | d_l, and the block rank a_l·c_l / a_{l+1} =
+    b_{l+1}·d_{l+1} / d_l is an integer."""
     if not patterns or any(len(p) != 4 or min(p) < 1 for p in patterns):
         raise UsageError(
             f"pattern chain {_write(patterns)}: expected one or more patterns of four positive "
@@ -220,10 +209,8 @@ def choose_patterns(
     band: float = BAND,
     tolerance: float = TOLERANCE,
 ) -> Choice:
-    """The two-factor chain for compression factor `cf`: accuracy first, then h.
-
-    Maximizing h alone leads to rank 1 in many tiny blocks, which approximates trained matrices
-    badly; so h decides only between chains predicted to be equally accurate.
+    """Choose the two-factor chain for compression factor `cf`: accuracy first, then h. Maximizing h
+    alone leads to rank 1 in many tiny blocks, which approximates trained matrices badly.
 
     1. Each grid takes the largest rank within the budget i·o/cf, made a multiple of 16, 8, 4
        or 2 where that gives up at most 1% of the budget. The plain low rank (grid 1×1) is
@@ -233,15 +220,8 @@ def choose_patterns(
     3. `predicted_log_error` ranks them. Among those within `band` of the best the largest h
        wins, then the fewest blocks.
 
-    Args:
-        in_features, out_features: i and o.
-        cf: dense over structured parameters, above 1.
-        calibrated: the fit will be weighted by activations, which favours column blocks.
-        band: in relative error.
-        tolerance: on the achieved factor.
-
-    Raises:
-        UsageError: not even rank 1 fits the budget.
+    calibrated: whether the fit will be weighted by activations, which favours column blocks. Raises
+    UsageError where not even rank 1 fits the budget.
     """
     budget = in_features * out_features / cf
     i, o, all_grids = in_features, out_features, _within(in_features, out_features, budget)
@@ -280,12 +260,9 @@ def predicted_log_error(
     rank: int,
     penalties: tuple[float, float] = PENALTIES["plain"],
 ) -> float:
-    """The logarithm of the expected relative error of a grid of rank-r blocks, up to a constant.
-
-    The error of a matrix with independent entries, whose block spectra follow the
-    Marchenko-Pastur law, plus `penalties` for each e-fold of row classes and
-    of column blocks; -inf if exact.
-    """
+    """The logarithm of the expected relative error of a grid of rank-r blocks, up to a constant; -inf if
+    exact. It is that of a matrix with independent entries, whose block spectra follow the
+    Marchenko-Pastur law, plus `penalties` for each e-fold of row classes and of column blocks."""
     m, n = sorted((out_features // row_classes, in_features // column_blocks))
     lost = _marchenko_pastur_tail(m / n, min(rank / m, 1.0))
     error = log(lost) / 2 if lost > 0 else -inf

@@ -58,15 +58,9 @@ def to_low_rank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def strong_pivots(basis: Tensor, bound: float = BOUND) -> tuple[Tensor, Tensor]:
-    """Rows of `basis` that all others are small multiples of, and these multiples.
-
-    Args:
-        basis: [o, r] float64, orthonormal columns, r < o.
-
-    Returns:
-        Pivots [r] (rising) and C [o - r, r] of the other rows, also rising: ``basis[others] =
-        C basis[pivots]``, with no entry beyond `bound` (and rounding).
-    """
+    """Choose r rows of `basis`, [o, r] float64 with orthonormal columns, of which all others are small
+    combinations. Returns the pivots [r] and C [o - r, r] of the other rows, both rising: ``basis[others]
+    = C basis[pivots]``, with no entry beyond `bound` (and rounding)."""
     pivots = independent_rows(basis)
     while True:
         pivots = pivots.sort().values
