@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +57,12 @@ class HeldRows(NamedTuple):
 class Float8Layer(Protocol):
     """A layer whose weights are packed, as `layers.KernelLinear`."""
 
+    in_features: int
     bias: Tensor | None
     packing: QuantizedSpec
+
+    def buffers(self) -> Iterator[Tensor]:
+        """All buffers."""
 
     def packed(self, name: str = "weight") -> Packed:
         """The packed factor `name`."""
@@ -67,7 +71,7 @@ class Float8Layer(Protocol):
         """The factor `name`, dense."""
 
 
-def float8_product(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
+def float8_product(layer: Float8Layer, x: Tensor, bias: Tensor | None) -> Tensor | None:
     """``x Wᵀ + bias`` in float8, [..., i] -> [..., o]; None where the layer is to dequantize.
 
     It is to dequantize as well where the measured tables say that this is faster for so many tokens; not
@@ -92,12 +96,12 @@ def structure_of(packing: Spec) -> str:
     return FOLDERS.get(packing.structure, packing.structure)
 
 
-def is_float8(layer: object) -> bool:
+def is_float8(layer: object) -> TypeGuard[Float8Layer]:
     """Whether it is a layer of ours with float8 weights."""
     return bool(getattr(getattr(layer, "packing", None), "fp8", False))
 
 
-def _float8_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _float8_layers(model: nn.Module) -> Iterator[tuple[str, Float8Layer]]:
     return ((name, layer) for name, layer in model.named_modules() if is_float8(layer))
 
 
@@ -124,7 +128,7 @@ def prepare_float8(model: nn.Module) -> None:
         prepare_layer(layer)
 
 
-def prepare_layer(layer: Any) -> None:
+def prepare_layer(layer: Float8Layer) -> None:
     """Prepare one layer, if it is on a GPU and does not dequantize anyway."""
     device = next(buffer.device for buffer in layer.buffers())
     if device.type == "cuda":
@@ -259,13 +263,13 @@ class Float8Gate(Extension):
 
     def forward(self, x: Tensor) -> Tensor:
         """The native result; what `down_proj` reads is made in float8 alone."""
-        down: Any = self.down_proj
-        if not is_float8(down) or not _is_plainly_called(down) or not _rounds(down.packing, x):
+        down = self.down_proj
+        if not _is_plainly_called(down) or not is_float8(down) or not _rounds(down.packing, x):
             return super().forward(x)
         gate, up = self.gate_proj(x), self.up_proj(x)
         whole = type(gate) is type(up) is Tensor and gate.dtype == up.dtype == x.dtype
         if not whole or asks_gradient(up) or hindrance(down, gate) is not None:
-            return down(self.act_fn(gate) * up)
+            return self.down_proj(self.act_fn(gate) * up)
         made = fp8_rows(rows(gate), self.float8_make, rows(up))
         return product_of_rows(down, gate, made, down.bias)
 
@@ -274,7 +278,7 @@ def share_rows(model: nn.Module) -> None:
     """Have every activation that layers with float8 weights read rounded once, by the module that makes
     it where that is a known one, else by the first layer that reads it."""
     for group in siblings(model):
-        found: list[Any] = [layer for layer in group if is_float8(layer)]
+        found = [layer for layer in group if is_float8(layer)]
         for layer in found if len({layer.in_features for layer in found}) == 1 else []:
             layer.__dict__["float8_siblings"] = len(found)
     readers: dict[str, dict[int, QuantizedSpec]] = {}

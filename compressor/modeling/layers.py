@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.after_import import after_import
-from blr.compressor.modeling.float8 import float8_product, forget_scales, prepare_layer
+from blr.compressor.modeling.float8 import float8_product, forget_scales, is_float8, prepare_layer
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
 from blr.compressor.modeling.stages import Packed, packed_factor
 from blr.compressor.structures.specs import CorrectedSpec, Spec, spec_from_dict
@@ -127,8 +127,7 @@ class KernelLinear(modeling_blr.FormulaLinear):
         return packed_factor(self, name)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        fp8 = self.packing is not None and self.packing.fp8
-        if fp8 and (y := float8_product(self, x, bias)) is not None:
+        if is_float8(self) and (y := float8_product(self, x, bias)) is not None:
             return y
         if self.kernels.product is None:
             return super().product(x, bias)
@@ -141,7 +140,7 @@ class KernelLinear(modeling_blr.FormulaLinear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         forget_scales(self)
-        if self.packing is not None and self.packing.fp8:
+        if is_float8(self):
             prepare_layer(self)
         return self
 
@@ -255,7 +254,7 @@ class QuantizedLinear(KernelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """The output [..., o] of x [..., i]; at most `WHOLE` weights are dequantized at a time."""
         w, step = self.packed(), rows_at_once(self.in_features)
-        if w.fp8 and (found := float8_product(self, x, self.bias)) is not None:
+        if is_float8(self) and (found := float8_product(self, x, self.bias)) is not None:
             return found
         if not w.fp8 and x.dtype == w.scale.dtype and w.runs_kernels():
             return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group)

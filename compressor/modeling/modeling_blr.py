@@ -577,7 +577,7 @@ def replace_layers(model: nn.Module, entries: dict[str, Entry], make: Callable[.
         setattr(modules[parent], child, new.to(old.dtype))
 
 
-def module_names(model: Any, stored_names: Iterable[str]) -> dict[str, str]:
+def module_names(model: PreTrainedModel, stored_names: Iterable[str]) -> dict[str, str]:
     """For each name of a layer on disk that of its module in `model`: renamed as transformers renames
     tensors of this architecture, with or without the base model's prefix."""
     known = conversion_mapping.get_model_conversion_mapping(model)
@@ -591,7 +591,7 @@ def module_names(model: Any, stored_names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def by_module(model: Any, entries: dict[str, Entry]) -> dict[str, Entry]:
+def by_module(model: PreTrainedModel, entries: dict[str, Entry]) -> dict[str, Entry]:
     """`entries` by the names of modules in `model`. Left out are a head that only the class named in the
     configuration has, and all layers of a model inside a classifier, which places them itself."""
     modules, names = dict(model.named_modules()), module_names(model, entries)
@@ -600,7 +600,7 @@ def by_module(model: Any, entries: dict[str, Entry]) -> dict[str, Entry]:
     return {name: entries[stored] for stored, name in names.items()} if whole else held
 
 
-def named_class(model: Any) -> str:
+def named_class(model: PreTrainedModel) -> str:
     """The class that the configuration of a model names, by default the model's own."""
     return next(iter(getattr(model.config, "architectures", None) or ()), type(model).__name__)
 
@@ -629,7 +629,7 @@ class LoudModel(Mixin):
         return model
 
 
-def misloaded(model: nn.Module, info: Mapping[str, Any]) -> str:
+def misloaded(model: PreTrainedModel, info: Mapping[str, Any]) -> str:
     """Names the tensors that a loaded model lacks or has no place for; empty if there are none. A model
     of another class than its configuration names may lack a head or leave one over."""
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
