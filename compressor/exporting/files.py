@@ -123,8 +123,7 @@ def small_files(
 
 
 def _card(kept: str, section: str, loading: str) -> bytes:
-    """The `kept` card of the compression behind `section`, without the `loading` that `section`
-    repeats."""
+    """The `kept` card of the compression behind `section`, which says the `loading` already."""
     heading = kept.find("\n# ") + 1 or len(kept)
     before = f"\n#{kept[heading:]}".replace(f"{loading}\n\n", "", 1) if kept[heading:] else ""
     return (kept[:heading] + section + before).encode()

@@ -193,8 +193,7 @@ def _check_graph(model: PreTrainedModel, path: Path, names: list[str], progress:
 
 
 def _resized(example: Tensor) -> Tensor:
-    """An input like `example` with another number of rows and tokens, and with other values for
-    images."""
+    """An input like `example` with other numbers of rows and tokens, and other values for images."""
     if example.dim() > 2:
         return example.flip(-1)[:1].repeat(ROWS, 1, 1, 1)
     return example[:1, :TOKENS].repeat(ROWS, 1)

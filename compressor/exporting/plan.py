@@ -60,8 +60,7 @@ def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, S
 
 
 def load_export(folder: Path, config: Mapping[str, Any], device: str = "auto") -> PreTrainedModel:
-    """Load the model in `folder` as stored, in evaluation mode. device: "auto" takes a GPU if there is
-    one."""
+    """Load the model in `folder` for evaluation. device: "auto" takes a GPU if there is one."""
     with quiet_transformers():
         model = model_class(config["architectures"][0]).from_pretrained(folder, dtype="auto")
     return model.to(pick_device(device)).eval()  # type: ignore[no-any-return]
@@ -125,7 +124,8 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     """Plan an export with layers in kernel layout, packed or made dense as `options` and the table of
     the GPU say. Raises BlrError for options that this model or machine has no use for, and for tensors
     that would not load."""
-    source, head = checkpoint.source, _find_head(checkpoint, options)
+    source, kind = checkpoint.source, options.quantize_head
+    head = None if kind is None else _find_head(checkpoint, kind)
     densified = _densified(checkpoint, options, head)
     kept = {module: spec for module, spec in checkpoint.specs.items() if module not in densified}
     staying = replace(checkpoint, specs=kept)
@@ -166,12 +166,10 @@ def _densified(
     return {module: spec for module, spec in found.items() if head is None or module != head.module}
 
 
-def _find_head(checkpoint: Checkpoint, options: ExportOptions) -> PackedHead | None:
-    if options.quantize_head is None:
-        return None
-    head = find_head(checkpoint.source, checkpoint.specs, options.quantize_head)
+def _find_head(checkpoint: Checkpoint, kind: str) -> PackedHead:
+    head = find_head(checkpoint.source, checkpoint.specs, kind)
     if head.weight is None:
-        _refuse_packed(checkpoint, [head.module], f"--quantize-head {options.quantize_head}")
+        _refuse_packed(checkpoint, [head.module], f"--quantize-head {kind}")
     return head
 
 

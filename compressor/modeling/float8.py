@@ -317,6 +317,5 @@ def _rounds(reader: QuantizedSpec, x: Tensor, *others: Tensor | None) -> bool:
 
 
 def _is_plainly_called(layer: nn.Module) -> bool:
-    """Whether a call runs the forward of the layer's class alone: no hooks, no forward put in its
-    place."""
+    """Whether a call runs the forward of the layer's class alone, without hooks."""
     return "forward" not in layer.__dict__ and not layer._forward_hooks and not layer._forward_pre_hooks

@@ -282,8 +282,7 @@ Replaced = KernelLinear | CorrectedLinear
 
 
 def layer_of(spec: Spec, bias: bool, exported: bool = False) -> Any:
-    """An empty layer for the tensors of `spec`. exported: whether float factors lie as kernels read
-    them."""
+    """An empty layer for the tensors of `spec`. exported: whether factors lie as kernels read them."""
     if isinstance(spec, CorrectedSpec):
         return CorrectedLinear(spec, bias, exported)
     kind = QuantizedLinear if spec.structure == "dense" else StructuredLinear

@@ -266,8 +266,7 @@ class Formula:
 
 
 def sizes(entry: Entry) -> SimpleNamespace:
-    """The sizes by which shapes are given: `i`, `o`, `r`, `b`, `g` groups of a `side`, and
-    `patterns`."""
+    """The sizes that shapes depend on: `i`, `o`, `r`, `b`, `g` groups of a `side`, and `patterns`."""
     b, g, side = entry.get("blocks", 1), entry.get("groups", 1), entry.get("side", "out")
     r, patterns = entry.get("rank", b * entry.get("block_rank", 0)), entry.get("patterns", ())
     i, o = entry["in_features"], entry["out_features"]

@@ -103,8 +103,7 @@ def _new_tokens(model: Any, config: GenerationConfig, width: int, default_length
 
 
 def _inferred_mask(ids: Tensor, config: GenerationConfig) -> Tensor:
-    """The mask that transformers makes when none is given: it hides padding, unless that is a stop
-    token."""
+    """The mask that transformers makes when none is given: it hides padding but no stop tokens."""
     pads, stops = _ids(config.pad_token_id), _ids(config.eos_token_id)
     if not pads or pads[0] in stops:
         return torch.ones_like(ids)

@@ -217,8 +217,7 @@ def _attention(block: nn.Module) -> tuple[int, int]:
 
 
 def _whole_middle(block: nn.Module) -> int:
-    """How many numbers a token has in the widest MLP of a block that is not computed in slices
-    itself."""
+    """How many numbers a token has in the widest MLP of a block that is not computed in slices."""
     if hasattr(block, "feed_forward_chunk"):
         return 0
     return max(_widened(each) for each in block.modules() if not isinstance(each, TokenSlices))

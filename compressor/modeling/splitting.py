@@ -59,8 +59,7 @@ def split_plan(model: Any, size: int) -> dict[str, str]:
 
 
 def _can_split(layer: nn.Module) -> TypeGuard[StructuredLinear]:
-    """Whether a module is a structured layer that can be split: neither packed, nor in groups of
-    heads."""
+    """Whether a module is a structured layer that can be split: not packed, nor in groups."""
     if not isinstance(layer, StructuredLinear) or not layer.has_own_layout:
         return False
     return layer.spec.structure in AXES and getattr(layer.spec, "groups", 1) == 1

@@ -68,8 +68,7 @@ class Packed(NamedTuple):
         return run(self.packed, self.scale, self.bits, self.K, self.scale.dtype, self.group)
 
     def runs_kernels(self) -> bool:
-        """Whether kernels compute with it here; plain torch does in traces, and where scales are
-        trained."""
+        """Whether kernels compute with it here; torch does in traces and where scales are trained."""
         watched = self.scale.requires_grad and torch.is_grad_enabled()
         if watched or is_traced() or not self.packed.is_cuda:
             return False
@@ -206,8 +205,7 @@ def correction_of(layer: FormulaLinear) -> Corrections | None:
 
 
 def kind_of(w: object) -> tuple[int, int]:
-    """Bits and group of packed weights, zeros for others. The stages of one `dual` must agree in
-    them."""
+    """Bits and group of packed weights, zeros for others. Both stages of a `dual` must agree."""
     return getattr(w, "bits", 0), getattr(w, "group", 0)
 
 

@@ -74,8 +74,7 @@ class Binder:
         )
 
     def _order(self, part: StagePart) -> tuple[int, int] | None:
-        """The order in which packed weights read a stage's target; None unless tensor cores compute
-        them."""
+        """The order in which packed weights read a target; None unless tensor cores compute them."""
         least = SEVERAL if part.order is None or part.order[0] == 4 else SEVERAL + 1
         return part.order if self.triton and self.rows >= least else None
 

@@ -196,8 +196,7 @@ class DecoderState:
 
 
 def buffer_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a buffer: float32, but the model's own for the activations inside the MLP, the
-    widest."""
+    """The dtype of a buffer: float32, but the model's own for the MLP's activations, the widest."""
     return dtype if name == "inner" else torch.float32
 
 

@@ -150,8 +150,7 @@ def _pair(gate: Sequence[LayerStage], up: Sequence[LayerStage]) -> bool:
 
 
 def _number(stages: Sequence[LayerStage] | None) -> tuple[int, bool]:
-    """The number of a layer's stages, 0 if only its own forward computes it, and whether it holds
-    pivots."""
+    """The number of a layer's stages, 0 if its own forward computes it, and whether it holds pivots."""
     return (0, False) if stages is None else (len(stages), _pivots(stages))
 
 

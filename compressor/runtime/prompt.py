@@ -120,8 +120,7 @@ class Prompts:
 
 
 def capture_on(device: torch.device) -> Capture | None:
-    """The function that captures passes on a device, in graphs that share their memory; None on a
-    CPU."""
+    """The function that captures passes on a GPU in graphs that share memory; None on a CPU."""
     if device.type != "cuda":
         return None
     return partial(captured_if_faster, pool=torch.cuda.graph_pool_handle())

@@ -7,8 +7,7 @@ LEADING = 4  # one in so many ranks is in int8 beside int4, at least
 
 
 def leading(rank: int) -> int:
-    """How many of `rank` ranks are in int8 where the others are in int4: an even number is left, two a
-    byte."""
+    """How many of `rank` ranks are in int8 beside int4: an even number is left, two a byte."""
     return rank - (rank - -(-rank // LEADING)) // 2 * 2
 
 

@@ -34,8 +34,7 @@ class Descent(Protocol):
         """The loss and its negative gradient at theta [n] (up to one common positive factor)."""
 
     def preconditioner(self, theta: Tensor) -> Apply:
-        """An approximate inverse Hessian at the `theta` evaluated last, as a function of flat
-        vectors."""
+        """An approximate inverse Hessian at the `theta` evaluated last, which maps flat vectors."""
 
 
 def descend(problem: Descent, theta: Tensor, rounds: int) -> tuple[Tensor, list[float]]:

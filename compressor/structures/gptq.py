@@ -44,8 +44,7 @@ def compensation(gram: Tensor) -> Tensor:
 
 
 def damped(gram: Tensor) -> Tensor:
-    """H [..., i, i] over its mean diagonal, with a ridge, so that errors which inputs hardly show cost
-    too."""
+    """H [..., i, i] over its mean diagonal, with a ridge: all errors cost at least a little."""
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     scale = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(gram.dtype).tiny)
     return gram / scale[..., None, None] + DAMP * identity

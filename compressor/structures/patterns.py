@@ -185,8 +185,7 @@ def chain_h(patterns: Sequence[Pattern]) -> float:
 def two_factor_chain(
     in_features: int, out_features: int, row_classes: int, column_blocks: int, rank: int
 ) -> Chain:
-    """The chain (1, o/d1, r·a2, d1)(a2, r·d1, i/a2, 1) of d1 row classes, a2 column blocks and rank
-    r."""
+    """The chain (1, o/d1, r·a2, d1)(a2, r·d1, i/a2, 1)."""
     d1, a2 = row_classes, column_blocks
     return (1, out_features // d1, rank * a2, d1), (a2, rank * d1, in_features // a2, 1)
 

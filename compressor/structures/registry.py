@@ -93,8 +93,7 @@ class Structure:
 
     @property
     def folder(self) -> str:
-        """The name of its kernels' folder and of its factorizers' module, and its name in kernel
-        tables."""
+        """The name of its kernels' folder, of its factorizers' module, and in kernel tables."""
         return FOLDERS.get(self.name, self.name)
 
     def factorizer(self) -> ModuleType:

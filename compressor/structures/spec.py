@@ -58,8 +58,7 @@ class Spec:
         return None
 
     def parts(self) -> tuple[tuple[str, Spec], ...]:
-        """The specs that a layer is the sum of, by the name of their module in it; "" is the layer
-        itself."""
+        """The specs that a layer is the sum of, by the name of their module; "" is the layer itself."""
         return (("", self),)
 
     @property
@@ -81,8 +80,7 @@ class Spec:
         return self.added.plain.low_rank().start() if self.corrected else self.plain.low_rank()
 
     def low_rank(self) -> Spec:
-        """The spec of the same function by two whole factors, where pivot rows are stored; else
-        itself."""
+        """The spec of the same function by two whole factors, for pivot rows; else itself."""
         return self
 
     @property
