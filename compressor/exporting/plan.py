@@ -22,9 +22,10 @@ from blr.compressor.exporting.quantizer import PackedHead, Quantizer, find_head,
 from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors, slower_layers
 from blr.compressor.loading.native import native_class, native_errors, read_context
 from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.modeling.modeling_blr import LAYOUT
 from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import register
-from blr.compressor.modeling.settings import LAYOUT, ExportSettings
+from blr.compressor.modeling.settings import ExportSettings
 from blr.compressor.output.files import check_fills, check_loads
 from blr.compressor.runtime.failures import CACHES
 from blr.compressor.structures.specs import KroneckerSpec, Shape, Spec, families

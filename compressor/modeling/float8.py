@@ -156,11 +156,6 @@ def shared_rows(layer: object, x: Tensor) -> Rows:
     return made
 
 
-def leave_rows(x: Tensor, made: Rows) -> None:
-    """Leave at x its float8 rows, which whoever made x has made, for the layers that read x."""
-    setattr(x, HELD, HeldRows(made, version_of(x), None))
-
-
 def hindrance(layer: Float8Layer, x: Tensor) -> str | None:
     """Why a product is not computed in float8; "" where nobody need know, None where it is."""
     if is_traced() or not x.numel():
@@ -247,7 +242,7 @@ class Float8Maker(Extension):
         else:
             made, y = fp8_rows_and(*given)
             y = y.view(x.shape)
-        leave_rows(y, made)
+        setattr(y, HELD, HeldRows(made, version_of(y), None))  # for the layers that read y
         return y
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, fields
 
+from blr.compressor.modeling.modeling_blr import LAYOUT
 from blr.compressor.structures.cached import KV_CACHES
 
-LAYOUT = 2  # version of names, axis orders and packing of what an export stores
 _said: set[str] = set()
 
 

@@ -157,8 +157,9 @@ class DecoderState:
         self, model: PreTrainedModel, plan: TokenPlan, batch: int, context: int, kind: str = WHOLE
     ) -> None:
         device, config = model.device, model.config
+        dtypes = {"inner": model.dtype}  # the MLP's activations are the widest input; others are float32
         self.buffers = {
-            name: torch.zeros(batch, width, dtype=buffer_dtype(name, model.dtype), device=device)
+            name: torch.zeros(batch, width, dtype=dtypes.get(name, torch.float32), device=device)
             for name, width in plan.buffers.items()
         }
         self.operands = {
@@ -193,11 +194,6 @@ class DecoderState:
         """The slot [rows, width] of a buffer. half: of its copy in the model's dtype, if it has one."""
         buffers = self.operands if half and slot.name in self.operands else self.buffers
         return buffers[slot.name][:rows, slot.start : slot.start + slot.width]
-
-
-def buffer_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a buffer: float32, but the model's own for the MLP's activations, the widest."""
-    return dtype if name == "inner" else torch.float32
 
 
 def rotary_tables(model: PreTrainedModel, context: int) -> tuple[Tensor, Tensor]:
