@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from blr.kernels.fp8.launch import Fp8Tile, mix, product
-from blr.kernels.fp8.reference import E4M3, LINE, Rows, Scales, lengths, scales_of
-
-__all__ = ["LAYERS", "blast", "dense", "inner", "lengths", "lowrank", "monarch", "scales_of"]
+from blr.kernels.fp8.reference import E4M3, LINE, Rows, Scales
 
 
 def dense(

@@ -377,8 +377,8 @@ def test_the_hopper_product_has_wide_instructions_and_no_spills(store: int, flat
     to = f"tensordesc<bf16[128,{256 // store}]>" if store else tile.format(128)
     signature = {"a": tile.format(128), "b": tile.format(256), "to": to, "bias": "*bf16", "c": "*bf16"}
     signature |= {"by_row": "*fp32", "by_col": "*fp32"} | dict.fromkeys(names.split(), "i32")
-    constants = {"BM": 128, "BN": 256, "BK": 128, "GROUP": 8, "EXACT": None, "BIAS": False, "RUN": 16}
-    constants |= {"STORE": store, "FLATTEN": flatten, "STAGES": 3, "PDL": flatten}
+    constants = {"BM": 128, "BN": 256, "BK": 128, "GROUP": 8, "BIAS": False, "RUN": 16}
+    constants |= {"STORE": store, "FLATTEN": flatten, "STAGES": 3}
     made = compile_for(
         "blr.kernels.fp8.triton", "product_tma_kernel", signature, constants, 90, num_warps=8
     )
