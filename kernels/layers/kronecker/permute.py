@@ -180,8 +180,8 @@ def launch(
 
 
 def gather(x: Tensor, a: int, d: int, **config: int) -> Tensor:
-    """Blocks [a·d, n, m], contiguous, of features x [n, a·m·d] in any strides. config: BN, BM, BD (powers
-    of two) and num_warps; `tile_of` gives what is left out."""
+    """Blocks [a·d, n, m], contiguous, of features x [n, a·m·d] in any strides. config: BN, BM, BD
+    (powers of two) and num_warps; `tile_of` gives what is left out."""
     n, features = x.shape
     blocks = x.new_empty(a * d, n, features // (a * d))
     launch(x, blocks, None, d, 0, GATHER=True, **config)
