@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from blr.bench.checks import relative_error
 from blr.bench.harness import Case, Checked, Harness, free_models
-from blr.bench.models import known, refuse_large
+from blr.bench.models import refuse_large
 from blr.bench.options import MemoryOptions
 from blr.bench.results import OK, REST, TIMES, BenchReport, Column, Timed, nested
 from blr.bench.timing import event_ms, settle, wall_ms
@@ -32,6 +32,7 @@ from blr.compressor.modeling.layers import prepare_layers
 from blr.compressor.modeling.masks import unmasked
 from blr.compressor.modeling.modeling_blr import PREFIX, config_class
 from blr.compressor.modeling.models import model_class
+from blr.compressor.recipe.architectures import read_config_table
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common.transient import DEFAULT, VARIABLE
 
@@ -179,7 +180,7 @@ class MemoryCases:
 
     def of(self, name: str, keep: float) -> list[Case]:
         """A case for every batch and length."""
-        found = known("bench-memory.yaml")[name]
+        found = read_config_table("bench-memory.yaml")[name]
         models = BaseModels(name, **found, keep=keep, device=self.device, dtype=self.dtype)
         return [self._case(models, batch, length) for batch, length in self.options.cases()]
 
@@ -346,7 +347,7 @@ def run_memory(options: MemoryOptions, progress: Progress) -> tuple[BenchReport,
     CapabilityError before anything is measured."""
     device = pick_device(options.device)
     cases = MemoryCases(options, device)
-    models = known("bench-memory.yaml")
+    models = read_config_table("bench-memory.yaml")
     for name in options.models:
         if name not in models:
             raise UsageError(f"model {name!r} is not known; expected one of {', '.join(models)}")
