@@ -53,19 +53,10 @@ def estimates(p: Problem, machine: Machine = H200) -> dict[str, tuple[float, Con
     return ways
 
 
-def choose(
-    p: Problem,
-    *,
-    machine: Machine = H200,
-    decode_rows: int = DECODE_ROWS,
-) -> Choice:
-    """(variant, config) for one factor; config is {path, tiles} for "fused", else empty.
-
-    Args:
-        decode_rows: rows up to which the kernel without tensor cores is taken, whatever the cost; in
-            half precision with d = 1, where the library has its own for more rows, one.
-    """
-    config = fused_config(p, machine, decode_rows)
+def choose(p: Problem, machine: Machine = H200) -> Choice:
+    """(variant, config) for one factor; config is {path, tiles} for "fused", else empty. Up to
+    `DECODE_ROWS` rows take the kernel without tensor cores, whatever the cost."""
+    config = fused_config(p, machine)
     if config["path"] == "decode":
         library = p.d == 1 and p.n > 1 and p.kind == "half"  # its own kernels for few rows are faster
         return ("permute", {}) if library else ("fused", config)
@@ -78,5 +69,5 @@ def choose(
 @lru_cache(maxsize=4096)
 def cached_choice(p: Problem, machine: Machine) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """`choose` once for a problem; the configuration as pairs."""
-    variant, config = choose(p, machine=machine)
+    variant, config = choose(p, machine)
     return variant, tuple(config.items())
