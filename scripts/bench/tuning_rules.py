@@ -144,21 +144,6 @@ def ranges(
             yield [found[0][0], found[-1][1]], label
 
 
-def winners_table(points: Sequence[TunedPoint]) -> list[dict[str, Any]]:
-    """One entry a point, for people: the winner, its time, and the dense layer's."""
-    rows = []
-    for point in points:
-        best = fastest(point)
-        rows.append(
-            {
-                **{"structure": point.structure, **point.shape._asdict(), "dtype": point.dtype},
-                **{"n": point.n, "variant": best[0] if best else None},
-                **{"ms": best[1] if best else None, "dense_ms": point.times.get(DENSE)},
-            }
-        )
-    return rows
-
-
 def merged(rules: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """`rules` and those of an older table about what `rules` say nothing of, exact shapes first."""
     said = {_about(rule) for rule in rules}
