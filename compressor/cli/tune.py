@@ -31,10 +31,9 @@ def tune(
     """Time the kernels on this GPU, and write the table by which layers choose them."""
     asked: TuneOptions = of_text(TuneOptions, options)
     from blr.bench.tune import Interrupted, run_tune
-    from blr.compressor.base.progress import Progress
 
     try:
-        run_tune(asked, output, Progress(quiet), format is Format.json)
+        run_tune(asked, output, quiet, format is Format.json)
     except Interrupted as stop:
         report_now(stop.said, stop.code)
         raise typer.Exit(stop.code) from None

@@ -1,5 +1,4 @@
-"""`blr tune`: the kernels timed on this GPU, the table written, and what came out in words. Torch is
-imported once nothing is wrong with what was asked."""
+"""`blr tune`: the kernels timed on this GPU, the table written, and what came out in words."""
 
 from __future__ import annotations
 
@@ -19,7 +18,6 @@ from blr.compressor.recipe.tuned_table import check_table, user_table
 
 if TYPE_CHECKING:
     from blr.bench.tuning import Tuning
-    from blr.compressor.base.progress import Progress
 
 HEAD = ("structure", "shape", "dtype", "n", "variant", "ms", "dense ms")
 
@@ -32,7 +30,7 @@ class Interrupted(Exception):
     said: str
 
 
-def run_tune(asked: TuneOptions, output: Path | None, progress: Progress, as_json: bool) -> None:
+def run_tune(asked: TuneOptions, output: Path | None, quiet: bool, as_json: bool) -> None:
     """Time what `asked` names, write the table and print the winners. Raises Interrupted."""
     check_structures([name for name in asked.structures if name != "fp8"])
     if wrong := next((name for name in asked.dtype if name not in DTYPES), None):
@@ -40,6 +38,9 @@ def run_tune(asked: TuneOptions, output: Path | None, progress: Progress, as_jso
     layers = find_layers(asked.shapes)
     if output is not None:
         check_table(output)
+    from blr.compressor.base.progress import Progress
+
+    progress = Progress(quiet)
     progress.loading()
     from blr.bench import tuning as library
     from blr.bench.harness import Harness
