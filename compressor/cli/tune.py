@@ -9,9 +9,8 @@ import typer
 
 from blr.bench.options import TuneOptions, of_text
 from blr.compressor.cli import values
-from blr.compressor.cli.failure import report_now
-from blr.compressor.cli.from_fields import setting_options, taking
-from blr.compressor.cli.options import Format, FormatOption, Quiet
+from blr.compressor.cli.from_fields import Format, FormatOption, Quiet, setting_options, taking
+from blr.compressor.cli.streams import report_now
 
 Table = Annotated[
     Path | None,
