@@ -14,9 +14,8 @@ from blr.compressor.base.device import DTYPES
 from blr.compressor.base.errors import BlrError, UsageError
 from blr.compressor.base.quoting import printable
 from blr.compressor.cli import values
-from blr.compressor.cli.failure import report_now
-from blr.compressor.cli.from_fields import setting_options, taking
-from blr.compressor.cli.options import Format, FormatOption, Quiet
+from blr.compressor.cli.from_fields import Format, FormatOption, Quiet, setting_options, taking
+from blr.compressor.cli.streams import report_now
 
 if TYPE_CHECKING:
     from blr.bench.tuning import Tuning

@@ -23,7 +23,7 @@ from blr.bench.tuning import Tuning
 from blr.bench.tuning_rules import Candidate, TunedPoint, merged, rules_of
 from blr.compressor.base.progress import Progress
 from blr.compressor.cli import tune as command
-from blr.compressor.cli.options import Format
+from blr.compressor.cli.from_fields import Format
 from blr.compressor.recipe.tuned_table import TunedRule, read_table, table_text, user_table, write_table
 from blr.compressor.structures.registry import TUNED
 from blr.kernels.common import dispatch, tables
