@@ -13,9 +13,9 @@ from typing import Any
 from blr.compressor.base.errors import BlrError, UsageError
 from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.planning.dimensions import dimensions_of
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import DECODE, Gpu, chosen_gpu, dense_time, layer_time
+from blr.compressor.planning.training_sizes import dimensions_of
 from blr.compressor.recipe.schema import DENSE, PACED, Recipe, make_recipe
 from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec
 from blr.kernels.decode.quantized.formats import GROUP
