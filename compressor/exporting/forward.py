@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from blr.compressor.base.disk import flush, scratch_folder, sha256_file
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.base.packages import is_missing
+from blr.compressor.base.exhaustion import is_missing
 from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import first_line
 from blr.compressor.checkpoint.context import UNLIMITED, context_of

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.exporting.plan import ExportPlan
     from blr.compressor.output.check import OutputCheck
-    from blr.compressor.output.produce import FolderContents
+    from blr.compressor.output.files import FolderContents
 
 
 @dataclass
@@ -158,7 +158,7 @@ class ExportRun(FolderRun):
     def work(self, read: str) -> FolderContents:
         """What is planned: tensors are re-laid as they are written."""
         from blr.compressor.exporting.tensors import in_order, read_tensor
-        from blr.compressor.output.produce import FolderContents
+        from blr.compressor.output.files import FolderContents
         from blr.compressor.workspace.shards import assign_shards
 
         source, tensors = self.plan.checkpoint.source, self.plan.tensors
@@ -236,8 +236,7 @@ class ExportRun(FolderRun):
 
         source = self.plan.checkpoint.source
         kept = {name: sha256_file(source.folder / name) for name in kept_files(self.plan.checkpoint)}
-        floats = {entry.name for entry in source.entries.values() if entry.is_float}
-        scan = scan_source(source, floats, "repair or compress the checkpoint again", self.progress)
+        scan = scan_source(source, "repair or compress the checkpoint again", self.progress)
         check_products(source, self.plan.stored, self.options.dtype, scan.norms)
         return hashlib.sha256(canonical_json([scan.digest, kept])).hexdigest()
 

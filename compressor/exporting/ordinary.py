@@ -26,8 +26,7 @@ from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.exporting.origin import FORMAT, Checkpoint
 from blr.compressor.exporting.plan import ExportPlan, check_fits
 from blr.compressor.exporting.tensors import plan_tensors
-from blr.compressor.loading.discover import meta_model
-from blr.compressor.loading.native import native_class
+from blr.compressor.loading.native import meta_model, native_class
 from blr.compressor.loading.vendor import code_files
 from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.modeling.registry import auto_name, declared_keys, register

@@ -20,8 +20,7 @@ from blr.compressor.exporting.options import DEFAULT_CONTEXT, ExportOptions
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.quantizer import PackedHead, Quantizer, find_head, make_quantizer
 from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors, slower_layers
-from blr.compressor.loading.native import native_class, native_errors, read_context
-from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.native import native_class, native_errors, quiet_transformers, read_context
 from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import register
 from blr.compressor.modeling.settings import LAYOUT, ExportSettings

@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.pack import parse_kind
 from blr.compressor.fitting.rounding import PRODUCT, Quantized, quantize_dense, quantize_factors
-from blr.compressor.loading.discover import family_of, meta_model
+from blr.compressor.loading.native import family_of, meta_model
 from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.recipe.architectures import Family, find_family
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
@@ -201,7 +201,7 @@ def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> PackedHea
     structured = next((stored for stored, n in module_names(model, specs).items() if n == name), None)
     if structured is not None:
         return PackedHead(structured, kind, None, tied=False)
-    shape = tuple(model.get_submodule(name).weight.shape)
+    shape = tuple(model.get_submodule(name).get_parameter("weight").shape)
     alike = {
         entry.name.removesuffix(".weight"): entry
         for entry in source.entries.values()

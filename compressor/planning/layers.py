@@ -99,7 +99,7 @@ def _family(source: Source, notes: list[str]) -> Family:
             f"{source.folder}: found {source.model_type}, which has no table in configs/; expected one "
             f"of diffusers that has one: {', '.join(known)}"
         )
-    from blr.compressor.loading.discover import discover_family
+    from blr.compressor.loading.native import discover_family
 
     found = discover_family(source)
     notes.append(
