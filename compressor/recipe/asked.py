@@ -1,4 +1,4 @@
-"""The recipe of one run: a recipe, what is asked for in its place, and how much effort."""
+"""Makes the recipe of a run from a recipe, options that replace its settings, and an effort."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from blr.compressor.recipe.unused_settings import refuse, refuse_idle
 
 NORMAL = "normal"
 EFFORTS: Mapping[str, Mapping[str, int]] = {
-    "quick": {"refit": 0, "finish": 0},  # closed form alone
-    NORMAL: {},  # what the device is good for: the defaults of refit and finish
-    "best": {"samples": 1600, "refit": 3, "rounds": 100},  # the README's best figures
+    "quick": {"refit": 0, "finish": 0},  # no training
+    NORMAL: {},  # the defaults of the device
+    "best": {"samples": 1600, "refit": 3, "rounds": 100},  # those of the README's best figures
 }
-PACKED = {"best": {"refit": 4}}  # of weights in few bits, in place of the above
-ROUNDED = "blast"  # the method whose rounds these are
+PACKED = {"best": {"refit": 4}}  # replaces the above for weights in few bits
+ROUNDED = "blast"  # the method that `rounds` above is for
 
 
 def asked_recipe(
@@ -29,10 +29,10 @@ def asked_recipe(
     own_text: bool = False,
     apart: Collection[str] = (),
 ) -> Recipe:
-    """`recipe` with the `settings` that are given (not None, not empty) in the place of its own, over
-    those of `effort`. `calibrated`: there is a text to fit to; `own_text`: it is the model's own;
-    `apart` are settings of use in any case. Raises UsageError for settings that nothing would use,
-    RecipeError as `load_recipe`."""
+    """`recipe` with the `settings` that are given (not None, not empty) in place of its own, and with
+    those of `effort` where neither says anything else. `calibrated`: there is a text to fit to;
+    `own_text`: the model writes it; `apart` are settings that always have a use. Raises UsageError for
+    settings that nothing would use, RecipeError as `load_recipe` does."""
     asked = {n: v for n, v in settings.items() if v is not None and v != [] and v != ()}
     found = load_recipe(recipe, asked)
     refuse_idle(found, {n: v for n, v in asked.items() if n not in apart}, calibrated)
@@ -48,7 +48,8 @@ def asked_recipe(
 
 
 def effort_settings(effort: str, recipe: Recipe) -> dict[str, int]:
-    """What `effort` sets for a `recipe` that is resolved otherwise. Raises UsageError for no such."""
+    """The settings of `effort` for a `recipe` that is complete otherwise. Raises UsageError if it is
+    unknown."""
     if effort not in EFFORTS:
         raise UsageError(f"--effort {effort}: expected one of {', '.join(EFFORTS)}")
     own, found = recipe.own(), dict(EFFORTS[effort])

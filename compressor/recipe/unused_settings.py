@@ -1,6 +1,6 @@
-"""Options that nothing would read: refused on the command line, where silence would mislead.
+"""Refuses options on the command line that nothing would read, for silence would mislead.
 
-A recipe file may hold such settings, for what extends it.
+A recipe file may have such settings, for recipes that extend it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from blr.compressor.structures.specs import BlastSpec
 
 Use = Callable[[Structure], object]
 CALIBRATION = ("samples", "seq_len", "mix", "refit", "finish")
-FITTED: dict[str, tuple[Use, str]] = {  # what some structures alone have: who uses it, in words
+FITTED: dict[str, tuple[Use, str]] = {  # settings of some structures: who uses them, also in words
     "blocks": (lambda structure: structure.blocks, "methods monarch and blast"),
     "heads": (lambda structure: structure.grouped, "method svd, or a cache of ranks"),
     "rounds": (lambda structure: structure.iterated, "methods monarch, blast and ks"),
@@ -49,7 +49,7 @@ def idle(recipe: Recipe, given: Collection[str], calibrated: bool) -> dict[str, 
 
 
 def refuse(name: str, value: object, whose: str) -> NoReturn:
-    """Raise UsageError for a setting that is of no use, but for that whose it is."""
+    """Raise UsageError for a setting without a use; `whose` is what it belongs to."""
     option = f"--{name.replace('_', '-')}"
     raise UsageError(f"{option} {value}: nothing would use it, it belongs to {whose}; leave it out")
 
@@ -60,13 +60,13 @@ def _fits(layer: LayerSettings, uses: Use) -> bool:
 
 
 def _shares(layer: LayerSettings) -> bool:
-    """Whether its size is a share of a budget."""
+    """Whether the layer's size is a share of a budget."""
     sized = layer.rank or layer.pattern or layer.stored.base
     return layer.method != DENSE and not sized
 
 
 def _of_storing(recipe: Recipe, layers: list[LayerSettings]) -> dict[str, str]:
-    """Those of how layers are stored, which a speed decides where there is one to reach."""
+    """Settings of how layers are stored that have no use; a target speed decides these by itself."""
     found = {}
     packed = [layer for layer in layers if layer.stored.bits or layer.stored.base]
     if not packed:
