@@ -32,13 +32,9 @@ from blr.compressor.planning.training_sizes import (
 from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.structures.specs import (
     BlastSpec,
-    CorrectedSpec,
     DenseSpec,
     LowRankSpec,
-    PivotedSpec,
-    QuantizedSpec,
     Spec,
-    leaves,
 )
 
 TRAINED = 2 * HALF + 4 * SINGLE  # bytes of a trained parameter
@@ -142,9 +138,9 @@ def masters(spec: Spec) -> int:
     """Numbers that training moves in a layer; of one in few bits its scales are moved as well, those of
     float8 not."""
     scales = 0
-    for _, leaf in leaves(spec):
-        if isinstance(leaf, QuantizedSpec) and not leaf.fp8:
-            formats = ((prod(shape), leaf.format_of(name)) for name, shape in leaf.shapes().items())
+    for _, leaf in spec.parts():
+        if (packing := leaf.packing) is not None and not packing.fp8:
+            formats = ((prod(shape), packing.format_of(name)) for name, shape in leaf.shapes().items())
             scales += sum(-(-numbers // form[1]) for numbers, form in formats if form is not None)
     return spec.parameters + scales
 
@@ -226,7 +222,7 @@ def _speed(sizes: Sizes, specs: Mapping[str, Spec], step: StepSize, gpu: Gpu, in
     """Tokens a second of one GPU, from a token's products and bytes and its part of the update. The
     teacher runs forward; the student runs forward and, for twice the time, backward."""
     plain = (spec.plain for spec in specs.values())
-    low = (spec for spec in plain if isinstance(spec, LowRankSpec | PivotedSpec))
+    low = (spec for spec in plain if spec.low_rank().structure == LowRankSpec.structure)
     saved = sum(spec.dense_parameters - spec.parameters for spec in low)
     flops = 2.0 * (sizes.parameters + (sizes.parameters - saved) * (4 if step.kept else 3))
     products = flops / (EFFICIENCY * gpu.reached_tflops * 1e12)
@@ -250,11 +246,11 @@ def _models(sizes: Sizes, specs: Mapping[str, Spec], group: GpuGroup) -> tuple[f
 
 def _composed(spec: Spec) -> int:
     """Numbers that the backward pass keeps of one layer's composed weight."""
-    inner = (spec.correction if isinstance(spec, CorrectedSpec) else spec).plain
+    inner = spec.added.plain
     mixed = inner.blocks * inner.in_features * inner.rank if isinstance(inner, BlastSpec) else 0
-    if isinstance(spec, CorrectedSpec):  # the correction's weight, and the sum
+    if spec.corrected:  # the correction's weight, and the sum
         return 2 * spec.dense_parameters + mixed
-    plain = isinstance(inner, LowRankSpec | PivotedSpec | DenseSpec)
+    plain = inner.low_rank().structure in (LowRankSpec.structure, DenseSpec.structure)
     return 0 if plain else spec.dense_parameters + mixed
 
 
