@@ -105,9 +105,8 @@ class Compression:
     def layer_seconds(self, layer: PlannedLayer) -> float:
         """Seconds of one layer's fit."""
         spec, plain = layer.spec, layer.spec.plain
-        products = (
-            0 if plain.structure == DenseSpec.structure else 2 * predicted_cost(spec, self.calibrated)
-        )
+        dense = plain.structure == DenseSpec.structure
+        products = 0 if dense else 2 * predicted_cost(spec, self.calibrated)
         least = EACH
         if self.calibrated:
             o, i = spec.out_features, spec.in_features
