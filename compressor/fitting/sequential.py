@@ -157,17 +157,16 @@ class BlockFit:
     def _dense_inputs(self, n: int, group: Group) -> dict[str, Tensor]:
         batch, device = self.run.batches[n], self.run.model.device
         if self.cache is None and (place := self._cache_place()):
-            self.cache = {n: self._all_inputs(b, place) for n, b in self.run.mine.items()}
+            names = sorted({name for g in self.groups for name in (g.modules[0], g.residual) if name})
+            self.cache = {}
+            for number, own in self.run.mine.items():
+                with captured_inputs(self.dense, names) as kept:
+                    kept[""] = run_block(self.dense, own.hidden.to(device), own)
+                self.cache[number] = {name: tensor.to(place) for name, tensor in kept.items()}
         if self.cache is None:
             return self._inputs(self.dense, batch.hidden, batch, group)
         wanted = {group.modules[0], group.residual}
         return {name: t.to(device) for name, t in self.cache[n].items() if name in wanted}
-
-    def _all_inputs(self, batch: Batch, place: torch.device) -> dict[str, Tensor]:
-        names = {name for g in self.groups for name in (g.modules[0], g.residual) if name}
-        with captured_inputs(self.dense, sorted(names)) as kept:
-            out = run_block(self.dense, batch.hidden.to(self.run.model.device), batch)
-        return {name: tensor.to(place) for name, tensor in kept.items()} | {"": out.to(place)}
 
     def _cache_place(self) -> torch.device | None:
         """The device that keeps this block's dense inputs; None if they are too large."""

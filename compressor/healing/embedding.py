@@ -65,7 +65,10 @@ class Embedding:
         with torch.no_grad():
             theirs = self._run(self.pair.teacher, ids, mask)
         found, wanted = (self.head.embed(states[-1].float(), mask) for states in (ours, theirs))
-        return 1 - cosine_similarity(found, wanted, dim=-1), _missed(ours, theirs, mask)
+        real, missed = mask.float(), []  # ‖h − h'‖² / ‖h'‖², the mean over tokens and blocks
+        for mine, dense in zip(ours[1:], theirs[1:], strict=True):
+            missed.append((relative_errors(mine, dense) * real).sum(-1) / real.sum(-1))
+        return 1 - cosine_similarity(found, wanted, dim=-1), torch.stack(missed).mean(0)
 
     def _inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids and their mask; on a CPU without columns that are padding in all rows."""
@@ -80,14 +83,6 @@ class Embedding:
         """The outputs of the embeddings and of every block."""
         out = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
         return (*out.hidden_states[:-1], out.last_hidden_state)
-
-
-def _missed(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], mask: Tensor) -> Tensor:
-    """‖h − h'‖² / ‖h'‖² for each sentence [m], the mean over its tokens and the blocks."""
-    kept, found = mask.float(), []
-    for mine, wanted in zip(ours[1:], theirs[1:], strict=True):
-        found.append((relative_errors(mine, wanted) * kept).sum(-1) / kept.sum(-1))
-    return torch.stack(found).mean(0)
 
 
 def sentence_stream(

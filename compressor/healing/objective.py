@@ -277,7 +277,12 @@ class Objective:
             windows = held[n : n + HELD_BATCH].to(self.device)
             targets, head = self._targets(windows), self.student.head
             hidden = self._predicting(self.student.run(windows)[0])
-            wanted = self._wanted(held, n, windows), self.teacher.head
+            dense = self._kept.get((id(held), n))
+            if dense is None:
+                dense = self._predicting(self.teacher.run(windows)[0])
+                if self.teacher.plain:  # logits would be too large to keep
+                    self._kept[id(held), n] = dense
+            wanted = dense, self.teacher.head
             found = (
                 summed(hidden, head, wanted, targets, kl),
                 summed(hidden, head, None, targets, lm),
@@ -286,15 +291,6 @@ class Objective:
             totals += torch.stack(found).double().cpu()
         kl_, student, teacher = (totals / (held.shape[0] * self.scored(held.shape[1]))).tolist()
         return Merit(kl_, student, teacher)
-
-    def _wanted(self, held: Tensor, first: int, windows: Tensor) -> Tensor:
-        key = id(held), first
-        if key in self._kept:
-            return self._kept[key]
-        hidden = self._predicting(self.teacher.run(windows)[0])
-        if self.teacher.plain:  # logits would be too large to keep
-            self._kept[key] = hidden
-        return hidden
 
     def _predicting(self, hidden: Tensor) -> Tensor:
         """The states that predict a token: [m, w, d] -> [m scored(w), d]."""

@@ -141,7 +141,8 @@ def _pivoted(spec: PivotedSpec, n: int) -> Iterator[Kernel]:
 
 
 def _blocked(spec: MonarchSpec | BlastSpec, n: int) -> Iterator[Kernel]:
-    """For one token BLAST's mix with S is the prologue of the second product."""
+    """The kernels of Monarch and BLAST. For one token BLAST's mix with S is part of the second
+    product."""
     o, i, rank, inner = spec.out_features, spec.in_features, spec.rank, n * spec.blocks * spec.rank
     mix = prod(spec.shapes().get("S", (0,)))
     fused = mix if n == DECODE else 0
@@ -163,7 +164,7 @@ KERNELS: dict[str, Callable[[Any, int], Iterator[Kernel]]] = {
 
 
 def _packed(found: list[Kernel], spec: Spec) -> Iterator[Kernel]:
-    """The kernels of ``spec.plain`` with its weights read in fewer bits, alike in all of them."""
+    """The kernels of ``spec.plain``, which read their weights in fewer bits."""
     whole = sum(kernel.moved for kernel in found)
     spared = spec.parameters - spec.stored_bits() / (8 * ELEMENT)
     yield from (replace(k, moved=round(k.moved * (1 - spared / whole))) for k in found)

@@ -75,7 +75,11 @@ def write_own_text(
     ]
     fits = partial(_fits, model, (size, wanted.length))
     share_of = [n for n in range(count) if n % share[1] == share[0]]
-    mine = [n for n in share_of if not _is_kept(journal, keys[n], fits)]
+    mine = []
+    for n in share_of:
+        known = journal.load(keys[n])
+        if known is None or "ids" not in known[0] or not fits(journal.tensors(keys[n])["ids"]):
+            mine.append(n)
     reading = _reading(model, wanted)
 
     def written(n: int) -> Tensor:
@@ -95,11 +99,6 @@ def write_own_text(
     journal.await_all(keys)
     rows = torch.cat([journal.tensors(key)["ids"] for key in keys])
     return rows[:samples]
-
-
-def _is_kept(journal: Journal, key: str, fits: Callable[[Tensor], bool]) -> bool:
-    found = journal.load(key)
-    return found is not None and "ids" in found[0] and fits(journal.tensors(key)["ids"])
 
 
 def _fits(model: Any, shape: tuple[int, int], ids: Tensor) -> bool:
@@ -196,7 +195,11 @@ def continued(
     if reading is None:
         with _reading(model, wanted) as reading:
             return continued(model, ids, number, wanted, reading)
-    rows = reading.rows or _rows_at_once(model, wanted.length)
+    rows, device = reading.rows or CPU_BATCH, model.device
+    if reading.rows is None and device.type == "cuda":
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + idle
+        rows = _rows_in(FREE * free, model, wanted.length)
     # cuDNN's attention would plan anew for every length of the cache, which takes longer than it runs
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         while True:
@@ -210,14 +213,6 @@ def continued(
             rows = min(rows, len(ids)) // 2 or 1
             reading.free()
             torch.cuda.empty_cache()
-
-
-def _rows_at_once(model: Any, length: int) -> int:
-    device = model.device
-    if device.type != "cuda":
-        return CPU_BATCH
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return _rows_in(FREE * (torch.cuda.mem_get_info(device)[0] + idle), model, length)
 
 
 def _continued(
