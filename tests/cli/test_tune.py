@@ -158,7 +158,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(tune, "tuning_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(tune, "QUICK", (1, 16))
     layer = LayerShape("pico", "up", 32, 32, 2.0, {})
-    monkeypatch.setattr("blr.bench.shapes.find_layers", lambda models: [layer])
+    monkeypatch.setattr("blr.bench.tune.find_layers", lambda models: [layer])
     monkeypatch.setenv("BLR_TUNED_DIR", str(tmp_path))
     return tmp_path
 
