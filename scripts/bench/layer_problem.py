@@ -313,8 +313,8 @@ def filled_layer(
 def rounding_call(layer: LayerProblem, spec: Spec | None) -> tuple[Call, Rotation]:
     """A layer with float8 weights, dense if `spec` is None, on inputs that it rounds."""
     made = float8_layer(*_factors(layer, spec))
-    structure = structure_of(made)
-    scales, weights = prepared(made, structure, layer.x())
+    structure = structure_of(made.packing)
+    scales, weights = prepared(made, layer.x())
 
     def call(x: Tensor, *weights: Tensor) -> Tensor:
         return fp8_product(structure, fp8_rows(x), weights, scales, x.dtype)
