@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -24,7 +25,7 @@ _PLAINEST = ("", "ForCausalLM", "ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForMaskedLM
 
 def register(model_type: str) -> type:
     """Make transformers' tables of models know the structured variant of a native `model_type`. Returns
-    Its configuration class. Raises KeyError for a type that transformers does not have."""
+    its configuration class. Raises KeyError for a type that transformers does not have."""
     native = CONFIG_MAPPING[model_type]
     config = config_class(PREFIX + native.__name__)
     AutoConfig.register(config.model_type, config, exist_ok=True)
@@ -32,8 +33,19 @@ def register(model_type: str) -> type:
     for mapping in mappings:
         if native in mapping and (names := _known(mapping[native])):
             classes = tuple(model_class(PREFIX + name) for name in names)
+            for found in classes:
+                _name_in_transformers(found)
             mapping.register(config, classes[0] if len(classes) == 1 else classes, exist_ok=True)
     return config
+
+
+def _name_in_transformers(found: type) -> None:
+    """Let `transformers serve`, pipelines and TRL find a class by the name that config.json has.
+
+    Importing pipelines makes transformers a second time; who imported it before keeps the first.
+    """
+    for module in (transformers, sys.modules["transformers"]):
+        setattr(module, found.__name__, found)
 
 
 class _OnDemand(dict[str, type]):
