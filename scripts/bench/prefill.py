@@ -9,24 +9,26 @@ weights dequantized.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from blr.bench.checks import WrongResult, relative_error
+from blr.bench.harness import Case, Checked, Harness, free_models
+from blr.bench.models import FP8, OWN, STRUCTURES, BenchModel, Models, find_models, prompt
+from blr.bench.options import PrefillOptions
+from blr.bench.results import REST, TIMES, BenchReport, Column, Timed, nested
+from blr.bench.timing import wall_ms
 from blr.compressor.base.device import float_dtype, pick_device
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench.checks import WrongResult, relative_error
-from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
-from blr.compressor.bench.models import FP8, OWN, STRUCTURES, BenchModel, Models, find_models, prompt
-from blr.compressor.bench.options import PrefillOptions
-from blr.compressor.bench.results import BenchReport, PrefillRow, prefill_text
-from blr.compressor.bench.timing import wall_ms
 from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured
 from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.fused import fuse
@@ -65,7 +67,7 @@ def chosen_arms(model: BenchModel, asked: Sequence[str]) -> list[str]:
 
 @dataclass
 class PrefillModels:
-    """The arms of one decoder, each made once. batch: sequences of an input. context: their longest."""
+    """The arms of one decoder, each made once, for `batch` sequences of at most `context` tokens."""
 
     model: BenchModel
     device: torch.device
@@ -124,11 +126,6 @@ class PrefillModels:
         found: Tensor = self.decoders[id(model)].prefill(x)
         return found
 
-    def forget(self) -> None:
-        """Free what was made for prompts of some length."""
-        self.graphs.clear()
-        self.decoders.clear()
-
 
 def first_logits(model: Any, x: Tensor) -> Tensor:
     """The logits [B, vocab] of the token after `x`; x: ids, or embedded."""
@@ -153,6 +150,43 @@ def fused(model: Any) -> Any:
 
 
 @dataclass
+class PrefillRow(Timed):
+    """One arm of `blr bench prefill` at one model and number of tokens.
+
+    Attributes:
+        way: "" eager, "compiled", "graph" or "runtime". ms, low, high: to the first token.
+        of_dense, of_dense_fp8: times as fast as these arms, run in the same way (the runtime: as the
+            faster of eager and compiled ones).
+        rel_error: of logits, of float8 against its weights dequantized, of compiled against eager.
+    """
+
+    columns = (
+        *(Column("arm", "arm"), Column("", "way"), *TIMES, Column("x dense", "of_dense", ".4g")),
+        *(Column("x dense fp8", "of_dense_fp8", ".4g"), *REST),
+    )
+    title = "{0.model}, {0.batch} x {0.tokens} tokens"
+    right = range(2, 7)
+    model: str
+    arm: str
+    way: str
+    tokens: int
+    batch: int
+    of_dense: float | None = None
+    of_dense_fp8: float | None = None
+
+    @staticmethod
+    def head(machine: Mapping[str, Any]) -> str:
+        return f"{machine.get('name')}: milliseconds to the first token"
+
+    @staticmethod
+    def summary(rows: Sequence[PrefillRow]) -> dict[str, Any]:
+        """Milliseconds to the first token by model, arm and tokens."""
+        timed = [(row, row.ms) for row in rows if row.ms is not None]
+        times = ((r.model, f"{r.arm} {r.way}".strip(), r.tokens, round(ms, 2)) for r, ms in timed)
+        return {"first_token_ms": nested(times)}
+
+
+@dataclass
 class PrefillCases:
     """The cases of one run."""
 
@@ -168,22 +202,18 @@ class PrefillCases:
         o = self.options
         models = PrefillModels(model, self.device, self.dtype, max(o.tokens), o.cf, o.blocks, o.batch)
         return [
-            Case(
+            Case.of_rows(
                 f"{model.name} {tokens} tokens",
-                partial(self._arms, models, arms, tokens),
-                partial(self._finish, models),
+                [
+                    PrefillRow(model.name, arm, way, tokens, o.batch)
+                    for arm, way in product(arms, self.ways)
+                ],
+                partial(self._check, models),
+                finish=compare,
+                around=partial(self._fresh, models),
             )
             for tokens in o.tokens
         ]
-
-    def _arms(self, models: PrefillModels, arms: Sequence[str], tokens: int) -> list[Arm]:
-        free_models(self.device)  # those of the case before
-        made = []
-        for arm in arms:
-            for way in self.ways:
-                row = PrefillRow(models.model.name, arm, way, tokens, self.options.batch)
-                made.append(Arm(row, partial(self._check, models, row)))
-        return made
 
     def _check(self, models: PrefillModels, row: PrefillRow) -> Checked:
         """An arm compiled and compared."""
@@ -204,9 +234,13 @@ class PrefillCases:
         )
         return Checked(sampler, error, LIMITS[kind])
 
-    def _finish(self, models: PrefillModels, rows: Sequence[PrefillRow]) -> None:
-        compare(rows)
-        models.forget()
+    @contextmanager
+    def _fresh(self, models: PrefillModels) -> Iterator[None]:
+        """Without what cases before have left, and leaving nothing made for prompts of this length."""
+        free_models(self.device)
+        yield
+        models.graphs.clear()
+        models.decoders.clear()
         torch.compiler.reset()
 
 
@@ -221,25 +255,12 @@ def compare(rows: Sequence[PrefillRow]) -> None:
                 setattr(row, name, min(found) / row.ms)
 
 
-def prefill_summary(rows: Sequence[PrefillRow]) -> dict[str, Any]:
-    """Milliseconds to the first token by model, arm and tokens."""
-    times: dict[str, Any] = {}
-    for row in rows:
-        if row.ms is not None:
-            name = f"{row.arm} {row.way}".strip()
-            times.setdefault(row.model, {}).setdefault(name, {})[row.tokens] = round(row.ms, 2)
-    return {"first_token_ms": times}
-
-
 def run_prefill(options: PrefillOptions, progress: Progress) -> tuple[BenchReport, int]:
-    """Time everything that `options` name; the report, and the exit code.
-
-    Raises:
-        UsageError: arms or models that there are not. CapabilityError: no device for them.
-    """
+    """Time all that `options` name; the report, and the exit code. Raises UsageError or CapabilityError
+    before anything is timed."""
     device = pick_device(options.device)
     cases = PrefillCases(options, device)
     models = [(m, chosen_arms(m, options.arms)) for m in find_models(options.models, device)]
-    report = BenchReport("bench prefill", asdict(options), PrefillRow, prefill_summary, prefill_text)
+    report = BenchReport("bench prefill", asdict(options), PrefillRow)
     harness = Harness(report, progress, device, options.rounds, options.seconds)
     return report, harness.run([case for model, arms in models for case in cases.of(model, arms)])

@@ -6,7 +6,7 @@ before its logits (and, for a checkpoint, its greedy tokens) are right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,11 +14,8 @@ from typing import Any
 
 import torch
 
-from blr.compressor.base.device import float_dtype, pick_device
-from blr.compressor.base.errors import UsageError
-from blr.compressor.base.progress import Progress
-from blr.compressor.bench.checks import WrongResult, relative_error
-from blr.compressor.bench.decode_arms import (
+from blr.bench.checks import WrongResult, relative_error
+from blr.bench.decode_arms import (
     HF,
     INT8,
     ArmName,
@@ -26,10 +23,9 @@ from blr.compressor.bench.decode_arms import (
     OursArm,
     compare_tokens,
     parse_arm,
-    reference_logits,
 )
-from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
-from blr.compressor.bench.models import (
+from blr.bench.harness import Case, Checked, Harness, free_models
+from blr.bench.models import (
     OWN,
     BenchModel,
     Models,
@@ -38,9 +34,12 @@ from blr.compressor.bench.models import (
     prompt,
     weight_bytes,
 )
-from blr.compressor.bench.options import DecodeOptions
-from blr.compressor.bench.results import BenchReport, DecodeRow, decode_text
-from blr.compressor.bench.timing import CudaSampler, Rotation, spread, wall_ms
+from blr.bench.options import DecodeOptions
+from blr.bench.results import REST, BenchReport, Column, Timed, nested
+from blr.bench.timing import CudaSampler, Rotation, spread, wall_ms
+from blr.compressor.base.device import float_dtype, pick_device
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.progress import Progress
 from blr.compressor.runtime.failures import FORMER, MODES, OPS
 
 BASELINE = f"{HF}-dense"
@@ -91,6 +90,55 @@ def chosen_arms(model: BenchModel, asked: Sequence[str]) -> list[ArmName]:
 
 
 @dataclass
+class DecodeRow(Timed):
+    """One arm of `blr bench decode` at one model, context and batch.
+
+    Attributes:
+        ms, low, high: of a step of `steps`. tokens_per_second: of all rows of the batch together.
+        bytes: weights and cache that a step reads. fraction: of the copy bandwidth; floor_ms: at all
+            of it. speedup: over the baseline at the same context and batch.
+        rel_error: of logits against eager transformers on the same weights. equal_tokens: leading
+            greedy tokens equal to those of transformers' generate, the least of all rows.
+    """
+
+    columns = (
+        *(Column("arm", "arm"), Column("tokens/s", "tokens_per_second", ".1f", judged=True)),
+        *(Column("x base", "speedup", ".4g"), Column("ms/step", "ms", ".4g")),
+        *(Column("floor", "floor_ms", ".4g"), Column("of it", "fraction", ".0%")),
+        *(Column("GB/step", "bytes", ".4g", scale=1e9), *REST),
+    )
+    title = "{0.model}, context {0.context}, batch {0.batch}, {0.dtype}"
+    right = range(1, 8)
+    model: str
+    arm: str
+    context: int
+    batch: int
+    dtype: str
+    steps: int = 0
+    tokens_per_second: float | None = None
+    speedup: float | None = None
+    bytes: int | None = None
+    floor_ms: float | None = None
+    fraction: float | None = None
+    equal_tokens: int | None = None
+
+    @staticmethod
+    def head(machine: Mapping[str, Any]) -> str:
+        copied = machine.get("copy_tbps")
+        return f"{machine.get('name')}" + (f": measured copy {copied:.2f} TB/s" if copied else "")
+
+    @staticmethod
+    def summary(rows: Sequence[DecodeRow]) -> dict[str, Any]:
+        """Tokens a second by model, arm and "context x batch"."""
+        speeds = (
+            (row.model, row.arm, f"{row.context}x{row.batch}", round(row.tokens_per_second, 1))
+            for row in rows
+            if row.tokens_per_second is not None
+        )
+        return {"tokens_per_second": nested(speeds)}
+
+
+@dataclass
 class DecodeCases:
     """The cases of one run. copy_tbps: of the GPU, for floors."""
 
@@ -107,22 +155,16 @@ class DecodeCases:
         room = max(o.contexts) + o.steps + 2
         models = Models(model, self.device, self.dtype, room, o.cf, o.blocks, o.rank)
         return [
-            Case(
+            Case.of_rows(
                 f"{model.name} context {context} batch {batch}",
-                partial(self._arms, models, arms, context, batch),
-                self._compare,
+                [DecodeRow(model.name, str(arm), context, batch, o.dtype, o.steps) for arm in arms],
+                partial(self._check, models),
+                finish=self._compare,
                 together=partial(self._fitting, models, context, batch),
             )
             for context in o.contexts
             for batch in o.batches
         ]
-
-    def _arms(self, models: Models, names: Sequence[ArmName], context: int, batch: int) -> Sequence[Arm]:
-        made, o = [], self.options
-        for name in names:
-            row = DecodeRow(models.model.name, str(name), context, batch, o.dtype, o.steps)
-            made.append(Arm(row, partial(self._check, models, name, row)))
-        return made
 
     def _fitting(self, models: Models, context: int, batch: int, arms: Sequence[Any]) -> int:
         """How many of `arms` find room for their caches beside the weights."""
@@ -137,9 +179,10 @@ class DecodeCases:
         free = torch.cuda.mem_get_info(self.device)[0] * RESERVE
         return max(int(free // size), 1) if size else len(arms)
 
-    def _check(self, models: Models, name: ArmName, row: DecodeRow) -> Checked:
+    def _check(self, models: Models, row: DecodeRow) -> Checked:
         """The arm with its graphs captured, and how far its logits are off."""
-        model, o = _model(models, name), self.options
+        name, o = parse_arm(row.arm), self.options
+        model = _model(models, name)
         held = cache_bytes(model, row.context + o.steps // 2, row.batch, name.cache == INT8)
         row.bytes = weight_bytes(model) + held
         ids = prompt(models.model.folder, model, row.batch, row.context)
@@ -188,11 +231,12 @@ def _model(models: Models, name: ArmName) -> Any:
 
 
 def logits_error(made: HfArm | OursArm, model: Any) -> float:
-    """Of the logits after the prompt and one step, against transformers in eager mode."""
+    """Of the logits after the prompt and one step, against transformers, eager, without a cache."""
     fed = made.ids[:, 0].clone()
     made.prefill()
     found = made.step(fed).float().clone()
-    return relative_error(found, reference_logits(model, made.ids, fed))
+    whole = torch.cat([made.ids, fed[:, None]], 1)
+    return relative_error(found, model(whole, use_cache=False, logits_to_keep=1).logits[:, -1].float())
 
 
 def measured_copy(device: torch.device) -> float:
@@ -215,29 +259,17 @@ def step_ms(arm: HfArm | OursArm, steps: int) -> float:
 
 
 def run_decode(options: DecodeOptions, progress: Progress) -> tuple[BenchReport, int]:
-    """Time everything that `options` name; the report, and the exit code.
-
-    Raises UsageError or CapabilityError before anything is timed.
-    """
+    """Time all that `options` name; the report, and the exit code. Raises UsageError or CapabilityError
+    before anything is timed."""
     device = pick_device(options.device)
     options = current(options, progress)
     cases = DecodeCases(options, device)
     models = [(m, chosen_arms(m, options.arms)) for m in find_models(options.models, device)]
     settings = {k: v for k, v in asdict(options).items() if v is not None}
-    report = BenchReport("bench decode", settings, DecodeRow, decode_summary, decode_text)
+    report = BenchReport("bench decode", settings, DecodeRow)
     harness = Harness(report, progress, device, options.rounds, options.seconds)
     if device.type == "cuda":
         progress.stage("measuring copy bandwidth")
         cases.copy_tbps = measured_copy(device)
     report.machine["copy_tbps"] = cases.copy_tbps
     return report, harness.run([case for model, arms in models for case in cases.of(model, arms)])
-
-
-def decode_summary(rows: Sequence[DecodeRow]) -> dict[str, Any]:
-    """Tokens a second by model, arm and "context x batch"."""
-    speeds: dict[str, Any] = {}
-    for row in rows:
-        if row.tokens_per_second is not None:
-            arms = speeds.setdefault(row.model, {}).setdefault(row.arm, {})
-            arms[f"{row.context}x{row.batch}"] = round(row.tokens_per_second, 1)
-    return {"tokens_per_second": speeds}
