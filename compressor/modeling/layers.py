@@ -268,7 +268,7 @@ class QuantizedLinear(KernelLinear):
         if w.fp8 and (found := float8_product(self, x, self.bias)) is not None:
             return found
         if not w.fp8 and x.dtype == w.scale.dtype and w.runs_kernels():
-            return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group)
+            return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group, w.curved)
         if step >= self.out_features:
             return linear(x, w.dequantized(), self.bias)
         parts = zip(w.packed.split(step), w.scale.split(step), strict=True)

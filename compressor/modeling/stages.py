@@ -38,6 +38,7 @@ class Packed(NamedTuple):
     bits: int
     K: int
     group: int = GROUP
+    curved: bool = True
 
     @property
     def fp8(self) -> bool:
@@ -67,7 +68,8 @@ class Packed(NamedTuple):
             return dequantize(self, self.packed, self.scale)
         from blr.kernels.layers.packed.triton import dequantize as run
 
-        return run(self.packed, self.scale, self.bits, self.K, self.scale.dtype, self.group)
+        form = self.bits, self.K, self.scale.dtype, self.group, self.curved
+        return run(self.packed, self.scale, *form)
 
     def runs_kernels(self) -> bool:
         """Whether kernels take it here; plain torch does what is traced, and trains scales."""
@@ -85,7 +87,7 @@ def packed_factor(layer: FormulaLinear, name: str) -> Packed:
     """The packed factor `name` of a layer ("U", "factors.0", "weight")."""
     factor: Factor = layer.held[name]
     packed, scale = layer.stored(factor)
-    return Packed(packed, scale, factor.bits, factor.stored_shape[-1], factor.group)
+    return Packed(packed, scale, factor.bits, factor.stored_shape[-1], factor.group, factor.curved)
 
 
 def narrow_factor(layer: FormulaLinear, name: str) -> Narrow:
@@ -204,9 +206,10 @@ def correction_of(layer: FormulaLinear) -> Corrections | None:
     return Corrections(first, narrow_factor(layer, "U") if packed else Narrow(last.w.contiguous()))
 
 
-def kind_of(w: object) -> tuple[int, int]:
-    """Bits and group of packed weights, zeros for others: stages of one `dual` have the same."""
-    return getattr(w, "bits", 0), getattr(w, "group", 0)
+def kind_of(w: object) -> tuple[int, int, bool]:
+    """Bits and group of packed weights and whether their grid is curved, zeros for others: stages of one
+    `dual` have the same."""
+    return (w.bits, w.group, w.curved) if isinstance(w, Packed) else (0, 0, False)
 
 
 def matrix(layer: FormulaLinear, name: str) -> object:

@@ -20,6 +20,7 @@ class Bank:
 
     def __init__(self, latents: Sequence[Latent]) -> None:
         self.latents, self.bits, self.scale_dtype = latents, latents[0].bits, latents[0].scale_dtype
+        self.curved = latents[0].curved
         self.latent = torch.cat([found.latent.flatten(0, -2) for found in latents])
         self.scale = torch.cat([found.scale.flatten(0, -2) for found in latents])
         self.sizes = [found.scale.numel() for found in latents]
@@ -31,7 +32,7 @@ class Bank:
     def publish(self) -> None:
         """Give the parameters the rounded values of the masters."""
         self.levels, scale = self._levels()
-        values = self._split(values_of(self.levels, scale, self.bits))
+        values = self._split(values_of(self.levels, scale, self.bits, self.curved))
         for found, value in zip(self.latents, values, strict=True):
             found.take(value.view_as(found.latent))
 
@@ -41,14 +42,14 @@ class Bank:
             return
         rows = torch.cat([found.given().flatten(0, -2) for found in self.latents])
         scale = self.scale.to(self.scale_dtype).float()
-        found = straight_through(self.latent, scale, self.levels, rows, self.bits)
+        found = straight_through(self.latent, scale, self.levels, rows, self.bits, self.curved)
         for latent, gradient, of_scale in zip(self.latents, *map(self._split, found), strict=True):
             add_gradient(latent.latent, gradient.view_as(latent.latent))
             add_gradient(latent.scale, of_scale.view_as(latent.scale))
 
     def _levels(self) -> tuple[Tensor, Tensor]:
         scale = self.scale.to(self.scale_dtype).float()
-        return levels_of(self.latent, scale, self.bits), scale
+        return levels_of(self.latent, scale, self.bits, self.curved), scale
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
         return rows.split(self.sizes)
@@ -58,12 +59,13 @@ class Banks:
     """All that is `trained`: what is rounded in banks, copies of masters together, the rest alone."""
 
     def __init__(self, trained: Iterable[Trained]) -> None:
-        kinds: dict[tuple[int, int, torch.dtype], list[Latent]] = {}
+        kinds: dict[tuple[int, int, bool, torch.dtype], list[Latent]] = {}
         self.copies: list[Plain] = []
         self.others: list[Trained] = []
         for part in trained:
             if isinstance(part, Latent):
-                kinds.setdefault((part.bits, part.group, part.scale_dtype), []).append(part)
+                kind = part.bits, part.group, part.curved, part.scale_dtype
+                kinds.setdefault(kind, []).append(part)
             elif type(part) is Plain and part.master is not part.parameter:
                 self.copies.append(part)
             else:

@@ -36,7 +36,7 @@ class Latent:
     """The masters of one rounded parameter.
 
     Args:
-        parameter: what the model computes with. bits, group: of its grid.
+        parameter: what the model computes with. bits, group, curved: of its grid.
         scale: [..., R, groups]; None searches them. latent: as `parameter`; None takes its value.
         scale_dtype: what scales are stored in.
     """
@@ -51,13 +51,14 @@ class Latent:
         scale: Tensor | None = None,
         latent: Tensor | None = None,
         scale_dtype: torch.dtype = torch.bfloat16,
+        curved: bool = True,
     ) -> None:
         self.parameter, self.bits, self.group, self.place = parameter, bits, group, place
-        self.scale_dtype = scale_dtype
+        self.scale_dtype, self.curved = scale_dtype, curved
         start = parameter.detach() if latent is None else latent
         self.latent = self._groups(start.float()).clone()  # [..., R, groups, G]
         if scale is None:
-            found = scales_of(self.latent, bits, scale_dtype).float()
+            found = scales_of(self.latent, bits, scale_dtype, curved=curved).float()
         else:
             found = scale.float().to(start.device)[..., None]
         self.scale = found.clone()  # [..., R, groups, 1]
@@ -71,7 +72,7 @@ class Latent:
     def publish(self) -> None:
         """Give the parameter the rounded value of the masters."""
         levels, scale = self._levels()
-        self.take(values_of(levels, scale, self.bits))
+        self.take(values_of(levels, scale, self.bits, self.curved))
 
     def take(self, value: Tensor) -> None:
         """Give the parameter `value`, shaped as the latent weights."""
@@ -97,7 +98,7 @@ class Latent:
         if self.parameter.grad is None:
             return
         levels, scale = self._levels()
-        found = straight_through(self.latent, scale, levels, self.given(), self.bits)
+        found = straight_through(self.latent, scale, levels, self.given(), self.bits, self.curved)
         for master, gradient in zip((self.latent, self.scale), found, strict=True):
             add_gradient(master, gradient)
 
@@ -109,7 +110,7 @@ class Latent:
     def _levels(self) -> tuple[Tensor, Tensor]:
         """Of the latent weights, with the scales as they are stored."""
         scale = self.scale.to(self.scale_dtype).float()
-        return levels_of(self.latent, scale, self.bits), scale
+        return levels_of(self.latent, scale, self.bits, self.curved), scale
 
     def _groups(self, tensor: Tensor) -> Tensor:
         matrix = self.place.rows(tensor)
@@ -120,11 +121,11 @@ class Latent:
 
 
 def straight_through(
-    latent: Tensor, scale: Tensor, levels: Tensor, gradient: Tensor, bits: int
+    latent: Tensor, scale: Tensor, levels: Tensor, gradient: Tensor, bits: int, curved: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Gradients of latent weights [..., G] and of scales [..., 1] from that of the rounded values."""
     unit = torch.where(scale == 0, 0.0, latent / scale)
-    step = values_of(levels, torch.ones_like(scale), bits)
+    step = values_of(levels, torch.ones_like(scale), bits, curved)
     within = (unit - step).abs() <= 1  # beyond the outermost levels by no more than the steps are
     return gradient * within, (gradient * (step - unit * within)).sum(-1, keepdim=True)
 
