@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 mkdir -p "$work/types/blr" # the packages under their name, as the wheel has them
-ln -s "$work"/source/{compressor,kernels,configs,recipes} "$work/types/blr"
+ln -s "$work"/source/{compressor,kernels,configs,recipes,scripts/bench} "$work/types/blr"
 (cd "$work/types" && "$python" -m mypy --config-file ../source/pyproject.toml -p blr) >"$work/mypy" 2>&1 &
 types=$! # beside the first tests
 chosen=(-m "not slow")

@@ -6,7 +6,7 @@
 set -euo pipefail
 [ $# = 0 ] || set -- "$(realpath -m "$1")/"
 cd "$(dirname "$0")/.."
-if ! [ -x .venv/bin/blr ] || [ -n "$(find compressor kernels configs recipes pyproject.toml -newer .venv/bin/blr)" ]; then
+if ! [ -x .venv/bin/blr ] || [ -n "$(find compressor kernels configs recipes scripts/bench pyproject.toml -newer .venv/bin/blr)" ]; then
   echo "Installing blr and its packages into .venv: about 2 GB for a CPU, 7 GB with CUDA; some minutes the first time."
   [ -d .venv ] || python3 -m venv .venv
   .venv/bin/python -m pip install --disable-pip-version-check --constraint tests/constraints.txt . | grep -v '^Requirement already'

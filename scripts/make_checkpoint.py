@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from blr.compressor.bench.models import known_models
+from blr.bench.models import known_models
 
 
 def weight(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:

@@ -20,7 +20,7 @@ site=$("$target/bin/python" -c 'import sysconfig; print(sysconfig.get_path("pure
 "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl
 "$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' > "$site/torch.pth"
 mkdir "$site/blr"
-for room in compressor kernels configs recipes; do ln -s "$clone/$room" "$site/blr/$room"; done
+for room in compressor kernels configs recipes scripts/bench; do ln -s "$clone/$room" "$site/blr/"; done
 printf '#!/bin/sh\nexec "%s" -m blr.compressor "$@"\n' "$target/bin/python" > "$target/bin/blr"
 chmod +x "$target/bin/blr"
 "$target/bin/blr" --version

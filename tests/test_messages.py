@@ -40,7 +40,7 @@ def words(node: ast.expr) -> str:
 
 def messages() -> Iterator[tuple[str, str, list[str]]]:
     """Where an error is made, by what, and the words that it is given."""
-    for top in ("compressor", "kernels"):
+    for top in ("compressor", "kernels", "scripts/bench"):
         for path in sorted((ROOT / top).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call) and node.args:
@@ -56,7 +56,7 @@ def test_no_error_ends_in_words_that_say_nothing() -> None:
     assert not [f"{place}: {end}" for place, end in ends if VAGUE.fullmatch(end)]
     found = [
         (path.name, node.value)
-        for top in ("compressor", "kernels")
+        for top in ("compressor", "kernels", "scripts/bench")
         for path in (ROOT / top).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)

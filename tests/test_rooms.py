@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# From the ground up: a room (a folder or module of compressor/, or the kernels) imports what stands
-# before it in this list, and within itself whatever is no circle.
+# From the ground up: a room (a folder or module of compressor/, the kernels, or scripts/bench) imports
+# what stands before it in this list, and within itself whatever is no circle.
 ROOMS = (
     *("base", "kernels", "structures", "checkpoint", "workspace", "recipe", "__init__", "bundling"),
     *("modeling", "loading", "planning", "text", "fitting", "output", "runtime", "exporting"),
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.fast
 def modules() -> dict[str, Path]:
     """Every module by the name that other modules import it by, without ``blr.compressor.``."""
     found = {}
-    for top in ("compressor", "kernels"):
+    for top in ("compressor", "kernels", "scripts/bench"):
         for path in (ROOT / top).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
             name = ".".join(parts if top == "kernels" else parts[1:])
@@ -113,9 +113,10 @@ def test_the_top_level_holds_what_it_may_and_no_more() -> None:
 def test_every_folder_of_modules_is_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = {name for name in settings["tool"]["setuptools"]["packages"] if name != "blr"}
-    tops = ("compressor", "kernels", "configs", "recipes")
+    tops = ("compressor", "kernels", "configs", "recipes", "scripts/bench")
     folders = {path.parent for top in tops for path in (ROOT / top).rglob("*.py")}
-    assert {f"blr.{'.'.join(f.relative_to(ROOT).parts)}" for f in folders} <= listed
+    parts = (folder.relative_to(ROOT).parts for folder in folders)
+    assert {".".join(("blr", *p[p[0] == "scripts" :])) for p in parts} <= listed
 
 
 def test_every_test_is_where_pytest_looks() -> None:

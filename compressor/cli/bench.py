@@ -1,6 +1,6 @@
 """`blr bench`: times of layers and models beside dense and other implementations.
 
-The options of every command are the fields of its settings in `bench/options.py`.
+The options of every command are the fields of its settings in `blr.bench.options` (scripts/bench).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blr.compressor.base.errors import BlrError
-from blr.compressor.bench.options import (
+from blr.bench.options import (
     DecodeOptions,
     LayerOptions,
     MemoryOptions,
     PrefillOptions,
     of_text,
 )
-from blr.compressor.bench.results import BenchReport, check_output, save
-from blr.compressor.bench.shapes import layer_work
+from blr.bench.results import BenchReport, check_output, save
+from blr.bench.shapes import layer_work
+from blr.compressor.base.errors import BlrError
 from blr.compressor.cli import values
 from blr.compressor.cli.from_fields import setting_options, taking
 from blr.compressor.cli.options import Format, FormatOption, Quiet
@@ -67,7 +67,7 @@ def finish(report: BenchReport, code: int, output: Path | None, format: Format) 
     if format is Format.json:
         print(json.dumps(report.to_dict()))
     else:
-        print(report.text(report))
+        print(report.text())
         print(json.dumps(report.to_dict(rows=False)))
     if report.stopped:
         print(f"blr: stopped: {report.stopped}; results are of the cases before", file=sys.stderr)
@@ -78,7 +78,7 @@ def finish(report: BenchReport, code: int, output: Path | None, format: Format) 
 
 
 def add_command(name: str, settings: type, said: str) -> None:
-    """Add the command `name`, which calls `run_NAME` of the module bench/NAME; `said` is its help."""
+    """Add the command `name`, which calls `run_NAME` of blr.bench.NAME; `said` is its help."""
 
     def command(
         output: OutputOption = None,
@@ -90,7 +90,7 @@ def add_command(name: str, settings: type, said: str) -> None:
         if isinstance(asked, LayerOptions):
             layer_work(asked, cpu=False)  # what is wrong is told before torch is imported
         progress = begun(output, quiet)
-        run = getattr(import_module(f"blr.compressor.bench.{name}"), f"run_{name}")
+        run = getattr(import_module(f"blr.bench.{name}"), f"run_{name}")
         report, code = run(asked, progress)
         finish(report, code, output, format)
 

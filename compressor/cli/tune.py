@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blr.bench.options import TuneOptions, of_text
 from blr.compressor.base.device import DTYPES
 from blr.compressor.base.errors import BlrError, UsageError
 from blr.compressor.base.quoting import printable
-from blr.compressor.bench.options import TuneOptions, of_text
 from blr.compressor.cli import values
 from blr.compressor.cli.failure import report_now
 from blr.compressor.cli.from_fields import setting_options, taking
 from blr.compressor.cli.options import Format, FormatOption, Quiet
 
 if TYPE_CHECKING:
-    from blr.compressor.bench.tuning import Tuning
+    from blr.bench.tuning import Tuning
 
 
 Table = Annotated[
@@ -39,8 +39,8 @@ def tune(
 ) -> None:
     """Time the kernels on this GPU, and write the table by which layers choose them."""
     asked: TuneOptions = of_text(TuneOptions, options)
-    from blr.compressor.bench.checks import find_precision
-    from blr.compressor.bench.shapes import check_structures, find_layers
+    from blr.bench.checks import find_precision
+    from blr.bench.shapes import check_structures, find_layers
     from blr.compressor.recipe.tuned_table import check_table, user_table
 
     check_structures([name for name in asked.structures if name != "fp8"])
@@ -53,12 +53,12 @@ def tune(
 
     progress = Progress(quiet)
     progress.loading()
-    from blr.compressor.bench import tuning as library
-    from blr.compressor.bench.harness import Harness
-    from blr.compressor.bench.layer_problem import KernelTimer
-    from blr.compressor.bench.results import BenchReport
-    from blr.compressor.bench.timing import ARM_SECONDS
-    from blr.compressor.bench.tuning_rules import winners_table
+    from blr.bench import tuning as library
+    from blr.bench.harness import Harness
+    from blr.bench.layer_problem import KernelTimer
+    from blr.bench.results import BenchReport
+    from blr.bench.timing import ARM_SECONDS
+    from blr.bench.tuning_rules import winners_table
     from blr.kernels.common.available import gpu_key
 
     target = library.tuning_device(asked.device)
@@ -87,7 +87,7 @@ HEAD = ("structure", "shape", "dtype", "n", "variant", "ms", "dense ms")
 
 
 def _show(result: dict[str, Any], tuning: Tuning, progress: Any, format: Format) -> None:
-    from blr.compressor.bench.tuning_rules import winners_table
+    from blr.bench.tuning_rules import winners_table
 
     progress.notes(tuning.refused)
     if result["stopped"]:

@@ -1,7 +1,7 @@
 """The table of kernels that ships: every form and tile of a layer timed, and rules made of the times.
 
-    python scripts/bench/tune_table.py variants -o FILE [--tokens 4,16,64,256]
-    python scripts/bench/tune_table.py rules FILE… --table configs/tuned/h200.yaml
+    python -m blr.bench.tune_table variants -o FILE [--tokens 4,16,64,256]
+    python -m blr.bench.tune_table rules FILE… --table configs/tuned/h200.yaml
 
 `variants` times what `blr tune` does, and more tiles of the kernels for few tokens. `rules` are put
 before those of the table: unlike `blr tune`'s they are for ranges of sizes and blocks, and take for
@@ -20,16 +20,16 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from blr.bench import tuning as tune
+from blr.bench.checks import find_precision
+from blr.bench.harness import Harness
+from blr.bench.layer_problem import KernelTimer
+from blr.bench.results import BenchReport
+from blr.bench.shapes import LayerShape, specs_for
+from blr.bench.timing import ARM_SECONDS
+from blr.bench.tuning_rules import OURS, Candidate
 from blr.compressor.base.device import pick_device
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench import tuning as tune
-from blr.compressor.bench.checks import find_precision
-from blr.compressor.bench.harness import Harness
-from blr.compressor.bench.layer_problem import KernelTimer
-from blr.compressor.bench.results import BenchReport
-from blr.compressor.bench.shapes import LayerShape, specs_for
-from blr.compressor.bench.timing import ARM_SECONDS
-from blr.compressor.bench.tuning_rules import OURS, Candidate
 from blr.compressor.recipe.tuned_table import read_table, table_text
 from blr.kernels.common.tables import BUCKETS, PLAIN
 
@@ -84,8 +84,9 @@ def variants(given: argparse.Namespace) -> int:
     tuning, tokens = tune.Tuning([timer]), map(int, given.tokens.split(","))
     code = harness.run(
         [
-            tuning.kept(*tuning.case(timer, layer, *specs_for(layer, [name], [blocks]), n))
+            tuning.kept(*tuning.case(timer, layer, spec, n))
             for n, layer, (name, blocks) in product(tokens, layers, STRUCTURES)
+            for spec in specs_for(layer, [name], [blocks])
         ]
     )
     for line in tuning.refused:
@@ -109,7 +110,7 @@ def rules_of(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         chosen = [least_loss(structure, [times for m, times in same if m == n]) for n in counts]
         for (low, high), label in joined(counts, chosen):
             name, _, config = label.partition(" ")
-            where = {"structure": structure, "dtype": ["bfloat16", "float16"]}
+            where: dict[str, Any] = {"structure": structure, "dtype": ["bfloat16", "float16"]}
             where |= {"blocks": [some, most], "features": list(sizes), "n": [low, high]}
             yield {**where, "variant": name} | ({"config": json.loads(config)} if config else {})
 

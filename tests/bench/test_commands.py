@@ -16,7 +16,7 @@ from patience import PATIENCE
 from running import Invoke, Run
 from torch import Tensor
 
-from blr.compressor.bench.harness import SIGNALS, Stopped, stoppable
+from blr.bench.harness import SIGNALS, Stopped, stoppable
 from blr.compressor.structures.registry import Structure
 
 SMALL = ("--models", "vit-b", "--structures", "svd,blast", "--blocks", "4", "--dtype", "float32")

@@ -13,14 +13,14 @@ import torch
 from tolerances import TOLERANCES
 from typer.testing import CliRunner
 
+from blr.bench import decode, decode_arms
+from blr.bench.decode import DecodeRow, chosen_arms, current, run_decode
+from blr.bench.decode_arms import HfArm, compare_tokens, parse_arm
+from blr.bench.models import Models, cache_bytes, find_model, known_models, weight_bytes
+from blr.bench.options import DecodeOptions
+from blr.bench.results import FAILED, OK, WRONG, BenchReport, save
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench import decode, decode_arms
-from blr.compressor.bench.decode import chosen_arms, current, decode_summary, run_decode
-from blr.compressor.bench.decode_arms import HfArm, compare_tokens, parse_arm
-from blr.compressor.bench.models import Models, cache_bytes, find_model, known_models, weight_bytes
-from blr.compressor.bench.options import DecodeOptions
-from blr.compressor.bench.results import FAILED, OK, WRONG, BenchReport, DecodeRow, decode_text, save
 from blr.compressor.cli.bench import bench_app
 
 PLAIN = ("hf-dense", "hf-lowrank", "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch")
@@ -234,7 +234,7 @@ def test_what_cannot_be_timed_is_refused_before_anything(options: dict[str, Any]
 
 
 def test_files_hold_every_row(tmp_path: Path) -> None:
-    report = BenchReport("bench decode", {}, DecodeRow, decode_summary, decode_text)
+    report = BenchReport("bench decode", {}, DecodeRow)
     report.machine = {"name": "cpu"}
     report.rows = [DecodeRow("pico", "hf-dense", 6, 1, "float32", tokens_per_second=10.0, ms=100.0)]
     report.rows.append(DecodeRow("pico", "ours-dense", 6, 1, "float32", status=WRONG, note="x"))
@@ -245,7 +245,7 @@ def test_files_hold_every_row(tmp_path: Path) -> None:
     assert found["summary"]["tokens_per_second"] == {"pico": {"hf-dense": {"6x1": 10.0}}}
     assert found["summary"]["statuses"] == {OK: 1, WRONG: 1}
     assert len(found["rows"]) == 2
-    text = decode_text(report)
+    text = report.text()
     assert "10.0" in text
     assert WRONG in text
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blr.compressor.base.errors import UsageError
-from blr.compressor.bench.checks import (
+from blr.bench.checks import (
     PRECISIONS,
     ROWS,
     Expected,
@@ -21,6 +20,7 @@ from blr.compressor.bench.checks import (
     poisoned,
     within,
 )
+from blr.compressor.base.errors import UsageError
 
 pytestmark = pytest.mark.fast
 

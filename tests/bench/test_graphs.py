@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from blr.bench.checks import PRECISIONS, expect
+from blr.bench.harness import Arm, Case, Harness
+from blr.bench.layer_problem import KernelTimer, LayerRow
+from blr.bench.results import BenchReport
+from blr.bench.timing import Rotation
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench.checks import PRECISIONS, expect
-from blr.compressor.bench.harness import Arm, Case, Harness
-from blr.compressor.bench.layer_problem import KernelTimer
-from blr.compressor.bench.results import BenchReport, LayerRow
-from blr.compressor.bench.timing import Rotation
 
 pytestmark = pytest.mark.fast
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from blr.bench import layer_problem
+from blr.bench.checks import PRECISIONS, Precision
+from blr.bench.harness import Arm, Case, Checked, Harness
+from blr.bench.layer_problem import KernelTimer, LayerRow, our_variant, problem_of
+from blr.bench.layers import LayerCases, compare
+from blr.bench.results import BenchReport
+from blr.bench.shapes import find_layers, specs_for
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench import layer_problem
-from blr.compressor.bench.checks import PRECISIONS, Precision
-from blr.compressor.bench.harness import Arm, Case, Checked, Harness
-from blr.compressor.bench.layer_problem import KernelTimer, our_variant, problem_of
-from blr.compressor.bench.layers import LayerCases, compare, layers_summary
-from blr.compressor.bench.results import BenchReport, LayerRow
-from blr.compressor.bench.shapes import find_layers, specs_for
 from blr.compressor.structures.specs import BlastSpec, KroneckerSpec
 
 pytestmark = pytest.mark.fast
@@ -88,14 +88,14 @@ def test_a_right_arm_has_everything() -> None:
     assert 0 < row.low <= row.ms <= row.high
     assert row.speedup == dense.ms / row.ms
     assert row.rel_error < FLOAT32.gate
-    found = layers_summary(rows)
+    found = LayerRow.summary(rows)
     assert found["speedup_over_dense"]["svd"]["other"]["2"] == pytest.approx(row.speedup, abs=1e-4)
     assert set(found["ours_over"]["svd"]) == {"plain", "other"}
 
 
 def test_data_that_do_not_fit_are_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The input itself is too large for the first case: its arms are oom, the next case runs."""
-    import blr.compressor.bench.layer_problem as module
+    import blr.bench.layer_problem as module
 
     made = module.gaussian
 
@@ -169,7 +169,7 @@ def test_no_case_starts_after_the_deadline() -> None:
 
 def test_the_variant_named_is_the_one_dispatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose table has one rule; Kronecker-sparse factors choose by themselves."""
-    import blr.compressor.bench.layer_problem as available
+    import blr.bench.layer_problem as available
     import blr.kernels.common.tables as tables
 
     monkeypatch.setattr(available, "kernel_device", lambda tensor: True)

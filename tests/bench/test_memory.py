@@ -10,10 +10,10 @@ import pytest
 import torch
 from running import Run
 
+from blr.bench.memory import run_memory, transient_bytes
+from blr.bench.options import MemoryOptions
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench.memory import run_memory, transient_bytes
-from blr.compressor.bench.options import MemoryOptions
 
 SMALL = ("bench", "memory", "--pairs", "8x512", "--dtype", "float32", "--rounds", "1", "--keep", "0.5")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from producing import snapshot
 
+from blr.bench.results import CSV_NAME, JSON_NAME, BenchReport, Timed, check_output, save
 from blr.compressor.base.errors import BlrError, OutputError, RecipeError, StorageError
-from blr.compressor.bench.results import CSV_NAME, JSON_NAME, BenchReport, check_output, save
 from blr.compressor.cli.bench import finish
 from blr.compressor.cli.options import Format
 from blr.compressor.recipe.tuned_table import HEADER, check_table, table_text, write_table
@@ -68,8 +68,9 @@ def test_results_that_cannot_be_written_are_printed(
         raise OSError(number, os.strerror(number), str(paths[-1]))
 
     monkeypatch.setattr(os, "link", fails)
+    monkeypatch.setattr(Timed, "summary", lambda rows: {"wins": 3})
+    monkeypatch.setattr(Timed, "head", lambda machine: "the table")
     report = BenchReport("bench layers", {"n": 7})
-    report.summary, report.text = lambda rows: {"wins": 3}, lambda report: "the table"
     with pytest.raises((OutputError, StorageError)):
         finish(report, 0, tmp_path, format)
     printed = capsys.readouterr().out

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from blr.bench import prefill
+from blr.bench.models import find_model
+from blr.bench.options import PrefillOptions
+from blr.bench.prefill import GRAPH, RUNTIME, PrefillModels, run_prefill
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench import prefill
-from blr.compressor.bench.models import find_model
-from blr.compressor.bench.options import PrefillOptions
-from blr.compressor.bench.prefill import GRAPH, RUNTIME, PrefillModels, run_prefill
-from blr.compressor.bench.results import prefill_text
 from blr.compressor.modeling import float8
 
 ARMS = ("dense", "dense-fp8", "lowrank-fp8", "blast-fp8", "monarch-fp8")
@@ -34,7 +33,7 @@ def test_arms_are_checked_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(0.005 < (rows[arm].rel_error or 0) < 0.15 for arm in ARMS[1:])
     assert rows["dense-fp8"].of_dense_fp8 == 1 and rows["dense"].of_dense == 1
     assert report.to_dict()["summary"]["statuses"] == {"ok": len(ARMS)}
-    assert "pico, 1 x 24 tokens" in prefill_text(report)
+    assert "pico, 1 x 24 tokens" in report.text()
 
 
 def test_a_wrong_arm_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

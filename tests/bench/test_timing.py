@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blr.compressor.bench.timing import (
+from blr.bench.timing import (
     MAX_COPIES,
     MIN_ROUNDS,
     CpuSampler,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from running import Invoke
 
-from blr.compressor.bench import layers
-from blr.compressor.bench.checks import PRECISIONS
-from blr.compressor.bench.harness import Case, Harness
-from blr.compressor.bench.layers import announce, cpu_rate
-from blr.compressor.bench.shapes import find_layers, specs_for
+from blr.bench import layers
+from blr.bench.checks import PRECISIONS
+from blr.bench.harness import Case, Harness
+from blr.bench.layers import announce, cpu_rate
+from blr.bench.shapes import find_layers, specs_for
 
 CPU = ("--device", "cpu")
 

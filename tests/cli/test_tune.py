@@ -12,16 +12,16 @@ import pytest
 import torch
 import typer
 
+from blr.bench import tuning as tune
+from blr.bench import tuning_float8 as float8
+from blr.bench.checks import PRECISIONS
+from blr.bench.harness import Case, Harness, Stopped
+from blr.bench.layer_problem import KernelTimer
+from blr.bench.results import BenchReport
+from blr.bench.shapes import LayerShape
+from blr.bench.tuning import Tuning
+from blr.bench.tuning_rules import Candidate, TunedPoint, merged, rules_of
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench import tuning as tune
-from blr.compressor.bench import tuning_float8 as float8
-from blr.compressor.bench.checks import PRECISIONS
-from blr.compressor.bench.harness import Case, Harness, Stopped
-from blr.compressor.bench.layer_problem import KernelTimer
-from blr.compressor.bench.results import BenchReport
-from blr.compressor.bench.shapes import LayerShape
-from blr.compressor.bench.tuning import Tuning
-from blr.compressor.bench.tuning_rules import Candidate, TunedPoint, merged, rules_of
 from blr.compressor.cli import tune as command
 from blr.compressor.cli.options import Format
 from blr.compressor.recipe.tuned_table import TunedRule, read_table, table_text, user_table, write_table
@@ -158,7 +158,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(tune, "tuning_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(tune, "QUICK", (1, 16))
     layer = LayerShape("pico", "up", 32, 32, 2.0, {})
-    monkeypatch.setattr("blr.compressor.bench.shapes.find_layers", lambda models: [layer])
+    monkeypatch.setattr("blr.bench.shapes.find_layers", lambda models: [layer])
     monkeypatch.setenv("BLR_TUNED_DIR", str(tmp_path))
     return tmp_path
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rows import relative
 
-from blr.compressor.bench.layer_problem import float8_layer
+from blr.bench.layer_problem import float8_layer
 from blr.compressor.modeling.float8 import prepare_layer
 from blr.compressor.structures.specs import BlastSpec, DenseSpec, LowRankSpec, MonarchSpec, Spec
 from blr.kernels.fp8.op import fp8_device

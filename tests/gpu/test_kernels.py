@@ -19,9 +19,9 @@ from rows import Row, attempt, bounded, relative, row
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.compressor.bench.checks import PRECISIONS, computing_in
-from blr.compressor.bench.layer_problem import reference_of
-from blr.compressor.bench.tuning import variants_of
+from blr.bench.checks import PRECISIONS, computing_in
+from blr.bench.layer_problem import reference_of
+from blr.bench.tuning import variants_of
 from blr.compressor.modeling.layers import StructuredLinear, make_layer
 from blr.compressor.modeling.shared_input import pack_shared_input
 from blr.compressor.structures.specs import (

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from blr.compressor.bench import tuning as tune
-from blr.compressor.bench.tuning_rules import Candidate, TunedPoint, rules_of
+from blr.bench import tuning as tune
+from blr.bench.tuning_rules import Candidate, TunedPoint, rules_of
 from blr.kernels.common import dispatch, tables
 from blr.kernels.common.tables import Shape
 from blr.kernels.layers.lowrank import op as lowrank_op

@@ -20,7 +20,7 @@ from transformers import (
     ViTModel,
 )
 
-from blr.compressor.bench.models import to_float8
+from blr.bench.models import to_float8
 from blr.compressor.modeling import float8
 from blr.compressor.modeling.float8 import Float8Gate, Float8Maker
 from blr.compressor.modeling.probes import gate_of

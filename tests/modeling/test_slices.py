@@ -16,7 +16,7 @@ from structured import blast, monarch, per_head, structured_model
 from tolerances import TOLERANCES
 from torch import Tensor, nn
 
-from blr.compressor.bench.memory import transient_bytes
+from blr.bench.memory import transient_bytes
 from blr.compressor.modeling import fused, head_slices, settings, slices
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common import transient

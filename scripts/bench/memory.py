@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from blr.bench.checks import relative_error
+from blr.bench.harness import Arm, Case, Checked, Harness, free_models
+from blr.bench.models import known, refuse_large
+from blr.bench.options import MemoryOptions
+from blr.bench.results import OK, REST, TIMES, BenchReport, Column, Timed, nested
+from blr.bench.timing import event_ms, settle, wall_ms
 from blr.compressor.base.device import float_dtype, pick_device
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench.checks import relative_error
-from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
-from blr.compressor.bench.models import known, refuse_large
-from blr.compressor.bench.options import MemoryOptions
-from blr.compressor.bench.results import OK, BenchReport, MemoryRow, memory_text, memory_title
-from blr.compressor.bench.timing import device_ms
 from blr.compressor.modeling.cuda_graphs import captured
 from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.layers import prepare_layers
@@ -120,6 +120,54 @@ def rank_spec(inputs: int, outputs: int, keep: float) -> LowRankSpec:
 
 
 @dataclass
+class MemoryRow(Timed):
+    """One arm of `blr bench memory` at one model, batch and length.
+
+    Attributes:
+        keep: share of the parameters of the replaced layers. arm: dense, naive (low rank, unfused),
+            whole, ours, or ours-N for a bound of N MiB.
+        transient_bytes: the most that a forward pass allocates beside what was there, its result
+            included. peak_bytes: with the weights.
+        memory_of_naive, time_of_naive, memory_of_dense, time_of_dense: ratios to these arms.
+        rel_error: of low rank against the same weights in float32.
+    """
+
+    columns = (
+        *(Column("arm", "arm"), Column("transient MiB", "transient_bytes", ".1f", scale=2**20)),
+        *(Column("of naive", "memory_of_naive", ".2f"), Column("of dense", "memory_of_dense", ".2f")),
+        *(Column("peak MiB", "peak_bytes", ".1f", scale=2**20), *TIMES),
+        *(Column("of naive", "time_of_naive", ".2f"), Column("of dense", "time_of_dense", ".2f"), *REST),
+    )
+    title = "{0.model} at {0.keep:.0%}, {0.batch} x {0.length}, {0.dtype}"
+    right = range(1, 6)
+    model: str
+    keep: float
+    batch: int
+    length: int
+    dtype: str
+    arm: str
+    transient_bytes: int | None = None
+    peak_bytes: int | None = None
+    weights_bytes: int | None = None
+    memory_of_naive: float | None = None
+    memory_of_dense: float | None = None
+    time_of_naive: float | None = None
+    time_of_dense: float | None = None
+
+    @staticmethod
+    def summary(rows: Sequence[MemoryRow]) -> dict[str, Any]:
+        """Ratios of our arms by case, and how many rows are not right."""
+        names = ("memory_of_naive", "memory_of_dense", "time_of_naive", "time_of_dense")
+        cases = nested(
+            (f"{row.title.format(row)}, {row.arm}", name, None if value is None else round(value, 3))
+            for row in rows
+            if row.arm.startswith(OURS) and row.status == OK
+            for name, value in ((name, getattr(row, name)) for name in names)
+        )
+        return {"cases": cases, "not_ok": sum(row.status != OK for row in rows)}
+
+
+@dataclass
 class MemoryCases:
     """The cases of one run."""
 
@@ -196,7 +244,9 @@ class BoundedPass:
                 plain, self.graphs = self.run, False
                 with unmasked():
                     self.run = captured(lambda: plain().last_hidden_state)
-            return device_ms(self.run, self.device)
+            settle(self.device)
+            cuda = self.device.type == "cuda"
+            return event_ms(self.run) if cuda else wall_ms(self.run, self.device)
 
 
 def bound_of(arm: str) -> int | None:
@@ -297,24 +347,9 @@ def _ratio(a: float | None, b: float | None) -> float | None:
     return a / b if a is not None and b else None
 
 
-def memory_summary(rows: Sequence[MemoryRow]) -> dict[str, Any]:
-    """Ratios of our arms by case, and how many rows are not right."""
-    names = ("memory_of_naive", "memory_of_dense", "time_of_naive", "time_of_dense")
-    cases = {
-        f"{memory_title(row)}, {row.arm}": {
-            name: None if (value := getattr(row, name)) is None else round(value, 3) for name in names
-        }
-        for row in rows
-        if row.arm.startswith(OURS) and row.status == OK
-    }
-    return {"cases": cases, "not_ok": sum(row.status != OK for row in rows)}
-
-
 def run_memory(options: MemoryOptions, progress: Progress) -> tuple[BenchReport, int]:
-    """Measure all that `options` name; the report, and the exit code.
-
-    Raises UsageError or CapabilityError before anything is measured.
-    """
+    """Measure all that `options` name; the report, and the exit code. Raises UsageError or
+    CapabilityError before anything is measured."""
     device = pick_device(options.device)
     cases = MemoryCases(options, device)
     models = known("bench-memory.yaml")
@@ -328,6 +363,6 @@ def run_memory(options: MemoryOptions, progress: Progress) -> tuple[BenchReport,
     widths = {name: int(models[name]["settings"]["hidden_size"]) for name in options.models}
     refuse_large(device, widths, "measure --models pico-bert,pico-llama")
     settings = {k: v for k, v in asdict(options).items() if v is not None}
-    report = BenchReport("bench memory", settings, MemoryRow, memory_summary, memory_text)
+    report = BenchReport("bench memory", settings, MemoryRow)
     harness = Harness(report, progress, device, options.rounds, options.seconds)
     return report, harness.run([c for m in options.models for k in options.keep for c in cases.of(m, k)])

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.bench.layer_problem import RECOMPILATIONS
+from blr.bench.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
 from blr.compressor.base.errors import UsageError
-from blr.compressor.bench.layer_problem import RECOMPILATIONS
-from blr.compressor.bench.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
 from blr.compressor.exporting.pack import KINDS
 from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.runtime.failures import CACHES, MODES

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blr.bench.layer_problem import float8_layer, random_order, summed
+from blr.bench.shapes import LayerShape, specs_for
 from blr.compressor.base.errors import CapabilityError, UsageError
-from blr.compressor.bench.layer_problem import float8_layer, random_order, summed
-from blr.compressor.bench.shapes import LayerShape, specs_for
 from blr.compressor.exporting.pack import quantizable, quantize_head, quantize_model
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
 from blr.compressor.modeling.float8 import prepare_float8, share_rows

@@ -65,12 +65,9 @@ def wall_ms(run: Step, device: torch.device) -> float:
     return (perf_counter() - begun) * 1e3
 
 
-def device_ms(run: Step, device: torch.device) -> float:
-    """Milliseconds of one call: on a GPU between two events, else by the clock."""
-    if device.type != "cuda":
-        return wall_ms(run, device)
+def event_ms(run: Step) -> float:
+    """Milliseconds of one call on a GPU, between two events."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
     begin.record()
     run()
     end.record()
@@ -85,17 +82,9 @@ def interleave(
     arm_seconds: float = ARM_SECONDS,
     clock: Callable[[], float] = perf_counter,
 ) -> dict[str, list[float]]:
-    """`rounds` rounds in which every arm is sampled once, in turn.
-
-    Args:
-        samplers: of arms by name.
-        rounds: samples of each arm; an arm that has spent `arm_seconds` stops after MIN_ROUNDS.
-        failed: called once with an arm's name and what it raised; the arm is given up.
-        clock: seconds.
-
-    Returns:
-        Milliseconds a call of every arm that never failed.
-    """
+    """Milliseconds a call of every arm in `rounds` rounds, in which each is sampled once, in turn. One
+    that has spent `arm_seconds` stops after MIN_ROUNDS; one that raises is given up, and `failed` is
+    called with its name and what it raised."""
     times: dict[str, list[float]] = {name: [] for name in samplers}
     spent = dict.fromkeys(samplers, 0.0)
     for turn in range(rounds):
@@ -114,11 +103,8 @@ def interleave(
 
 @dataclass
 class Rotation:
-    """Copies of one arm's arguments through which its calls rotate.
-
-    `arguments` are tensors, the input first; `l2` the cache in bytes that copies must exceed.
-    Copies keep strides. They are made on first use.
-    """
+    """Copies of one arm's arguments, the input first, through which its calls rotate: with the same
+    strides, more than an L2 of `l2` bytes holds, made on first use."""
 
     arguments: tuple[Tensor, ...]
     l2: int
@@ -145,25 +131,34 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 class CpuSampler:
-    """Calls timed by the host's clock."""
+    """Calls timed by the host's clock, through all copies of their arguments."""
 
     def __init__(self, call: Call, rotation: Rotation) -> None:
         sets = rotation.all()
-        self.step: Step = lambda: _loop(call, sets)
         self.calls = len(sets)
-        self.steps = _steps(self._time(1))
+        self.step: Step = lambda: _loop(call, sets)
+        self.settle()
+
+    def settle(self) -> None:
+        """Choose how many steps a sample has."""
+        ms = self._time(1)
+        self.steps = ceil(SAMPLE_MS / max(ms, 1e-6)) if ms < SAMPLE_MS else 1
 
     def sample(self) -> float:
+        """Milliseconds of one call."""
         return self._time(self.steps) / (self.steps * self.calls)
+
+    def _run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
 
     def _time(self, steps: int) -> float:
         started = perf_counter()
-        for _ in range(steps):
-            self.step()
+        self._run(steps)
         return (perf_counter() - started) * 1e3
 
 
-class CudaSampler:
+class CudaSampler(CpuSampler):
     """Calls timed by device events.
 
     Args:
@@ -177,29 +172,21 @@ class CudaSampler:
     """
 
     def __init__(self, call: Call, rotation: Rotation, flush: Tensor, pool: Any = None) -> None:
-        sets = rotation.all()
-        self.calls, self.flush = len(sets), flush
+        self.call, self.rotation, self.flush, self.pool = call, rotation, flush, pool
         self.output: Any = None
-        self.step: Step = lambda: _loop(call, sets)
-        if pool is not None:
-            self.graph = torch.cuda.CUDAGraph()
-            self.output = _capture(self.graph, pool, self.step, lambda: call(*sets[0]))
+        super().__init__(call, rotation)
+
+    def settle(self) -> None:
+        if self.pool is not None:
+            self.graph, warm = torch.cuda.CUDAGraph(), lambda: self.call(*self.rotation.arguments)
+            self.output = _capture(self.graph, self.pool, self.step, warm)
             self.step = self.graph.replay
         self._time(1)
-        self.steps = _steps(self._time(1))
-
-    def sample(self) -> float:
-        return self._time(self.steps) / (self.steps * self.calls)
+        super().settle()
 
     def _time(self, steps: int) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.flush.zero_()
-        begin.record()
-        for _ in range(steps):
-            self.step()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
+        return event_ms(lambda: self._run(steps))
 
 
 @cache
@@ -240,7 +227,3 @@ def _loop(call: Call, sets: list[tuple[Tensor, ...]]) -> Tensor | None:
         output = None  # the memory of one output serves the next
         output = call(*arguments)
     return output
-
-
-def _steps(ms: float) -> int:
-    return max(ceil(SAMPLE_MS / max(ms, 1e-6)), 1) if ms < SAMPLE_MS else 1

@@ -6,7 +6,7 @@ before its logits (and, for a checkpoint, its greedy tokens) are right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,11 +14,8 @@ from typing import Any
 
 import torch
 
-from blr.compressor.base.device import float_dtype, pick_device
-from blr.compressor.base.errors import UsageError
-from blr.compressor.base.progress import Progress
-from blr.compressor.bench.checks import WrongResult, relative_error
-from blr.compressor.bench.decode_arms import (
+from blr.bench.checks import WrongResult, relative_error
+from blr.bench.decode_arms import (
     HF,
     INT8,
     ArmName,
@@ -28,8 +25,8 @@ from blr.compressor.bench.decode_arms import (
     parse_arm,
     reference_logits,
 )
-from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
-from blr.compressor.bench.models import (
+from blr.bench.harness import Arm, Case, Checked, Harness, free_models
+from blr.bench.models import (
     OWN,
     BenchModel,
     Models,
@@ -38,9 +35,12 @@ from blr.compressor.bench.models import (
     prompt,
     weight_bytes,
 )
-from blr.compressor.bench.options import DecodeOptions
-from blr.compressor.bench.results import BenchReport, DecodeRow, decode_text
-from blr.compressor.bench.timing import CudaSampler, Rotation, spread, wall_ms
+from blr.bench.options import DecodeOptions
+from blr.bench.results import REST, BenchReport, Column, Timed, nested
+from blr.bench.timing import CudaSampler, Rotation, spread, wall_ms
+from blr.compressor.base.device import float_dtype, pick_device
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.progress import Progress
 from blr.compressor.runtime.failures import FORMER, MODES, OPS
 
 BASELINE = f"{HF}-dense"
@@ -88,6 +88,55 @@ def chosen_arms(model: BenchModel, asked: Sequence[str]) -> list[ArmName]:
             "a checkpoint takes hf-own and ours-own; give --arms of these"
         )
     return fitting
+
+
+@dataclass
+class DecodeRow(Timed):
+    """One arm of `blr bench decode` at one model, context and batch.
+
+    Attributes:
+        ms, low, high: of a step of `steps`. tokens_per_second: of all rows of the batch together.
+        bytes: weights and cache that a step reads. fraction: of the copy bandwidth; floor_ms: at all
+            of it. speedup: over the baseline at the same context and batch.
+        rel_error: of logits against eager transformers on the same weights. equal_tokens: leading
+            greedy tokens equal to those of transformers' generate, the least of all rows.
+    """
+
+    columns = (
+        *(Column("arm", "arm"), Column("tokens/s", "tokens_per_second", ".1f", judged=True)),
+        *(Column("x base", "speedup", ".4g"), Column("ms/step", "ms", ".4g")),
+        *(Column("floor", "floor_ms", ".4g"), Column("of it", "fraction", ".0%")),
+        *(Column("GB/step", "bytes", ".4g", scale=1e9), *REST),
+    )
+    title = "{0.model}, context {0.context}, batch {0.batch}, {0.dtype}"
+    right = range(1, 8)
+    model: str
+    arm: str
+    context: int
+    batch: int
+    dtype: str
+    steps: int = 0
+    tokens_per_second: float | None = None
+    speedup: float | None = None
+    bytes: int | None = None
+    floor_ms: float | None = None
+    fraction: float | None = None
+    equal_tokens: int | None = None
+
+    @staticmethod
+    def head(machine: Mapping[str, Any]) -> str:
+        copied = machine.get("copy_tbps")
+        return f"{machine.get('name')}" + (f": measured copy {copied:.2f} TB/s" if copied else "")
+
+    @staticmethod
+    def summary(rows: Sequence[DecodeRow]) -> dict[str, Any]:
+        """Tokens a second by model, arm and "context x batch"."""
+        speeds = (
+            (row.model, row.arm, f"{row.context}x{row.batch}", round(row.tokens_per_second, 1))
+            for row in rows
+            if row.tokens_per_second is not None
+        )
+        return {"tokens_per_second": nested(speeds)}
 
 
 @dataclass
@@ -215,29 +264,17 @@ def step_ms(arm: HfArm | OursArm, steps: int) -> float:
 
 
 def run_decode(options: DecodeOptions, progress: Progress) -> tuple[BenchReport, int]:
-    """Time everything that `options` name; the report, and the exit code.
-
-    Raises UsageError or CapabilityError before anything is timed.
-    """
+    """Time all that `options` name; the report, and the exit code. Raises UsageError or CapabilityError
+    before anything is timed."""
     device = pick_device(options.device)
     options = current(options, progress)
     cases = DecodeCases(options, device)
     models = [(m, chosen_arms(m, options.arms)) for m in find_models(options.models, device)]
     settings = {k: v for k, v in asdict(options).items() if v is not None}
-    report = BenchReport("bench decode", settings, DecodeRow, decode_summary, decode_text)
+    report = BenchReport("bench decode", settings, DecodeRow)
     harness = Harness(report, progress, device, options.rounds, options.seconds)
     if device.type == "cuda":
         progress.stage("measuring copy bandwidth")
         cases.copy_tbps = measured_copy(device)
     report.machine["copy_tbps"] = cases.copy_tbps
     return report, harness.run([case for model, arms in models for case in cases.of(model, arms)])
-
-
-def decode_summary(rows: Sequence[DecodeRow]) -> dict[str, Any]:
-    """Tokens a second by model, arm and "context x batch"."""
-    speeds: dict[str, Any] = {}
-    for row in rows:
-        if row.tokens_per_second is not None:
-            arms = speeds.setdefault(row.model, {}).setdefault(row.arm, {})
-            arms[f"{row.context}x{row.batch}"] = round(row.tokens_per_second, 1)
-    return {"tokens_per_second": speeds}

@@ -13,9 +13,9 @@ from importlib.resources import files
 from math import lcm
 from typing import Any
 
+from blr.bench.checks import find_precision
+from blr.bench.options import LayerOptions
 from blr.compressor.base.errors import UsageError
-from blr.compressor.bench.checks import find_precision
-from blr.compressor.bench.options import LayerOptions
 from blr.compressor.planning.budget import Item
 from blr.compressor.structures.patterns import choose_patterns
 from blr.compressor.structures.registry import STRUCTURES, TUNED, LayerSizes

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
+from blr.bench.harness import Arm, Case
+from blr.bench.layer_problem import KernelTimer, LayerProblem, LayerRow, our_layout, problem_of
+from blr.bench.results import WRONG, versions
+from blr.bench.shapes import LayerShape, specs_for
+from blr.bench.tuning_float8 import float8_candidates, layer_cases, product_cases
+from blr.bench.tuning_rules import Candidate, Measured, TunedPoint, merged, rules_of
 from blr.compressor.base.device import device_name, pick_device
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.bench.harness import Arm, Case
-from blr.compressor.bench.layer_problem import KernelTimer, LayerProblem, our_layout, problem_of
-from blr.compressor.bench.results import WRONG, LayerRow, versions
-from blr.compressor.bench.shapes import LayerShape, specs_for
-from blr.compressor.bench.tuning_float8 import float8_candidates, layer_cases, product_cases
-from blr.compressor.bench.tuning_rules import Candidate, Measured, TunedPoint, merged, rules_of
 from blr.compressor.recipe.tuned_table import read_table, table_text, write_table
 from blr.compressor.structures.laid import laid_shape
 from blr.compressor.structures.registry import STRUCTURES, TUNED

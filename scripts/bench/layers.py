@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from blr.compressor.base.device import pick_device
-from blr.compressor.base.errors import UsageError
-from blr.compressor.base.progress import Progress
-from blr.compressor.bench.checks import Precision, computing_in, find_precision
-from blr.compressor.bench.harness import Arm, Case, Harness
-from blr.compressor.bench.layer_problem import (
+from blr.bench.checks import Precision, computing_in, find_precision
+from blr.bench.harness import Arm, Case, Harness
+from blr.bench.layer_problem import (
     KernelTimer,
     LayerProblem,
+    LayerRow,
     float8_arms,
     our_layout,
     our_variant,
     problem_of,
 )
-from blr.compressor.bench.options import LayerOptions
-from blr.compressor.bench.results import BenchReport, LayerRow, layers_text
-from blr.compressor.bench.shapes import LayerShape, layer_work
-from blr.compressor.bench.timing import ARM_SECONDS, Call
+from blr.bench.options import LayerOptions
+from blr.bench.results import BenchReport
+from blr.bench.shapes import LayerShape, layer_work
+from blr.bench.timing import ARM_SECONDS
+from blr.compressor.base.device import pick_device
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.progress import Progress
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import Spec
 
@@ -56,30 +56,23 @@ class LayerCases:
         for spec in (None, *specs):
             made = problem_of(self.timer, layer, spec, n, title)
             x = made.x = x or made.x  # one input for all
-            yield from self._dense(made) if spec is None else self._structured(made, spec)
+            yield from self._of(made, spec)
 
-    def _dense(self, made: LayerProblem) -> Iterator[Arm]:
-        yield made.arm("dense", lambda: (made.reference, made.rotation))
-        if made.row.n in self.compiled:
-            yield made.arm("dense-compile", lambda: (compiled_call(made.reference), made.rotation))
-        yield from float8_arms(made, None)
-
-    def _structured(self, made: LayerProblem, spec: Spec) -> Iterator[Arm]:
-        yield made.arm("plain", lambda: (made.reference, made.rotation))
-        if made.row.n in self.compiled:
-            yield made.arm("compile", lambda: (compiled_call(made.reference), made.rotation))
-        product = STRUCTURES[spec.structure].product()
-        yield made.arm(
-            "ours",
-            lambda: (product, made.rotate(our_layout(spec, made.factors()))),
-            variant=our_variant(spec, made.row.n, self.timer.precision, self.timer.device),
-        )
+    def _of(self, made: LayerProblem, spec: Spec | None) -> Iterator[Arm]:
+        """Of the dense layer for None: plain, by torch.compile, ours, in float8."""
+        plain, compiled = ("dense", "dense-compile") if spec is None else ("plain", "compile")
+        yield made.arm(plain, lambda: (made.reference, made.rotation))
+        if made.row.n in self.compiled:  # one compilation a shape: what is fastest, if it pays
+            call = partial(torch.compile, made.reference, dynamic=False)
+            yield made.arm(compiled, lambda: (call(), made.rotation))
+        if spec is not None:
+            product = STRUCTURES[spec.structure].product()
+            yield made.arm(
+                "ours",
+                lambda: (product, made.rotate(our_layout(spec, made.factors()))),
+                variant=our_variant(spec, made.row.n, self.timer.precision, self.timer.device),
+            )
         yield from float8_arms(made, spec)
-
-
-def compiled_call(call: Call) -> Call:
-    """`call` under torch.compile, one compilation a shape: what is fastest, if it pays."""
-    return torch.compile(call, dynamic=False)
 
 
 def compare(rows: Sequence[LayerRow]) -> None:
@@ -90,34 +83,9 @@ def compare(rows: Sequence[LayerRow]) -> None:
             row.speedup = dense / row.ms
 
 
-def layers_summary(rows: Sequence[LayerRow]) -> dict[str, Any]:
-    """Medians over layers: of the speedup over dense by structure, arm and n, and of the time of every
-    other arm over that of ours on the same structure."""
-    speedups: dict[str, dict[str, dict[str, list[float]]]] = {}
-    over: dict[str, dict[str, list[float]]] = {}
-    ours = {(r.case, r.structure, r.spec): r.ms for r in rows if r.arm == "ours" and r.ms is not None}
-    for row in rows:
-        if row.ms is None or row.structure == "dense":
-            continue
-        if row.speedup is not None:
-            by_n = speedups.setdefault(row.structure, {}).setdefault(row.arm, {})
-            by_n.setdefault(str(row.n), []).append(row.speedup)
-        base = ours.get((row.case, row.structure, row.spec))
-        if base is not None and row.arm != "ours":
-            over.setdefault(row.structure, {}).setdefault(row.arm, []).append(row.ms / base)
-    by_structure = {structure: _medians(arms) for structure, arms in speedups.items()}
-    return {"speedup_over_dense": by_structure, "ours_over": _medians(over)}
-
-
-def _medians(nested: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
-    return {k: {name: round(median(v), 4) for name, v in found.items()} for k, found in nested.items()}
-
-
 def run_layers(options: LayerOptions, progress: Progress) -> tuple[BenchReport, int]:
-    """Time everything that `options` name; the report, and the exit code.
-
-    Raises UsageError or CapabilityError before anything is timed.
-    """
+    """Time all that `options` name; the report, and the exit code. Raises UsageError or CapabilityError
+    before anything is timed."""
     device = pick_device(options.device)
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"device {options.device!r} cannot be timed; use cpu or cuda")
@@ -126,7 +94,7 @@ def run_layers(options: LayerOptions, progress: Progress) -> tuple[BenchReport, 
     work = layer_work(options, not cuda)
     cases = [(layer, specs, n) for layer, specs in work.specs for n in work.tokens]
     asked = {**asdict(options), "models": work.models, "n": work.tokens}
-    report = BenchReport("bench layers", asked, LayerRow, layers_summary, layers_text)
+    report = BenchReport("bench layers", asked, LayerRow)
     harness = Harness(report, progress, device, options.repeats, options.seconds, ARM_SECONDS)
     timer = KernelTimer(device, precision, compiling=compiling)
     if not cuda:

@@ -9,7 +9,7 @@ weights dequantized.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.bench.checks import WrongResult, relative_error
+from blr.bench.harness import Arm, Case, Checked, Harness, free_models
+from blr.bench.models import FP8, OWN, STRUCTURES, BenchModel, Models, find_models, prompt
+from blr.bench.options import PrefillOptions
+from blr.bench.results import REST, TIMES, BenchReport, Column, Timed, nested
+from blr.bench.timing import wall_ms
 from blr.compressor.base.device import float_dtype, pick_device
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench.checks import WrongResult, relative_error
-from blr.compressor.bench.harness import Arm, Case, Checked, Harness, free_models
-from blr.compressor.bench.models import FP8, OWN, STRUCTURES, BenchModel, Models, find_models, prompt
-from blr.compressor.bench.options import PrefillOptions
-from blr.compressor.bench.results import BenchReport, PrefillRow, prefill_text
-from blr.compressor.bench.timing import wall_ms
 from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured
 from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.fused import fuse
@@ -153,6 +153,43 @@ def fused(model: Any) -> Any:
 
 
 @dataclass
+class PrefillRow(Timed):
+    """One arm of `blr bench prefill` at one model and number of tokens.
+
+    Attributes:
+        way: "" eager, "compiled", "graph" or "runtime". ms, low, high: to the first token.
+        of_dense, of_dense_fp8: times as fast as these arms, run in the same way (the runtime: as the
+            faster of eager and compiled ones).
+        rel_error: of logits, of float8 against its weights dequantized, of compiled against eager.
+    """
+
+    columns = (
+        *(Column("arm", "arm"), Column("", "way"), *TIMES, Column("x dense", "of_dense", ".4g")),
+        *(Column("x dense fp8", "of_dense_fp8", ".4g"), *REST),
+    )
+    title = "{0.model}, {0.batch} x {0.tokens} tokens"
+    right = range(2, 7)
+    model: str
+    arm: str
+    way: str
+    tokens: int
+    batch: int
+    of_dense: float | None = None
+    of_dense_fp8: float | None = None
+
+    @staticmethod
+    def head(machine: Mapping[str, Any]) -> str:
+        return f"{machine.get('name')}: milliseconds to the first token"
+
+    @staticmethod
+    def summary(rows: Sequence[PrefillRow]) -> dict[str, Any]:
+        """Milliseconds to the first token by model, arm and tokens."""
+        timed = [(row, row.ms) for row in rows if row.ms is not None]
+        times = ((r.model, f"{r.arm} {r.way}".strip(), r.tokens, round(ms, 2)) for r, ms in timed)
+        return {"first_token_ms": nested(times)}
+
+
+@dataclass
 class PrefillCases:
     """The cases of one run."""
 
@@ -221,25 +258,12 @@ def compare(rows: Sequence[PrefillRow]) -> None:
                 setattr(row, name, min(found) / row.ms)
 
 
-def prefill_summary(rows: Sequence[PrefillRow]) -> dict[str, Any]:
-    """Milliseconds to the first token by model, arm and tokens."""
-    times: dict[str, Any] = {}
-    for row in rows:
-        if row.ms is not None:
-            name = f"{row.arm} {row.way}".strip()
-            times.setdefault(row.model, {}).setdefault(name, {})[row.tokens] = round(row.ms, 2)
-    return {"first_token_ms": times}
-
-
 def run_prefill(options: PrefillOptions, progress: Progress) -> tuple[BenchReport, int]:
-    """Time everything that `options` name; the report, and the exit code.
-
-    Raises:
-        UsageError: arms or models that there are not. CapabilityError: no device for them.
-    """
+    """Time all that `options` name; the report, and the exit code. Raises UsageError or CapabilityError
+    before anything is timed."""
     device = pick_device(options.device)
     cases = PrefillCases(options, device)
     models = [(m, chosen_arms(m, options.arms)) for m in find_models(options.models, device)]
-    report = BenchReport("bench prefill", asdict(options), PrefillRow, prefill_summary, prefill_text)
+    report = BenchReport("bench prefill", asdict(options), PrefillRow)
     harness = Harness(report, progress, device, options.rounds, options.seconds)
     return report, harness.run([case for model, arms in models for case in cases.of(model, arms)])

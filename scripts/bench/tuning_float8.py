@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.compressor.bench.harness import Arm, Case
-from blr.compressor.bench.layer_problem import FLOAT8_LIMIT as ROUGH
-from blr.compressor.bench.layer_problem import (
+from blr.bench.harness import Arm, Case
+from blr.bench.layer_problem import FLOAT8_LIMIT as ROUGH
+from blr.bench.layer_problem import (
     KernelTimer,
     LayerProblem,
+    LayerRow,
     dequantizing_call,
     gaussian,
     problem_of,
     rounding_call,
 )
-from blr.compressor.bench.results import LayerRow
-from blr.compressor.bench.shapes import LayerShape, specs_for
-from blr.compressor.bench.timing import Call, Rotation
-from blr.compressor.bench.tuning_rules import Measured
+from blr.bench.shapes import LayerShape, specs_for
+from blr.bench.timing import Call, Rotation
+from blr.bench.tuning_rules import Measured
 from blr.compressor.modeling.float8 import known_by
 from blr.compressor.structures.specs import BlastSpec, DenseSpec, LowRankSpec, MonarchSpec, Spec
 from blr.kernels.common.tables import DEQUANTIZED, FLOAT8, PRODUCT, Shape

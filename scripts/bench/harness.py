@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from blr.bench.checks import within
+from blr.bench.results import BenchReport, Timed
+from blr.bench.timing import Sampler, interleave, spread
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.bench.checks import within
-from blr.compressor.bench.results import BenchReport, Timed
-from blr.compressor.bench.timing import Sampler, interleave, spread
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

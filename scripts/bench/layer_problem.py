@@ -6,30 +6,24 @@ Layers in float8 quantize activations in every call, its time counted.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import sqrt
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from blr.bench.checks import Expected, Precision, WrongResult, computing_in, expect, poisoned, within
+from blr.bench.harness import Arm, Checked
+from blr.bench.results import REST, TIMES, Column, Timed, nested
+from blr.bench.shapes import LayerShape
+from blr.bench.timing import Call, CpuSampler, CudaSampler, Rotation, event_ms
 from blr.compressor.base.quoting import named_line
-from blr.compressor.bench.checks import (
-    Expected,
-    Precision,
-    WrongResult,
-    computing_in,
-    expect,
-    poisoned,
-    within,
-)
-from blr.compressor.bench.harness import Arm, Checked
-from blr.compressor.bench.results import LayerRow
-from blr.compressor.bench.shapes import LayerShape
-from blr.compressor.bench.timing import Call, CpuSampler, CudaSampler, Rotation
 from blr.compressor.modeling.float8 import prepared, structure_of
 from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures.laid import laid_rank, laid_shape
@@ -52,6 +46,62 @@ RECOMPILATIONS = 256  # of one function by torch.compile, for as many shapes in 
 FLOAT8_LIMIT = 0.1  # relative error: 0.038 of one product, 0.053 of two
 SEEDS = {"x": 0, "dense": 1, "structured": 2}
 Maker = Callable[[], tuple[Call, Rotation]]  # gives f(*arguments) and its arguments
+
+
+@dataclass
+class LayerRow(Timed):
+    """One arm of one layer.
+
+    Attributes:
+        case: rows of one case are compared: they have the same layer, n and dtype.
+        arm: dense, dense-compile, dense-fp8, plain, compile, ours or fp8.
+        cf: dense over structured parameters. speedup: time of the dense arm over `ms`.
+    """
+
+    columns = (
+        *(Column("structure", "structure"), Column("rank", "spec"), Column("arm", "arm")),
+        *(Column("variant", "variant"), *TIMES, Column("x dense", "speedup", ".4g"), *REST),
+    )
+    title = "{0.case}"
+    case: str
+    model: str
+    layer: str
+    structure: str
+    spec: str
+    in_features: int
+    out_features: int
+    cf: float
+    n: int
+    dtype: str
+    arm: str
+    variant: str | None = None
+    speedup: float | None = None
+
+    @staticmethod
+    def head(machine: Mapping[str, Any]) -> str:
+        clock = "by the host's clock" if machine["name"] == "cpu" else "without the host"
+        return f"{machine['name']}: milliseconds a call, {clock}"
+
+    @staticmethod
+    def summary(rows: Sequence[LayerRow]) -> dict[str, Any]:
+        """Medians over layers: of the speedup over dense by structure, arm and n, and of the time of
+        other arms over that of ours on the same structure."""
+        speedups, over = defaultdict[Any, list[float]](list), defaultdict[Any, list[float]](list)
+        ours = {
+            (r.case, r.structure, r.spec): r.ms for r in rows if r.arm == "ours" and r.ms is not None
+        }
+        for row in rows:
+            if row.ms is None or row.structure == "dense":
+                continue
+            if row.speedup is not None:
+                speedups[row.structure, row.arm, str(row.n)].append(row.speedup)
+            base = ours.get((row.case, row.structure, row.spec))
+            if base is not None and row.arm != "ours":
+                over[row.structure, row.arm].append(row.ms / base)
+        medians = [
+            nested((*key, round(median(v), 4)) for key, v in found.items()) for found in (speedups, over)
+        ]
+        return {"speedup_over_dense": medians[0], "ours_over": medians[1]}
 
 
 @dataclass
@@ -90,7 +140,8 @@ class KernelTimer:
         error = within(expected.error(poisoned(call, rotation.arguments)), limit)
         if self.flush is None:
             return Checked(CpuSampler(call, rotation).sample, error, limit)
-        if self._eager_ms(call, rotation) < GRAPH_BELOW_MS:
+        self.flush.zero_()
+        if event_ms(lambda: call(*rotation.arguments)) < GRAPH_BELOW_MS:
             try:
                 return self._graph(call, rotation, expected, error, limit)
             except (WrongResult, torch.OutOfMemoryError):
@@ -111,25 +162,15 @@ class KernelTimer:
         sampler.output = None
         return Checked(sampler.sample, error, limit)
 
-    def _eager_ms(self, call: Call, rotation: Rotation) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.flush.zero_()
-        begin.record()
-        call(*rotation.arguments)
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
-
 
 @dataclass
 class LayerProblem:
-    """One layer on one input. Nothing is allocated before it is asked for, so that a layer which does
-    not fit is an arm without memory and not the end of the run.
+    """One layer on one input, neither allocated before it is asked for: a layer that does not fit is an
+    arm without memory and not the end of the run.
 
     Attributes:
-        timer: what its arms are timed by. row: of its arms, but for their names.
-        x: gives the input [n, i], the same at every call. factors: likewise the factors, or the weight
-            of a dense layer. reference: f(x, *factors).
+        row: of its arms, but for their names. x: gives the input [n, i], the same at every call.
+        factors: likewise the factors, or the weight of a dense layer. reference: f(x, *factors).
     """
 
     timer: KernelTimer
@@ -153,7 +194,7 @@ class LayerProblem:
         return Rotation((self.x(), *weights), self.timer.l2)
 
     def arm(self, name: str, make: Maker, variant: str | None = None, limit: float | None = None) -> Arm:
-        """An arm of this layer. `make` gives the call and its arguments."""
+        """An arm of this layer."""
         row = replace(self.row, arm=name, variant=variant)
         return Arm(row, lambda: self.timer.checked(make, self.expected, limit))
 
@@ -210,14 +251,9 @@ def summed(name: str, shape: Sequence[int]) -> int:
     return {"U": shape[-1], "S": shape[0], "V": shape[-2]}[name]
 
 
-def dense_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """The dense layer: cuBLAS on a GPU."""
-    return torch.nn.functional.linear(x, weight)
-
-
 def reference_of(structure: str) -> Call:
     """The plain torch layer of a structure, or of "dense", as f(x, *factors)."""
-    return dense_linear if structure == "dense" else STRUCTURES[structure].reference()
+    return torch.nn.functional.linear if structure == "dense" else STRUCTURES[structure].reference()
 
 
 def our_layout(spec: Spec, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -245,7 +281,7 @@ def our_variant(spec: Spec, n: int, precision: Precision, device: torch.device) 
 
 def factor_variant(pattern: Pattern, n: int, precision: Precision) -> str:
     """What the kernels of Kronecker-sparse factors choose by themselves, with the path if any."""
-    kind = "half" if precision.dtype is not torch.float32 else "tf32" if precision.tf32 else "fp32"
+    kind = "tf32" if precision.tf32 else "fp32" if precision.dtype is torch.float32 else "half"
     variant, config = choose_for_factor(FactorProblem(*pattern, n, kind))
     return f"{variant}:{config['path']}" if "path" in config else variant
 
