@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.after_import import after_import
+from blr.compressor.modeling.cpu_product import cpu_product
 from blr.compressor.modeling.float8 import float8_product, forget_scales, prepare_layer
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
 from blr.compressor.modeling.stages import (
@@ -46,12 +47,14 @@ class Kernels:
 
     product: ``x Wᵀ + bias`` of a layer's spec, x, the bias and the factors in order; None: by formula.
     widens: whether the last axis of every factor is the rank. takes_sums: whether a product of low rank
-    can be added to its weight by columns of the factors.
+    can be added to its weight by columns of the factors. packed: the factors of a product of matrices,
+    in the order in which they are multiplied.
     """
 
     product: Callable[..., Tensor] | None = None
     widens: bool = False
     takes_sums: bool = False
+    packed: tuple[str, ...] = ()
 
 
 def _low_rank(spec: Any, x: Tensor, bias: Tensor | None, U: Tensor, V: Tensor) -> Tensor:
@@ -62,7 +65,8 @@ def _low_rank(spec: Any, x: Tensor, bias: Tensor | None, U: Tensor, V: Tensor) -
 
 # Structure -> its kernels; others compute by the formula of `modeling_blr.STRUCTURES`
 KERNELS = {
-    "svd": Kernels(_low_rank, widens=True, takes_sums=True),
+    "svd": Kernels(_low_rank, widens=True, takes_sums=True, packed=("V", "U")),
+    "dense": Kernels(packed=("weight",)),
     "monarch": Kernels(lambda _, x, bias, U, V: monarch_linear(x, U, V, bias)),
     "blast": Kernels(
         lambda _, x, bias, U, S, V: blast_linear(x, U, S, V, bias), widens=True, takes_sums=True
@@ -74,7 +78,9 @@ FORMULA = Kernels()
 
 class KernelLinear(modeling_blr.FormulaLinear):
     """A layer whose products are kernels, as `spec` says. spec: of the structure. packing: how its
-    factors are packed, or None. exported: as of the base."""
+    factors are packed, or None. exported: as of the base. cpu_weights: see `cpu_product`."""
+
+    cpu_weights: Any = None
 
     def __init__(self, spec: Spec, bias: bool, exported: bool = False) -> None:
         super().__init__(spec.to_dict(), bias, exported)
@@ -140,9 +146,16 @@ class KernelLinear(modeling_blr.FormulaLinear):
         fp8 = self.packing is not None and self.packing.fp8
         if fp8 and (y := float8_product(self, x, bias)) is not None:
             return y
+        if (y := self.cpu_product(x, bias)) is not None:
+            return y
         if self.kernels.product is None:
             return super().product(x, bias)
         return self.kernels.product(self.spec, x, bias, *self.factors_for(x))
+
+    def cpu_product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The same of one token a sequence on a CPU, of packed factors; None of others."""
+        packed = self.packing is not None and self.kernels.packed
+        return cpu_product(self, self.kernels.packed, x, bias) if packed else None
 
     def factors_for(self, x: Tensor) -> list[Tensor]:
         """The factors for an input."""
@@ -151,6 +164,7 @@ class KernelLinear(modeling_blr.FormulaLinear):
     def _apply(self, fn: object, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         forget_scales(self)
+        self.cpu_weights = None
         if self.packing is not None and self.packing.fp8:
             prepare_layer(self)
         return self
@@ -264,6 +278,8 @@ class QuantizedLinear(KernelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., i] -> [..., o], with at most `WHOLE` weights dequantized at a time."""
+        if (found := self.cpu_product(x, self.bias)) is not None:
+            return found
         w, step = self.packed(), rows_at_once(self.in_features)
         if w.fp8 and (found := float8_product(self, x, self.bias)) is not None:
             return found
