@@ -13,7 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
-    *("README.md", "recipes/README.md", "configs/README.md", "kernels/README.md", "tests/README.md"),
+    *("README.md", "recipes/README.md", "compressor/README.md", "configs/README.md"),
+    *("kernels/README.md", "tests/README.md"),
     *("scripts/CHANGELOG.md", "scripts/RESULTS.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md"),
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes/guides").glob("*.md")),
 ]

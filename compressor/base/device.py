@@ -30,19 +30,15 @@ LONGEST = 96  # bytes of a name
 
 
 def check_device(name: str) -> str:
-    """`name` if a device that computes can be called so. Raises UsageError: `meta`, say, holds no
-    numbers."""
+    """`name` if it is a device that computes, unlike `meta`. Raises UsageError."""
     if not _KNOWN.fullmatch(name):
         raise UsageError(f"device {name!r}: expected auto, cpu, cuda or cuda:N")
     return name
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` takes the GPU if there is one. A GPU that is named becomes the current one: Triton launches
-    there, wherever the tensors are.
-
-    Raises UsageError for a name that is no device's, CapabilityError for a device that is absent.
-    """
+    """The device called `name`; `auto` takes a GPU if there is one. A named GPU becomes current, since
+    Triton launches there. Raises UsageError for a wrong name, CapabilityError for an absent device."""
     import torch
 
     check_device(name)
@@ -67,7 +63,7 @@ def device_name(device: torch.device) -> str:
 
 
 def float_dtype(name: str) -> torch.dtype:
-    """ "bfloat16" -> torch.bfloat16. Raises UsageError for what kernels do not compute in."""
+    """The torch dtype of that name. Raises UsageError for one that kernels do not compute in."""
     import torch
 
     if name not in ("float32", "float16", "bfloat16"):
@@ -106,31 +102,25 @@ def installed_card() -> Card | None:
     if driver.nvmlInit_v2():
         return None
     try:
-        return _described(driver, first)
+        handle, memory = ctypes.c_void_p(), _Memory()
+        name = ctypes.create_string_buffer(LONGEST)
+        find: Callable[..., int] = driver.nvmlDeviceGetHandleByUUID
+        known: int | bytes = first.encode()
+        if first.isdecimal():
+            find, known = driver.nvmlDeviceGetHandleByIndex_v2, int(first)
+        failed = (
+            find(known, ctypes.byref(handle))
+            or driver.nvmlDeviceGetName(handle, name, LONGEST)
+            or driver.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+        )
+        return None if failed else Card(name.value.decode(errors="replace"), memory.total)
     finally:
         driver.nvmlShutdown()
 
 
-def _described(driver: ctypes.CDLL, which: str) -> Card | None:
-    """The GPU of a number or of a UUID."""
-    handle, memory = ctypes.c_void_p(), _Memory()
-    name = ctypes.create_string_buffer(LONGEST)
-    find: Callable[..., int] = driver.nvmlDeviceGetHandleByUUID
-    known: int | bytes = which.encode()
-    if which.isdecimal():
-        find, known = driver.nvmlDeviceGetHandleByIndex_v2, int(which)
-    failed = (
-        find(known, ctypes.byref(handle))
-        or driver.nvmlDeviceGetName(handle, name, LONGEST)
-        or driver.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-    )
-    return None if failed else Card(name.value.decode(errors="replace"), memory.total)
-
-
 @contextmanager
 def tensor_cores(device: torch.device) -> Iterator[None]:
-    """On a GPU products of float32 meanwhile take their factors as TF32, several times as fast: exact
-    enough for gradients, not for systems that are solved."""
+    """Compute float32 products in TF32 on a GPU: exact enough for gradients, not to solve."""
     import torch
 
     before = torch.get_float32_matmul_precision()
@@ -143,6 +133,5 @@ def tensor_cores(device: torch.device) -> Iterator[None]:
 
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """`tensor` on `device` in a dtype as wide as its own or wider, converted there: asked for both at
-    once, torch converts on the CPU, and twice the bytes travel."""
+    """`tensor` on `device` in a wider dtype, converted there so that fewer bytes travel."""
     return tensor.to(device).to(dtype)

@@ -48,39 +48,31 @@ def scratch_for(path: Path) -> Path:
 
 
 def settle(scratch: Path, path: Path, new: bool = False) -> None:
-    """Flush the finished file `scratch` and rename it to `path`. The folder is not flushed. With `new`
-    nothing that is there is replaced: FileExistsError."""
+    """Flush the finished file `scratch` and rename it to `path`; `new` raises FileExistsError for a file
+    there. The folder is not flushed."""
     descriptor = os.open(scratch, os.O_RDONLY)
     try:
         flush(descriptor)
     finally:
         os.close(descriptor)
     if new:
-        _settle_new(scratch, path)
+        try:
+            os.link(scratch, path)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+            os.rename(scratch, path)
+        else:
+            os.unlink(scratch)
     else:
         os.rename(scratch, path)
-
-
-def _settle_new(scratch: Path, path: Path) -> None:
-    try:
-        os.link(scratch, path)
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-        os.rename(scratch, path)
-    else:
-        os.unlink(scratch)
 
 
 def write_stream(path: Path, chunks: Iterable[Bytes], new: bool = False) -> tuple[int, str]:
-    """Write `chunks` to `path`, which is absent (or as before) until all of them are on the disk.
-
-    With `new` it must not exist: FileExistsError, and what is there stays.
-
-    Returns its size in bytes and its SHA-256. The folder is not flushed: the caller does it once.
-    """
+    """Write `chunks` to `path` whole or not at all; the size and SHA-256. `new` raises FileExistsError
+    if the file exists. The folder is not flushed."""
     digest, size = hashlib.sha256(), 0
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = scratch_for(path)
@@ -126,8 +118,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Refuse before the work starts when `folder`'s disk cannot hold `needed` more bytes. Raises
-    StorageError."""
+    """Raise StorageError when `folder`'s disk cannot hold `needed` more bytes."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:  # a file system that does not tell: then writing will

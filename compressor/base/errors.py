@@ -12,63 +12,48 @@ class BlrError(Exception):
 
     exit_code = 1
 
+    def __init_subclass__(cls, code: int | None = None) -> None:
+        cls.exit_code = cls.exit_code if code is None else code
 
-class UsageError(BlrError):
+
+class UsageError(BlrError, code=2):
     """The command line asks for something that does not exist or does not fit together."""
 
-    exit_code = 2
 
-
-class RecipeError(BlrError):
+class RecipeError(BlrError, code=3):
     """A recipe that cannot be read or does not describe a valid compression."""
 
-    exit_code = 3
 
-
-class InputError(BlrError):
+class InputError(BlrError, code=4):
     """The source checkpoint, text or data set is missing, malformed or hostile."""
 
-    exit_code = 4
 
-
-class OutputError(BlrError):
+class OutputError(BlrError, code=5):
     """The output folder, its lock or its journal cannot be used."""
 
-    exit_code = 5
 
-
-class StorageError(BlrError):
+class StorageError(BlrError, code=6):
     """The disk is full or fails."""
 
-    exit_code = 6
 
-
-class NumericsError(BlrError):
+class NumericsError(BlrError, code=7):
     """NaN, Inf, a decomposition that fails, or a loss of over one nat a token without --force."""
 
-    exit_code = 7
 
-
-class HubError(BlrError):
+class HubError(BlrError, code=8):
     """The model hub cannot be reached or refuses."""
 
-    exit_code = 8
 
-
-class CapabilityError(BlrError):
+class CapabilityError(BlrError, code=9):
     """This machine lacks the memory, device or software for what was asked."""
-
-    exit_code = 9
 
 
 class LostProcess(CapabilityError):
     """Another process of the run is gone, or does not answer."""
 
 
-class VerifyError(BlrError):
+class VerifyError(BlrError, code=10):
     """An output does not match its manifest."""
-
-    exit_code = 10
 
 
 def kind_of_error(code: int) -> type[BlrError]:

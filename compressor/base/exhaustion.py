@@ -6,8 +6,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from blr.compressor.base.errors import BlrError, CapabilityError, InputError, OutputError, StorageError
@@ -54,8 +56,7 @@ _OTHER = (StorageError, f"check the disk, then {AGAIN}")
 
 
 def raise_exhausted(error: BaseException) -> None:
-    """Raise an `error` of ours again, CapabilityError for one that is, or comes from, want of memory or
-    threads."""
+    """Raise an `error` of blr again, and CapabilityError for one caused by want of memory or threads."""
     if isinstance(error, BlrError):
         raise error
     if said := exhausted(error):
@@ -106,12 +107,10 @@ def storage_errors(
     own: Path | None = None,
     resumes: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Turn operating-system errors while writing under `folder` into errors with a remedy.
+    """Turn errors of the system about files under `own` (None: `folder`) into errors with a remedy.
 
-    `needed` is the estimate of the bytes the whole run writes there, if known. Errors about files
-    whose path does not begin with `own` (`folder` if None) pass. `resumes` says whether the same command
-    would find work of this one. The safetensors library reports its own without a number: its text is
-    searched.
+    `needed` are the bytes of the run, if known; `resumes` says whether the same command would go on. The
+    safetensors library gives no error number: its text is searched.
     """
     try:
         yield
@@ -121,7 +120,12 @@ def storage_errors(
         code = _number(error, own or folder)
         if code is None:
             raise
-        raise _translated(code, folder, needed, resumes()) from error
+        kind, remedy = _WRITING.get(code, _OTHER)
+        if code in FULL:
+            room = f"about {needed} bytes there" if needed else "more room"
+            remedy = f"the run needs {room}: free or enlarge the disk, then {AGAIN}"
+        goes_on = ", it resumes" if resumes() and remedy.endswith(AGAIN) else ""
+        raise kind(f"{folder}: {_said(code)}; {remedy}{goes_on}") from error
 
 
 def shortage(error: OSError, place: object) -> CapabilityError | None:
@@ -132,8 +136,7 @@ def shortage(error: OSError, place: object) -> CapabilityError | None:
 
 
 def unforeseen(error: OSError) -> BlrError | None:
-    """The error for one of the system's that reached the top: of what is read, or of no file at all.
-    None for one that does not come from the system."""
+    """The error for one of the system's that reached the top; None for one from elsewhere."""
     if error.errno is None:
         return None
     place = error.filename if isinstance(error.filename, str | bytes) else "the operating system"
@@ -150,7 +153,7 @@ def unforeseen(error: OSError) -> BlrError | None:
 
 
 def _number(error: Exception, own: Path) -> int | None:
-    """The system's number of an error about `own`; of one that safetensors reports, by its text."""
+    """The system's number of an error about `own`, also of one that safetensors reports in text."""
     if type(error).__name__ == "SafetensorError":
         told = re.search(r"\(os error (\d+)\)", str(error))
         return int(told[1]) if told else None
@@ -162,14 +165,21 @@ def _number(error: Exception, own: Path) -> int | None:
     return error.errno if place.startswith(str(own)) or place == str(own.parent) else None
 
 
-def _translated(code: int, folder: Path, needed: int | None, resumes: bool) -> BlrError:
-    kind, remedy = _WRITING.get(code, _OTHER)
-    if code in FULL:
-        room = f"about {needed} bytes there" if needed else "more room"
-        remedy = f"the run needs {room}: free or enlarge the disk, then {AGAIN}"
-    goes_on = ", it resumes" if resumes and remedy.endswith(AGAIN) else ""
-    return kind(f"{folder}: {_said(code)}; {remedy}{goes_on}")
-
-
 def _said(code: int) -> str:
     return os.strerror(code).lower()
+
+
+def is_missing(package: str) -> bool:
+    """Whether `package` cannot be imported; nothing is."""
+    if package in sys.modules:
+        return sys.modules[package] is None
+    return find_spec(package) is None
+
+
+def check_packages(what: str, *packages: str, extra: str) -> None:
+    """Raise CapabilityError where `packages` that `what` needs are missing; `extra` installs them."""
+    if missing := [package for package in packages if is_missing(package)]:
+        is_ = "is" if len(missing) == 1 else "are"
+        raise CapabilityError(
+            f"{what}: {' and '.join(missing)} {is_} not installed; pip install 'blr-compress[{extra}]'"
+        )

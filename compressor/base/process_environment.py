@@ -47,8 +47,7 @@ def _number(name: str, default: int) -> int:
 
 
 def follow() -> None:
-    """In a process that another has started so: signals of the terminal are the other's to answer, and
-    its end is this one's."""
+    """Follow the process that started this one: ignore the terminal's signals, and end when it does."""
     import signal  # whose import takes long: `__main__` comes by here first
     import threading
 
@@ -65,8 +64,7 @@ def follow() -> None:
 
 
 def share_out(costs: Sequence[float], count: int) -> list[int]:
-    """Which of `count` processes does each item: the costliest first, each to whom has least so far.
-    The same for the same costs. Source: Graham, "Bounds on multiprocessing timing anomalies" (1969)."""
+    """The process that does each item: the costliest first, each to the least busy (Graham 1969)."""
     owners, loads = [0] * len(costs), [0.0] * count
     for item in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
         owner = min(range(count), key=lambda process: (loads[process], process))

@@ -27,14 +27,11 @@ PATIENCE = timedelta(days=7)  # a layer may take hours, and a dead process is no
 
 
 class Processes:
-    """This process's number `rank` of `count`, and what they do together. `device` is its own.
+    """This process's number `rank` of `count`, its `device`, and what all do together. `alone`: whatever
+    others there are.
 
-    Args:
-        device: as on the command line; a GPU's number is this process's on its host.
-        alone: for work that this process does by itself, whatever others there are.
-
-    Raises UsageError: a GPU of a number for several processes. CapabilityError: no such device, or
-    devices of several kinds, whose results would differ.
+    Raises UsageError for a numbered GPU with several processes, CapabilityError for an absent device or
+    devices of several kinds.
     """
 
     def __init__(self, device: str, alone: bool = False) -> None:
@@ -55,7 +52,9 @@ class Processes:
                     f"device {asked!r} for {self.count} processes; give --device cuda "
                     "and name the GPUs in CUDA_VISIBLE_DEVICES"
                 )
-            self._take_gpu()
+            there = torch.cuda.device_count()
+            self.device = torch.device("cuda", environment.local_rank() % there)
+            torch.cuda.set_device(self.device)
             backend = "cpu:gloo,cuda:nccl"  # the latter joins with its first message
         meeting = os.environ.get(environment.MEETING)
         if not meeting and "MASTER_ADDR" not in os.environ:
@@ -71,31 +70,22 @@ class Processes:
             size: dict[str, Any] = {"rank": self.rank, "world_size": self.count, "timeout": PATIENCE}
             dist.init_process_group(backend, init_method=method, store=store, **size)
             self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._check_alike()
-        if self.device.type == "cuda":
-            self._find_wire()
-
-    def _take_gpu(self) -> None:
-        there = torch.cuda.device_count()
-        self.device = torch.device("cuda", environment.local_rank() % there)
-        torch.cuda.set_device(self.device)
-
-    def _find_wire(self) -> None:
-        """Messages start from GPUs where each process has one of its own: also where a launcher shows
-        each process no other."""
-        gpus = self.gather(_card(self.device))
-        if len(set(gpus)) == len(gpus):
-            self.wire = self.device
-        else:
-            self.notes.append(f"{len(gpus)} processes share {len(set(gpus))} GPUs")
-
-    def _check_alike(self) -> None:
         kinds = sorted(set(self.gather(_kind(self.device))))
         if len(kinds) > 1:
             raise CapabilityError(
                 f"processes on devices of several kinds ({', '.join(kinds)}), whose results differ; "
                 "run on those of one kind"
             )
+        if self.device.type == "cuda":
+            self._find_wire()
+
+    def _find_wire(self) -> None:
+        """Send messages from the GPUs if each process has one of its own."""
+        gpus = self.gather(_card(self.device))
+        if len(set(gpus)) == len(gpus):
+            self.wire = self.device
+        else:
+            self.notes.append(f"{len(gpus)} processes share {len(set(gpus))} GPUs")
 
     @property
     def first(self) -> bool:
@@ -166,11 +156,7 @@ class Processes:
         return held.to(self.device)
 
     def exchanged(self, pieces: list[Tensor]) -> list[Tensor]:
-        """Piece `n` goes to process n; what each process has for this one, in their order.
-
-        Args:
-            pieces: [h_n, …] of the same other sizes; the pieces for process n have the same h_n.
-        """
+        """Send piece n [h_n, …] to process n; the pieces for this one, in order."""
         if self.count == 1:
             return pieces
         heights = [len(piece) for piece in pieces]
@@ -210,8 +196,7 @@ class Processes:
 
 
 def _card(device: torch.device) -> str:
-    """Which GPU of all hosts this is; the parts of a card (MIG) are all the same, as for NCCL, which
-    takes two processes on one for a mistake."""
+    """The GPU of this process among all hosts; parts of one card (MIG) count as one."""
     found = torch.cuda.get_device_properties(device)
     return f"MIG of {platform.node()}" if " MIG " in found.name else str(found.uuid)
 
@@ -224,7 +209,7 @@ def _kind(device: torch.device) -> str:
 
 @contextmanager
 def _lost() -> Iterator[None]:
-    """What the library says of a process that is gone, as LostProcess."""
+    """Raise LostProcess where torch's library reports that a process is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -235,14 +220,11 @@ def _lost() -> Iterator[None]:
 
 
 class OrderedSum:
-    """Σ part_n over n = 0, 1, …, added one after the other in this order, as one process adds them.
+    """Σ part_n, added in the order of n as one process adds them.
 
-    The parts, of one shape and dtype, are dealt out in turn (`Processes.owns`). In every round each
-    process gives its next one; slab s of the rows of all goes to process s, which adds them in order.
-
-    Args:
-        number: of parts in all. dtype: to add in (None: that of the parts). like: a tensor of the parts'
-            shape and dtype; without one the first process tells the others.
+    The parts are dealt out in turn (`Processes.owns`). In every round each process gives its next one;
+    slab s of the rows of all goes to process s. `dtype` to add in; `like`: a tensor as the parts, else
+    told.
     """
 
     def __init__(
@@ -282,7 +264,7 @@ class OrderedSum:
         )
 
     def _cut(self, part: Tensor | None) -> list[Tensor]:
-        """The slabs of `part`, or of zeros like the others', which are not added."""
+        """The slabs of `part`, or of zeros in its place, which are not added."""
         if self.like is None:  # the first process has a part in every round
             self.like = self.processes.told(None if part is None else (part.shape, part.dtype))
         if part is None:
@@ -297,8 +279,7 @@ def sum_in_order(
     names: Iterable[Name],
     dtype: torch.dtype | None = None,
 ) -> dict[Name, Tensor]:
-    """Σ over n of what `parts(n)` has under each of `names`, as of `OrderedSum`; every process asks for
-    its own parts alone."""
+    """The ordered sums over n of `parts(n)` by name; every process asks for its own parts alone."""
     sums = {name: OrderedSum(processes, number, dtype) for name in names}
     for turn in rounds(processes, number):
         n = turn * processes.count + processes.rank

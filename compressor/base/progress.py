@@ -7,12 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import Any
 
 from blr.compressor.base.quoting import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 # Steps of a run, by what their bars say
 READING, OWN, MEASURING, FITTING = "reading", "writing own text", "measuring sensitivity", "factorizing"
@@ -22,9 +19,8 @@ EVERY = 30.0  # seconds between two lines where there is no terminal
 
 
 class Progress:
-    """What a long run says while it works. `quiet` silences everything but warnings, `silent` those
-    too: in processes beside the first. `spent` are seconds by what they went into (`timed`), `steps`
-    those that are expected, of which so many are `reached`."""
+    """What a long run says while it works: notes unless `quiet`, warnings unless `silent`. `spent` are
+    seconds by stage, `steps` the expected stages, of which so many are `reached`."""
 
     def __init__(self, quiet: bool = False, silent: bool = False) -> None:
         self.said: set[str] = set()
@@ -54,8 +50,7 @@ class Progress:
             print(f"blr: note: {printable(line)}", file=sys.stderr)
 
     def expect(self, *steps: str) -> None:
-        """The steps of this run in their order: bars and stages of these names say which of them they
-        are. A name that comes twice is two steps."""
+        """Set the steps of this run: bars and stages of these names say which step they are."""
         self.steps, self.reached = [*steps], 0
 
     def leave_out(self, step: str) -> None:
@@ -76,7 +71,7 @@ class Progress:
             print("loading torch …", file=sys.stderr)
 
     def _named(self, what: str) -> str:
-        """`what`, behind the number of its step where it is expected."""
+        """`what` with the number of its step, if it is expected."""
         later = self.steps[self.reached :]
         if what in later:
             self.reached += later.index(what) + 1
@@ -86,8 +81,8 @@ class Progress:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Add the seconds of what is done inside, but for what is timed there itself, to those `spent`
-        on `what`. What a GPU has not done by the end counts where it is waited for."""
+        """Add the seconds of this block, without blocks inside it, to those `spent` on `what`. A GPU's
+        time counts where it is waited for."""
         started, outer, self._inner = monotonic(), self._inner, 0.0
         try:
             yield
@@ -100,19 +95,14 @@ class Progress:
     def layers(
         self, total: int, what: str = FITTING, costs: Mapping[str, float] = NONE
     ) -> Iterator[Items]:
-        """A bar over `total` items; call what is yielded with each item's name as it starts.
-
-        Args:
-            costs: of all items by their names, where they are not alike.
-        """
+        """A bar over `total` items of these `costs`; call what is yielded as an item starts."""
         with self._shown(what, Pace()) as show:
             yield Items(total, costs, show)
             show.ended(f"{total}/{total}")
 
     @contextmanager
     def training(self, what: str, done: float = 0.0) -> Iterator[Callable[[float, str], None]]:
-        """A bar over a run; call the yielded function with the share that is over and what to say.
-        `done`: the share that earlier runs have done."""
+        """A bar over a run that is `done` so far; call what is yielded with share and text."""
         with self._shown(what, Pace(done)) as show:
             yield lambda share, text: show.reached(share, f"{share:.0%}", text)
 
@@ -132,8 +122,7 @@ class Progress:
 
 
 class Pace:
-    """Of a piece of work that is `done` as far as a share in [0, 1] as it starts: how long the rest
-    takes if it goes on as it went, from the first item that is over on, however long items take."""
+    """The time left of work of which the share `done` was there before, at its pace."""
 
     def __init__(self, done: float = 0.0) -> None:
         self.done = self.share = done
@@ -162,7 +151,7 @@ class Pace:
         return max(at_last - (monotonic() - self.at), 0.0)
 
     def __str__(self) -> str:
-        """What is left as a clock shows it."""
+        """The time left as h:mm:ss."""
         if (left := self.left) is None:
             return "-:--:-- left"
         minutes, seconds = divmod(round(left), 60)
@@ -178,8 +167,7 @@ class Items:
         self.whole = sum(costs.values()) or total or 1.0
 
     def __call__(self, *names: str, there: Collection[str] = ()) -> None:
-        """Items start, and those before them are over. `there`: those of them that an earlier run has
-        made."""
+        """Items start, and those before them are over; those in `there` were made by an earlier run."""
         share, number = min(self.over / self.whole, 1.0), min(self.begun, self.total)
         self.over += sum(self.costs.get(name, 1.0) for name in names)
         self.show.pace.skip(sum(self.costs.get(name, 1.0) for name in there) / self.whole)
@@ -248,7 +236,7 @@ class TerminalBar:
         self.bar.complete_style = self.bar.finished_style = "red"
 
 
-def _console() -> Console:
+def _console() -> Any:
     from rich.console import Console
 
     return Console(stderr=True)

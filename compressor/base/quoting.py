@@ -15,8 +15,7 @@ def quote(text: object, limit: int = 80) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` as it is but for what a terminal, a log or a Markdown header might obey: line ends,
-    control characters and bytes of a file name that are no UTF-8 are escaped."""
+    """`text` with line ends, control characters and undecodable bytes escaped."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -27,6 +26,15 @@ def printable_all(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [printable_all(item) for item in value]
     return printable(value) if isinstance(value, str) else value
+
+
+def is_numeral(text: str) -> bool:
+    """Whether `text` reads as a number, finite or not."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def is_text(text: str) -> bool:

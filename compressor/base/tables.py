@@ -9,11 +9,7 @@ WIDE = 100_000  # columns: a table is never folded, since programs and people se
 
 
 def aligned(rows: Sequence[Sequence[str] | str], numbers: Collection[int] = ()) -> str:
-    """Rows of cells in columns, a line each; a string among them is a heading, as long as it likes.
-
-    Args:
-        numbers: columns that are aligned on the right.
-    """
+    """Rows of cells in columns, `numbers` aligned right; a string is a heading."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -19,12 +19,10 @@ ROOT = Path("/")
 
 
 def use_threads(asked: int | None = None, sharing: int = 1) -> int:
-    """Make torch compute with `asked` threads; by default with as many as the environment says
-    (OMP_NUM_THREADS), or at most `available_cores`, which so many processes are `sharing`.
+    """Make torch compute with `asked` threads; by default OMP_NUM_THREADS, or the cores of this process
+    over those `sharing` them. Returns the number, which the last bits of results depend on.
 
-    Threads that wait sleep if torch is imported after the first call only.
-
-    Returns the number of threads, which results depend on in their last bits.
+    Threads that wait sleep only if torch is imported after the first call.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -50,8 +48,7 @@ def _from_environment() -> int | None:
 
 
 def available_cores(root: Path = ROOT) -> int:
-    """Physical cores that this process may keep busy: by its affinity mask and the CPU quotas of its
-    control groups (versions 1 and 2), at least one."""
+    """Physical cores that this process may keep busy, by affinity and CPU quotas of control groups."""
     if hasattr(os, "sched_getaffinity"):
         allowed = {_core(cpu, root) for cpu in os.sched_getaffinity(0)}
     else:
@@ -84,8 +81,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _along(base: Path, path: str, quota: Callable[[Path], float]) -> Iterator[float]:
-    """What `quota` finds in the group at `path` and in those around it. A container may see its own
-    group at `base` under a path that is the host's."""
+    """The quotas of the group at `path` and those around it; a container may see its own at `base`."""
     parts = [part for part in path.split("/") if part]
     if ".." in parts:  # outside of what is visible here
         parts = []

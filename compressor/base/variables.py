@@ -32,12 +32,8 @@ def check_variables() -> None:
 
 
 def wrong_variable(error: BaseException, foreseen: bool) -> str | None:
-    """A line on the variable that a library was reading when it raised `error`, or what that came from;
-    None where it read none that is set.
-
-    Args:
-        foreseen: an error of ours; any other is also taken at its word.
-    """
+    """A line on the variable that a library was reading when it raised `error`; None if none is found.
+    Of errors that are not `foreseen` the text is searched, too."""
     for cause in _causes(error):
         name = _read_by(cause) or (None if foreseen else _told_by(cause))
         if name is not None:
@@ -72,9 +68,11 @@ def _told_by(error: BaseException) -> str | None:
 
 
 def _read_at(code: CodeType, instruction: int, said: str) -> list[str]:
-    """Variables that are set and that the expression of an instruction reads; or the function around it,
-    where the error has `said` their value."""
-    text = _expression(code, instruction)
+    """Variables that the expression reads, or its function if the error has `said` a value."""
+    positions = list(code.co_positions())
+    first, last, *_ = positions[instruction // 2]
+    lines = range(first or 0, (last or first or 0) + 1)
+    text = "".join(linecache.getline(code.co_filename, number) for number in lines)
     found = [name for name in _NAMED.findall(text) if name in os.environ]
     if found and _READING.search(text):
         return found
@@ -91,11 +89,3 @@ def _places(error: BaseException) -> list[tuple[CodeType, int]]:
         found.append((trace.tb_frame.f_code, trace.tb_lasti))
         trace = trace.tb_next
     return found
-
-
-def _expression(code: CodeType, instruction: int) -> str:
-    """The lines of source that an instruction was made of."""
-    positions = list(code.co_positions())
-    first, last, *_ = positions[instruction // 2]
-    lines = range(first or 0, (last or first or 0) + 1)
-    return "".join(linecache.getline(code.co_filename, number) for number in lines)

@@ -1,8 +1,8 @@
-"""Files made of modules: each module's text as it is but for imports and names that clash.
+"""Joins modules into files; their text stays as it is but for imports and names that clash.
 
-A file is its header, the imports of its modules merged, and the modules in the order in which they
-need each other. A name that two modules define gets its module's in front. The result depends on the
-sources alone: the same bytes each time.
+A file has a header, the imports of all its modules, and the modules in the order in which they need each
+other. A name that two modules define gets its module's name in front. The result depends on the sources
+alone: the same bytes each time.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ KEPT = "__getattr__"  # what Python looks up in a module by name
 def bundle(
     files: Mapping[str, Sequence[str]], modules: Mapping[str, Module], abouts: Mapping[str, str]
 ) -> dict[str, bytes]:
-    """Contents by file name.
+    """Join modules; returns the contents of every file by name.
 
     Args:
-        files: name without ``.py`` to the names of its modules; a file may need those before it at
-            import, and any inside functions. A file of its one module's name is that as it is.
-        modules: by name; an import inside a function of what is not there raises ImportError.
-        abouts: what each file says of itself at its top.
+        files: the modules of each file by its name without ``.py``. A file may import from those before
+            it, and inside functions from any. A file of its one module's name is that module's text.
+        modules: by name. In the files an import inside a function of any other module raises
+        ImportError. abouts: the text at the top of each file.
 
     Raises BundleError for modules that cannot be joined as they are.
     """
@@ -62,8 +62,8 @@ def bundle(
 def reached(
     roots: Iterable[str], modules: Mapping[str, Module], among: Collection[str] | None = None
 ) -> list[str]:
-    """`roots` and all that they import at the top, of `among`, each behind what it needs itself. Raises
-    BundleError for a circle."""
+    """The modules `roots` and those of `among` that they import at the top, each after what it needs
+    itself. Raises BundleError for a circle."""
     done: dict[str, None] = {}
 
     def visit(name: str, *above: str) -> None:
@@ -80,7 +80,7 @@ def reached(
 
 
 class Names:
-    """What definitions are called where `modules` are joined; those of `kept` as they are. Raises
+    """The names of definitions where `modules` are joined; those of `kept` stay as they are. Raises
     BundleError when two modules import different things under one name."""
 
     def __init__(self, modules: Mapping[str, Module], kept: Collection[str] = ()) -> None:
@@ -100,8 +100,8 @@ class Names:
         }
 
     def home(self, module: str, name: str) -> tuple[str, str]:
-        """The module that defines what `module` knows as `name`, and what that is called. Raises
-        BundleError for a name that it has not."""
+        """The module that defines what `module` knows as `name`, and its new name. Raises BundleError
+        for a name that `module` does not have."""
         if (module, name) in self.final:
             return module, self.final[module, name]
         held = self.modules[module]
@@ -113,12 +113,12 @@ class Names:
         raise BundleError(f"{module} has no {name}, which another module imports from it")
 
     def of(self, one: Imported) -> str:
-        """What an import gives is called."""
+        """The new name of what an import binds."""
         return self.home(one.module, one.name)[1]
 
     def changed(self, module: Module) -> dict[str, str]:
-        """Global names in the text of `module` that are called otherwise. Raises BundleError for a new
-        name that has another meaning there."""
+        """The new name of every global name in `module` that changes. Raises BundleError for a new name
+        that has another meaning there."""
         typing = [found for found in module.typing if found.module in self.modules]
         called = {name: self.final[module.name, name] for name in module.defined}
         called |= {one.alias: self.of(one) for one in (*module.ours, *typing)}
@@ -130,7 +130,7 @@ class Names:
 
 
 def qualified(module: str, name: str) -> str:
-    """`name` with the last two parts of its module in front, in the case of its kind."""
+    """Put the last two parts of its module's name before `name`, in the case of its kind."""
     bare = name.lstrip("_")
     hidden = name[: len(name) - len(bare)]
     words = dict.fromkeys(part.removesuffix("_blr") for part in module.split(".")[-2:])
@@ -164,7 +164,7 @@ class _Writer:
         return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
     def _siblings(self, held: Sequence[Module]) -> str:
-        """Imports of what earlier files define."""
+        """The imports from earlier files."""
         needed: dict[str, set[str]] = defaultdict(set)
         for one in (one for module in held for one in module.ours):
             module, name = self.names.home(one.module, one.name)
@@ -185,7 +185,7 @@ class _Writer:
         return re.sub(r"\n{3,}", "\n\n", data.decode())
 
     def _inner(self, node: ast.ImportFrom) -> bytes:
-        """What stands for an import inside a function."""
+        """The statement that replaces an import inside a function."""
         target, wanted = node.module or "", imported(node)
         if target not in self.homes:
             names = " = ".join(one.alias for one in wanted)
@@ -195,7 +195,7 @@ class _Writer:
 
 
 def _span(module: Module, node: ast.stmt) -> tuple[int, int]:
-    """Where a statement lies; one at the top with its whole lines."""
+    """The bytes that a statement takes; one at the top takes whole lines."""
     last = node.end_lineno or node.lineno
     if node.col_offset == 0:
         return module.starts[node.lineno - 1], module.starts[last]
@@ -204,7 +204,7 @@ def _span(module: Module, node: ast.stmt) -> tuple[int, int]:
 
 
 def _imports(found: Iterable[Imported]) -> str:
-    """Import statements, one a module."""
+    """One import statement for each module."""
     parts: dict[str, set[str]] = defaultdict(set)
     for one in found:
         parts[one.module].add(_as(one.name, one.alias))

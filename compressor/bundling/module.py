@@ -1,4 +1,4 @@
-"""One module of this package as a bundle needs it: what it defines, what it imports and where."""
+"""Reads a module of this package for a bundle: what it defines, what it imports and where."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Import = ast.Import | ast.ImportFrom
 
 
 class BundleError(Exception):
-    """Modules that cannot be joined as they are; the message says what to change in which."""
+    """Modules cannot be joined as they are. The message says what to change in which."""
 
 
 class Imported(NamedTuple):
@@ -30,8 +30,8 @@ class Imported(NamedTuple):
 class Module:
     """A module by its name and source text.
 
-    ours, others: what it imports at the top, of this package and of others; `guarded` the same of
-    others inside ``try: … except ImportError``; `typing` of ours for annotations only.
+    ours, others: its imports at the top, from this package and from others. guarded: imports from others
+    inside ``try: … except ImportError``. typing: imports from this package for annotations only.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Module:
         self.lazy = sorted({node.module or "" for node in self.inner})
 
     def _read(self, node: ast.stmt) -> bool:
-        """Keep what a statement imports; whether it has no place in a bundle."""
+        """Record what a statement imports; returns whether a bundle leaves the statement out."""
         if isinstance(node, Import):
             self._read_imports([node], self.ours, self.others)
         elif isinstance(node, ast.Try) and isinstance(node.body[0], Import):
@@ -74,17 +74,15 @@ class Module:
 
     @cached_property
     def words(self) -> set[str]:
-        """Every name that it binds or reads anywhere, but attributes."""
+        """Every name that the module binds or reads, without attributes."""
         nodes = list(ast.walk(self.tree))
         arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
         return arguments | {node.id for node in nodes if isinstance(node, ast.Name)}
 
     def uses(self, name: str) -> Iterator[int]:
-        """Where its bytes name the global `name`, or a local that is assigned: in a function all uses of
-        a name are renamed, or none where an argument, import or function has it.
-
-        Raises BundleError for a use whose meaning is not clear.
-        """
+        """The bytes at which the global `name` is used, or a local that is assigned: in a function all
+        uses of a name are renamed, or none where an argument, import or function has it. Raises
+        BundleError for a use whose meaning is not clear."""
         word = name.encode()
         for line, column in (place for node in self.held for place in _uses(node, name)):
             start = self.starts[line - 1] + column
@@ -104,7 +102,7 @@ def _uses(node: ast.AST, name: str, inside: bool = False) -> Iterator[tuple[int,
 
 
 def _is_local(node: ast.AST, child: ast.AST, name: str) -> bool:
-    """Whether `name` is another one in a part of a statement: of a function, or of a class."""
+    """Whether `name` means a local of a function or class in this part of its statement."""
     if isinstance(node, Function) and child is not node.args:
         body = node.body if isinstance(node.body, list) else [node.body]
         return child in body and name in _bound_otherwise(node)
@@ -119,7 +117,8 @@ def _is_local(node: ast.AST, child: ast.AST, name: str) -> bool:
 
 
 def imported(node: ast.stmt) -> list[Imported]:
-    """What an import statement binds. Raises BundleError for anything else."""
+    """The names that an import statement binds. Raises BundleError for anything but an absolute
+    import."""
     if not isinstance(node, Import) or (isinstance(node, ast.ImportFrom) and node.level):
         raise BundleError(f"{ast.unparse(node)!r}: expected an absolute import")
     module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
@@ -131,7 +130,7 @@ def _is_ours(node: ast.AST) -> bool:
 
 
 def bound_names(node: ast.AST) -> list[str]:
-    """Names that a statement binds in its own scope, and those of loops within expressions."""
+    """The names that a statement binds in its own scope, with those of loops within expressions."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     names = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name))
@@ -139,7 +138,7 @@ def bound_names(node: ast.AST) -> list[str]:
 
 
 def _bound_otherwise(function: Function) -> set[str]:
-    """Names that a function binds as arguments, by imports or as functions of its own."""
+    """The names that a function binds as arguments, by imports or as inner functions."""
     body = function.body if isinstance(function.body, list) else []
     nodes = [function.args, *(inner for part in body for inner in ast.walk(part))]
     arguments = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}

@@ -33,37 +33,25 @@ FEW_LAYERS, FEW_EXPERTS = 128, 1024
 
 @dataclass(frozen=True)
 class Library:
-    """`weights` and `pickled` are what its files of weights begin with, `kind` is the key of config.json
-    that names the model."""
+    """A library of models. `kind` is the key of config.json that names the model, `weights` what its
+    files begin with, `single` the file of all, `index` the list of several; the rest are pickles."""
 
     name: str
-    weights: str
-    pickled: str
     kind: str
-
-    @property
-    def single(self) -> str:
-        """The file of all weights."""
-        return f"{self.weights}.safetensors"
-
-    @property
-    def index(self) -> str:
-        """What lists the files of weights where there are several."""
-        return f"{self.single}.index.json"
-
-    @property
-    def pickle(self) -> str:
-        """As `single`, of an older checkpoint."""
-        return f"{self.pickled}.bin"
-
-    @property
-    def pickle_index(self) -> str:
-        """As `index`, of an older checkpoint."""
-        return f"{self.pickle}.index.json"
+    weights: str
+    single: str
+    index: str
+    pickle: str
+    pickle_index: str
 
 
-TRANSFORMERS = Library("transformers", "model", "pytorch_model", "model_type")
-DIFFUSERS = Library("diffusers", *("diffusion_pytorch_model",) * 2, "_class_name")
+def _library(name: str, kind: str, weights: str, pickled: str) -> Library:
+    single, pickle = f"{weights}.safetensors", f"{pickled}.bin"
+    return Library(name, kind, weights, single, f"{single}.index.json", pickle, f"{pickle}.index.json")
+
+
+TRANSFORMERS = _library("transformers", "model_type", "model", "pytorch_model")
+DIFFUSERS = _library("diffusers", "_class_name", *("diffusion_pytorch_model",) * 2)
 
 
 def library_of(config: Mapping[str, Any]) -> Library:
@@ -73,20 +61,23 @@ def library_of(config: Mapping[str, Any]) -> Library:
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
-    """The type of model that a checked config.json names: of a model of diffusers, the class."""
+    """The model type of a checked config.json; of a model of diffusers, its class."""
     kind = str(config[library_of(config).kind])
     return _OLDER.get(str(config.get("norm_type")), kind) if kind == "Transformer2DModel" else kind
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of `folder`, checked. Raises InputError: unreadable, hostile, no model type, counts
-    that no model has."""
+    """config.json of `folder`, checked. Raises InputError for a hostile one, or no model type."""
     path = inside(folder, "config.json")
     config = read_json(path, MAX_BYTES, constants=True)
     if depth(config) > MAX_DEPTH:
         refuse(path, f"over {MAX_DEPTH} nested levels", "a plain model config", REMEDY)
     if library_of(config) is DIFFUSERS:
-        _check_diffusion(config, path)
+        kind, size = config[DIFFUSERS.kind], config.get("sample_size")
+        if type(kind) is not str or not _CLASS.fullmatch(kind):
+            refuse(path, f"_class_name {quote(kind)}", "the name of one model class", REMEDY)
+        if type(size) is int and size > MAX_LATENT:
+            refuse(path, f"sample_size {size}", f"at most {MAX_LATENT}", REMEDY)
     else:
         _check_names(config, path)
     _check_implementations(config, path)
@@ -98,8 +89,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_counts(config: dict[str, Any], folder: Path, tensors: int) -> None:
-    """Refuses a config that announces more layers than there are tensors, or countless experts. Raises
-    InputError."""
+    """Raise InputError for a config with more layers than tensors, or countless experts."""
     limits = ((_LAYERS, max(tensors, FEW_LAYERS)), (_EXPERTS, max(tensors, FEW_EXPERTS)))
     native = {key: value for key, value in config.items() if key != "blr"}  # whose blocks are others
     for key, value in _integers(native):
@@ -131,15 +121,6 @@ def _check_names(config: dict[str, Any], path: Path) -> None:
         refuse(path, f"architectures {quote(names)}", "a list of names of model classes", REMEDY)
 
 
-def _check_diffusion(config: dict[str, Any], path: Path) -> None:
-    """As `_check_names`; tables of positions are made for all of an image when a model is built."""
-    kind, size = config[DIFFUSERS.kind], config.get("sample_size")
-    if type(kind) is not str or not _CLASS.fullmatch(kind):
-        refuse(path, f"_class_name {quote(kind)}", "the name of one model class", REMEDY)
-    if type(size) is int and size > MAX_LATENT:
-        refuse(path, f"sample_size {size}", f"at most {MAX_LATENT}", REMEDY)
-
-
 def _check_implementations(config: dict[str, Any], path: Path) -> None:
     """Refuse an attention that is a repository of the hub: building the model would run its code."""
     for key, value in config.items():
@@ -151,7 +132,7 @@ def _check_implementations(config: dict[str, Any], path: Path) -> None:
 
 
 def _integers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Every integer of a parsed configuration, those in lists too, with the key it is under."""
+    """Every integer of a parsed configuration with its key, those in lists too."""
     level: list[tuple[str, Any]] = list(config.items())
     while level:
         yield from ((key, value) for key, value in level if type(value) is int)

@@ -14,15 +14,13 @@ _BEHIND_PADDING = re.compile(
 
 
 def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a configuration says; of a model of several parts, what it says of the one that reads text
-    before the rest."""
+    """A configuration; of a model of several parts, with the values of the part that reads text."""
     part = config.get("text_config")
     return {**config, **part} if isinstance(part, Mapping) else config
 
 
 def _stretched(rope: object) -> int:
-    """Positions that scaled rotations reach: YaRN's models are documented with the limit that they were
-    trained with, and a factor beside it. 0 where it does not say both."""
+    """The positions that YaRN's factor reaches, 0 otherwise: its configs keep the trained limit."""
     if not isinstance(rope, Mapping):
         return 0
     kind = rope.get("rope_type", rope.get("type"))

@@ -88,12 +88,8 @@ MAGIC = (b"#!", b"\x7fELF", b"MZ", b"\xca\xfe\xba\xbe", *PICKLES)
 
 
 def inert(value: Any, known: Collection[str] | None = None) -> Any:
-    """Parsed JSON without its hints of code, at any depth.
-
-    Args:
-        known: keys that are what the reader's own class declares. None: only what is always code
-            is dropped.
-    """
+    """Parsed JSON without its hints of code, at any depth. `known` are keys that the reader's class
+    declares; None drops only what is always code."""
     if isinstance(value, list):
         return [inert(item, known) for item in value]
     if not isinstance(value, dict) or is_number(value):
@@ -120,8 +116,7 @@ def carried(path: Path) -> bytes | Path:
 
 
 def is_small_json(path: Path) -> bool:
-    """Whether a file can be parsed and rewritten without its hints of code. Raises InputError for one
-    that cannot be read, or of over 16 MiB."""
+    """Whether a file can be parsed and rewritten. Raises InputError if it is over 16 MiB."""
     try:
         return depth(json.loads(read_whole(path, MAX_JSON_BYTES))) <= MAX_JSON_DEPTH
     except (ValueError, RecursionError):
@@ -129,8 +124,7 @@ def is_small_json(path: Path) -> bool:
 
 
 def check_small_json(folder: Path, name: str) -> None:
-    """Refuse a small JSON file that a loader would choke on, now rather than after the work. Raises
-    InputError: no UTF-8, no JSON, nested deeply, or neither an object nor (modules.json) a list."""
+    """Raise InputError for a small JSON file that a loader would choke on, before any work."""
     path = inside(folder, name)
     if not PARSED.fullmatch(name):
         return
@@ -161,8 +155,8 @@ def _holds_text(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Extras:
-    """Files to take along by name, relative to the folder with "/"; names `left` behind; `pickled`
-    weights of sentence-transformers modules, without which an output would not load."""
+    """Files to take along by relative name, names `left` behind, and `pickled` weights of
+    sentence-transformers modules, without which an output would not load."""
 
     carried: dict[str, Path] = field(default_factory=dict)
     left: tuple[str, ...] = ()
@@ -179,8 +173,8 @@ class Extras:
 
 
 def find_extras(folder: Path, weights: set[str]) -> Extras:
-    """What is beside the files `weights` and config.json. Raises InputError: the folder cannot be
-    listed, or a known file is no plain file, too large or malformed."""
+    """What lies beside the files `weights` and config.json. Raises InputError for a folder that cannot
+    be listed, or a known file that is no plain file, too large or malformed."""
     modules = _modules(folder)
     carried: dict[str, Path] = {}
     left: list[str] = []

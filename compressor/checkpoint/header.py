@@ -90,11 +90,8 @@ class Header:
 
 
 def check_name(name: str, path: Path) -> None:
-    """Refuses tensor names that are unsafe as file names, in a log or on a terminal.
-
-    Raises InputError: empty, over 1024 characters, '..', slash, backslash, or a character that does not
-    print (NUL, line ends, direction marks, lone surrogates).
-    """
+    """Raise InputError for a tensor name that is unsafe as a file name, in a log or on a terminal:
+    empty, over 1024 characters, with "..", a slash or a character that does not print."""
     problem = ""
     if not name:
         problem = "is empty"
@@ -110,11 +107,8 @@ def check_name(name: str, path: Path) -> None:
 
 
 def read_header(path: Path) -> Header:
-    """Reads and checks the header of the safetensors file `path`; tensor data stay unread.
-
-    Raises InputError: not a regular file, truncated, malformed in any way, or regions of tensors that do
-    not tile the data exactly (overlap, hole, trailing bytes, beyond the end).
-    """
+    """Read and check the header of a safetensors file. Raises InputError unless it is a regular file,
+    well-formed, with regions of tensors that tile the data exactly."""
     with open_regular(path) as file:
         size = _size(file, path)
         raw = _header_bytes(file, path, size)
@@ -125,20 +119,27 @@ def read_header(path: Path) -> Header:
     base = 8 + len(raw)
     entries = [_entry(name, value, path, base, size) for name, value in fields.items()]
     entries.sort(key=lambda entry: (entry.start, entry.end, entry.name))
-    _check_tiling(entries, path, base, size)
+    at = base
+    for entry in entries:
+        if entry.start != at:
+            what = "overlaps the one before it" if entry.start < at else "leaves a hole before it"
+            found = f"tensor {quote(entry.name)}, whose region {what} (byte {entry.start})"
+            refuse(path, found, f"tensors one after another (byte {at})")
+        at = entry.end
+    if at != size:
+        refuse(path, f"{size - at} trailing bytes after the last tensor", f"a file of {at} bytes")
     return Header({entry.name: entry for entry in entries}, metadata)
 
 
 def header_bytes(path: Path) -> bytes:
-    """All of a safetensors file before its tensors: the length of the header and the header. Raises
-    InputError as `read_header`."""
+    """The bytes of a safetensors file before its tensors. Raises InputError as `read_header`."""
     with open_regular(path) as file:
         raw = _header_bytes(file, path, _size(file, path))
     return len(raw).to_bytes(8, "little") + raw
 
 
 def _size(file: io.FileIO, path: Path) -> int:
-    """Of the file, or of the one on the hub that it stands in for."""
+    """The size of the file, or of the file on the hub that it stands in for."""
     shard = remote_shard(path)
     return os.fstat(file.fileno()).st_size if shard is None else shard.size
 
@@ -209,22 +210,9 @@ def _check_size(name: str, dtype: str, shape: tuple[int, ...], nbytes: int, path
         refuse(path, found, f"{bits / 8:.10g} for {dtype} {quote(list(shape))}")
 
 
-def _check_tiling(entries: list[TensorEntry], path: Path, base: int, size: int) -> None:
-    """Refuses regions that overlap, leave a hole, or stop before the end of the file."""
-    at = base
-    for entry in entries:
-        if entry.start != at:
-            what = "overlaps the one before it" if entry.start < at else "leaves a hole before it"
-            found = f"tensor {quote(entry.name)}, whose region {what} (byte {entry.start})"
-            refuse(path, found, f"tensors one after another (byte {at})")
-        at = entry.end
-    if at != size:
-        refuse(path, f"{size - at} trailing bytes after the last tensor", f"a file of {at} bytes")
-
-
 def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict[str, str]]:
-    """The weight files of `folder` in sorted order, and tensor name -> file name if indexed. Raises
-    InputError: a malformed index, file names that are not plain, missing files."""
+    """The weight files of `folder`, sorted, and file names by tensor if there is an index. Raises
+    InputError for a malformed index, unsafe names, missing files."""
     has_single = os.path.lexists(folder / single)
     if not os.path.lexists(folder / index):
         return [inside(folder, single)], {}
@@ -237,8 +225,7 @@ def find_shards(folder: Path, single: str, index: str) -> tuple[list[Path], dict
 
 
 def read_index(path: Path, suffix: str) -> dict[str, str]:
-    """`weight_map` of the index at `path`: safe tensor names to plain file names. Raises InputError for
-    any other."""
+    """File names by tensor of the index at `path`. Raises InputError for unsafe or missing ones."""
     index = read_json(path, MAX_INDEX_BYTES)
     weight_map = index.get("weight_map")
     if type(weight_map) is not dict or not weight_map:

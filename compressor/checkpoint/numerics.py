@@ -59,12 +59,8 @@ def check_product(
     tensors: Callable[[], Mapping[str, Tensor]],
     dtype: torch.dtype,
 ) -> None:
-    """Raise NumericsError when the weight of a structured layer exceeds the range of `dtype`.
-
-    Args:
-        norms: of its factors, their product a bound of every weight. tensors: gives what is stored of
-            it, called only beyond that bound.
-    """
+    """Raise NumericsError when the weight of a structured layer exceeds the range of `dtype`. The
+    product of the `norms` of its factors bounds it; `tensors` is called only beyond that bound."""
     limit = torch.finfo(dtype).max
     if prod(norms) <= limit:
         return

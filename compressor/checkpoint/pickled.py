@@ -41,13 +41,11 @@ REMEDY = "save the weights as safetensors with the software that made them"
 
 
 def convert_pickle(folder: Path, scratch: Path, library: Library = TRANSFORMERS) -> Path:
-    """Writes the pickled weights of `folder` as an indexed safetensors checkpoint in `scratch`.
+    """Write the pickled weights of `folder`, named as in `library`, as an indexed safetensors
+    checkpoint.
 
-    Weights only: config and tokenizer stay where they are; `library` says what they are called there,
-    in `scratch` they are called as transformers does. Returns `scratch`.
-
-    Raises InputError: anything but plain tensors in torch's zip format, or sizes that do not fit;
-    StorageError: no room in `scratch`. OutputError: `scratch` cannot be written.
+    Returns `scratch`, where it is. Raises InputError for anything but plain tensors in torch's zip
+    format, StorageError or OutputError where `scratch` cannot hold them.
     """
     shards, weight_map = find_shards(folder, library.pickle, library.pickle_index)
     sizes = {shard: _check_archive(shard) for shard in shards}
@@ -70,13 +68,17 @@ def convert_pickle(folder: Path, scratch: Path, library: Library = TRANSFORMERS)
 
 
 def _check_archive(path: Path) -> set[int]:
-    """Refuses what is no plain torch archive: compressed, duplicated, or asking for other names.
-    Returns the sizes of its records in bytes."""
+    """Refuse what is no plain torch archive: compressed, duplicated, or asking for other names. Returns
+    the sizes of its records."""
     with open_regular(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
                 members = archive.infolist()
-                _check_members(path, members)
+                if len({item.filename for item in members}) != len(members):
+                    refuse(path, "an archive with a name twice", "unique names", REMEDY)
+                for item in members:
+                    if item.compress_type != zipfile.ZIP_STORED or item.compress_size != item.file_size:
+                        refuse(path, f"compressed {quote(item.filename)}", "stored bytes only", REMEDY)
                 pickled = [item for item in members if item.filename.endswith("/data.pkl")]
                 if len(pickled) != 1 or pickled[0].file_size > MAX_PICKLE_BYTES:
                     expected = f"one data.pkl of at most {MAX_PICKLE_BYTES} bytes"
@@ -87,14 +89,6 @@ def _check_archive(path: Path) -> set[int]:
             refuse(path, found, "the zip format of torch.save", REMEDY)
     _check_pickle(path, data)
     return {item.file_size for item in members}
-
-
-def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
-    if len({item.filename for item in members}) != len(members):
-        refuse(path, "an archive with a name twice", "unique names", REMEDY)
-    for item in members:
-        if item.compress_type != zipfile.ZIP_STORED or item.compress_size != item.file_size:
-            refuse(path, f"compressed {quote(item.filename)}", "stored bytes only", REMEDY)
 
 
 def _check_pickle(path: Path, data: bytes) -> None:
@@ -110,8 +104,7 @@ def _check_pickle(path: Path, data: bytes) -> None:
 
 
 def _load(path: Path, sizes: set[int]) -> dict[str, Tensor]:
-    """The state dict of one shard, mapped and not read, every tensor checked. `sizes` are those of the
-    archive's records, of which each storage must have one."""
+    """The state dict of a shard, mapped; each tensor's storage is a record of the archive."""
     import torch
 
     try:

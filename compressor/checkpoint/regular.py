@@ -23,6 +23,7 @@ from blr.compressor.base.quoting import quote
 
 DAMAGED = "download the file again or save it anew with safetensors"
 REPAIRED = "download the file again or repair it"  # of JSON, which people write
+START, PIECE = 1 << 15, 1 << 22  # bytes
 POINTER = b"version https://git-lfs"  # begins what git leaves in place of a large file
 
 
@@ -56,8 +57,7 @@ def is_barred(path: Path) -> bool:
 
 
 def open_regular(path: Path) -> io.FileIO:
-    """Opens a regular file for unbuffered reading; never waits on a FIFO nor touches a device. Raises
-    InputError: it does not exist, cannot be read, or is not a regular file."""
+    """Open a regular file unbuffered, never waiting on a FIFO or a device. Raises InputError."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             refuse(path, "a folder, FIFO or device", "a regular file", "name one, or put it there")
@@ -81,8 +81,7 @@ def refuse_pointer(path: Path, start: bytes | bytearray) -> None:
 
 
 def read_exactly(file: io.FileIO, path: Path, start: int, count: int) -> bytearray:
-    """`count` bytes at offset `start`; `path` names the file in errors. Raises InputError: the file
-    ends early or cannot be read."""
+    """`count` bytes at offset `start`. Raises InputError where the file ends early or cannot be read."""
     buffer = bytearray(count)
     view, done = memoryview(buffer), 0
     try:
@@ -106,24 +105,23 @@ def check_size(path: Path, file: io.FileIO, limit: int) -> int:
 
 
 def read_whole(path: Path, limit: int) -> bytearray:
-    """The bytes of the regular file `path`, of at most `limit` bytes. Raises InputError: as
-    `open_regular`, or a larger file."""
+    """The bytes of a regular file of at most `limit` bytes. Raises InputError."""
     with open_regular(path) as file:
         data = read_exactly(file, path, 0, check_size(path, file, limit))
     refuse_pointer(path, data)
     return data
 
 
-def read_start(path: Path, count: int = 1 << 15, strict: bool = False) -> str:
-    """The first `count` bytes of a text file, what is no UTF-8 replaced, or where `strict` refused.
-    Raises InputError."""
+def read_start(path: Path, strict: bool = False) -> str:
+    """The first `START` bytes of a text file. What is not UTF-8 is replaced, or with `strict` refused
+    by an InputError."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        data = bytes(read_exactly(file, path, 0, min(size, count)))
+        data = bytes(read_exactly(file, path, 0, min(size, START)))
     if not strict:
         return data.decode("utf-8", "replace")
     try:  # the last character may be cut
-        return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=size <= count)
+        return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=size <= START)
     except UnicodeDecodeError as error:
         _refuse_encoding(path, error)
 
@@ -150,22 +148,11 @@ def _refuse_encoding(path: Path, error: UnicodeDecodeError) -> NoReturn:
     refuse(path, found, "a text file in UTF-8", "save it as UTF-8")
 
 
-def read_pieces(path: Path, limit: int, piece: int = 1 << 22) -> Iterator[bytearray]:
-    """The bytes of the regular file `path`, a piece at a time. Raises InputError as `read_whole`."""
-    with open_regular(path) as file:
-        size = check_size(path, file, limit)
-        for start in range(0, size, piece):
-            yield read_exactly(file, path, start, min(piece, size - start))
-
-
 def read_lines(path: Path, limit: int, longest: int) -> Iterator[str]:
-    """The lines of a text file, read as they are asked for. They end in "\\n", "\\r\\n" or "\\r", which
-    comes as "\\n", and in nothing else that Unicode calls an end: JSON has that within its strings.
+    """The lines of a text file, read as they are asked for, each of at most `longest` characters. Only
+    "\\n", "\\r\\n" and "\\r" end lines: JSON may have other line ends within strings.
 
-    Args:
-        limit: bytes of the file at most. longest: characters of a line at most.
-
-    Raises InputError: as `read_text`, before the first line or at the one that is too long.
+    Raises InputError for a file over `limit` bytes, other bytes than UTF-8, or a line that is too long.
     """
     with open_regular(path) as raw:
         check_size(path, raw, limit)
@@ -186,27 +173,21 @@ def _lines(file: io.TextIOWrapper, path: Path, longest: int) -> Iterator[str]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """`folder`/`name`, after checking that its links stay in the folder or its hub cache's blobs.
-    Raises InputError: missing, a dangling or endless link, or one that leads elsewhere."""
+    """`folder`/`name`, whose links must stay in the folder or its hub cache's blobs. Raises InputError
+    for any other link, and where there is nothing."""
     path, root = folder / name, Path(os.path.realpath(folder))
     try:
         real = Path(os.path.realpath(path, strict=True))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         refuse(path, f"no file ({reason})", "a file of the checkpoint", DAMAGED)
-    if not real.is_relative_to(root) and real.parent != _cache_blobs(root):
+    cached = (p for p in root.parents if p.name == "snapshots" and p.parent.name.startswith("models--"))
+    blobs = next((parent.parent / "blobs" for parent in cached), None)  # of a folder in a hub cache
+    if not real.is_relative_to(root) and real.parent != blobs:
         expected = "a file inside it (or in the blobs of its hub cache)"
         remedy = "put the file itself in place of the link"
         refuse(path, f"a link that leaves the folder, to {quote(real)}", expected, remedy)
     return path
-
-
-def _cache_blobs(root: Path) -> Path | None:
-    """The blobs folder if `root` lies in a hub cache, models--NAME/snapshots/REVISION."""
-    for parent in root.parents:
-        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
-            return parent.parent / "blobs"
-    return None
 
 
 def read_json(path: Path, limit: int, *, constants: bool = False) -> dict[str, Any]:
@@ -217,18 +198,18 @@ def read_json(path: Path, limit: int, *, constants: bool = False) -> dict[str, A
 def digest_of(path: Path, limit: int) -> str:
     """SHA-256 of a file. Raises InputError as `read_whole`."""
     digest = hashlib.sha256()
-    for piece in read_pieces(path, limit):
-        digest.update(piece)
+    with open_regular(path) as file:
+        size = check_size(path, file, limit)
+        for start in range(0, size, PIECE):
+            digest.update(read_exactly(file, path, start, min(PIECE, size - start)))
     return digest.hexdigest()
 
 
 def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) -> dict[str, Any]:
-    """The JSON object in `data`; `path` names the file in errors.
+    """The JSON object in `data`; `constants` lets NaN and Infinity pass, as in some model configs.
 
-    `constants` lets NaN and Infinity pass, which Python writes into some model configs.
-
-    Raises InputError: invalid UTF-8 or JSON, a byte-order mark, a key twice in one object, nesting
-    beyond the parser's depth, or anything but an object.
+    Raises InputError, naming `path`: invalid UTF-8 or JSON, a byte-order mark, a key twice, deep
+    nesting, or no object.
     """
     remedy = DAMAGED if path.suffix == ".safetensors" else REPAIRED
     if data.startswith(codecs.BOM_UTF8):

@@ -39,8 +39,8 @@ class RemoteShard:
     _digests: dict[tuple[int, int], str] = field(default_factory=dict, repr=False)
 
     def read(self, start: int, end: int, chunk: int, path: Path) -> Iterator[bytearray]:
-        """Yields the bytes from `start` to `end` in pieces of at most `chunk` bytes. Raises HubError:
-        the hub refuses, or fails again and again. InputError: it sends other bytes than before."""
+        """Yield the bytes from `start` to `end` in pieces. Raises HubError if the hub refuses or fails
+        repeatedly, InputError if it sends other bytes than before."""
         digest = hashlib.sha256()
         for at in range(start, end, chunk):
             piece = self._piece(at, min(at + chunk, end))
@@ -86,7 +86,7 @@ class RemoteShard:
         return found
 
     def _wait(self, error: Exception, reason: str) -> float:
-        """Seconds that the hub wants to be left alone. Raises HubError where it will never answer."""
+        """Seconds that the hub asks to wait. Raises HubError where asking again is useless."""
         response = getattr(error, "response", None)
         status = getattr(response, "status_code", None)
         if status in DENIED:
@@ -107,7 +107,7 @@ def remote_shard(path: Path) -> RemoteShard | None:
 
 
 def _ranged(url: str, start: int, end: int) -> Iterator[bytes]:
-    """What the hub sends of a file. Raises what its client raises, ValueError for a whole file."""
+    """The bytes that the hub sends of a file. Raises the client's errors, or ValueError."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     headers: dict[str, Any] = {**build_hf_headers(), "Accept-Encoding": "identity"}

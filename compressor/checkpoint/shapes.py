@@ -20,7 +20,6 @@ from typing import Any
 
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.context import of_text
-from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 
@@ -38,13 +37,10 @@ _DEFAULTS: dict[str, str] = {
 def check_against_config(
     source: Source, shapes: Mapping[str, Sequence[str | int]] | None = None
 ) -> None:
-    """Refuses a checkpoint whose tensors do not have the shapes its config announces.
+    """Raise InputError for tensors or layer counts that differ from what config.json implies.
 
-    `shapes` maps name patterns to symbolic dimensions (see the module's text); None checks
-    nothing. A dimension whose config key is missing is not checked.
-
-    Raises InputError: a shape or layer count that differs, or a config value of the wrong type;
-    ValueError: `shapes` itself is malformed.
+    `shapes` maps name patterns to symbolic dimensions (see the module's text); None checks nothing, and
+    a dimension without its config key is not checked. Raises ValueError for malformed `shapes`.
     """
     for pattern, symbols in (shapes or {}).items():
         expected = [evaluate(source, symbol) for symbol in symbols]
@@ -54,12 +50,20 @@ def check_against_config(
         matches = re.compile(fnmatch.translate(pattern)).match
         for name, entry in source.entries.items():
             if matches(name):
-                _check_shape(entry, expected, symbols)
+                agrees = len(entry.shape) == len(expected) and all(
+                    want is None or have == want
+                    for have, want in zip(entry.shape, expected, strict=True)
+                )
+                if not agrees:
+                    wanted = _listed(ANY if want is None else want for want in expected)
+                    reason = quote(_listed(symbols), 160)[1:-1]
+                    found = f"tensor {quote(entry.name)} of shape {_listed(entry.shape)}"
+                    refuse(entry.file, found, f"{wanted} = {reason} by config.json", REMEDY)
 
 
 def evaluate(source: Source, symbol: str | int) -> int | None:
-    """Value of a symbolic dimension for the config of `source`; None if unknown or any. Raises
-    InputError: a config value that is no integer from 1 to 2**31; ValueError: `symbol` is malformed."""
+    """Value of a symbolic dimension; None if unknown or any. Raises InputError for a config value that
+    is no positive integer, ValueError for a malformed `symbol`."""
     if symbol == ANY:
         return None
     total = 0
@@ -78,32 +82,14 @@ def _factor(source: Source, term: str) -> int | None:
         return int(term)
     value = of_text(source.config).get(term)
     if value is None:
-        return _default(source, term)
+        if term == "head_dim":
+            width, heads = (_factor(source, key) for key in ("hidden_size", "num_attention_heads"))
+            return width // heads if width and heads else None
+        return evaluate(source, _DEFAULTS[term]) if term in _DEFAULTS else None
     if type(value) is not int or not 1 <= value <= MAX_VALUE:
         path = source.folder / "config.json"
         refuse(path, f"{term} {quote(value)}", "a positive integer", REMEDY)
     return value
-
-
-def _default(source: Source, term: str) -> int | None:
-    """What a config key stands for when it is absent or null; None if that is not known."""
-    if term == "head_dim":
-        width, heads = (_factor(source, key) for key in ("hidden_size", "num_attention_heads"))
-        return width // heads if width and heads else None
-    return evaluate(source, _DEFAULTS[term]) if term in _DEFAULTS else None
-
-
-def _check_shape(
-    entry: TensorEntry, expected: Sequence[int | None], symbols: Sequence[str | int]
-) -> None:
-    agrees = len(entry.shape) == len(expected) and all(
-        want is None or have == want for have, want in zip(entry.shape, expected, strict=True)
-    )
-    if not agrees:
-        wanted = _listed(ANY if want is None else want for want in expected)
-        reason = quote(_listed(symbols), 160)[1:-1]
-        found = f"tensor {quote(entry.name)} of shape {_listed(entry.shape)}"
-        refuse(entry.file, found, f"{wanted} = {reason} by config.json", REMEDY)
 
 
 def _check_count(source: Source, prefix: str, expected: int | None, symbol: str) -> None:

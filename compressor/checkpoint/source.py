@@ -58,11 +58,11 @@ KINDS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Source:
-    """A checked checkpoint. `entries`: every tensor by name, shard after shard in byte order.
+    """A checked checkpoint: `config` as parsed, `shards` in order, `entries` of all tensors in byte
+    order.
 
-    `config` is config.json as parsed; `shards` are the weight files in order. Read as transformers
-    does (`loading/loader_names.py`), `left` are the stored tensors that are none of the model's, and
-    `said` what is to be told of them.
+    Read as transformers does (`loading/loader_names.py`), `left` are tensors that the model does not
+    have, and `said` are notes on them.
     """
 
     folder: Path
@@ -76,14 +76,23 @@ class Source:
 
     @property
     def model_type(self) -> str:
-        """`model_type` of the config: lower-case letters, digits and `_.-` only; of a model of
-        diffusers the name of its class."""
+        """The model type in config.json; of a model of diffusers, its class."""
         return kind_of(self.config)
 
     @property
     def library(self) -> Library:
         """Whose model it is."""
         return library_of(self.config)
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of the model's tensors."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements of the model's tensors."""
+        return sum(entry.parameters for entry in self.entries.values())
 
     @property
     def stored(self) -> list[TensorEntry]:
@@ -101,11 +110,8 @@ class Source:
         return self.extras.carried
 
     def read_bytes(self, entry: TensorEntry, chunk: int = CHUNK) -> Iterator[bytearray]:
-        """Yields the stored bytes of `entry` in pieces of at most `chunk` bytes.
-
-        Raises InputError: the shard cannot be read or has changed since it was checked; HubError: it is
-        on the hub, which fails.
-        """
+        """Yield the stored bytes of `entry` in pieces. Raises InputError if the shard cannot be read or
+        has changed, HubError if the hub fails."""
         if (shard := remote_shard(entry.file)) is not None:
             yield from shard.read(entry.start, entry.end, chunk, entry.file)
             return
@@ -126,8 +132,7 @@ class Source:
         return digest.hexdigest()
 
     def load_tensor(self, entry: TensorEntry) -> Tensor:
-        """The tensor in its stored dtype and shape, in memory of its own. Raises InputError: as
-        `read_bytes`, or a dtype that torch has no bytes for (F4, F6)."""
+        """The tensor as stored. Raises InputError as `read_bytes`, or for a dtype that torch lacks."""
         import torch
 
         if entry.dtype not in TORCH_NAMES:
@@ -141,12 +146,10 @@ class Source:
 
 
 def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | None = None) -> Source:
-    """Opens and checks the checkpoint in `folder` without reading tensor data.
+    """Open and check the checkpoint in `folder` without reading tensor data.
 
-    `allow_pickle` lets pytorch_model.bin be converted into `scratch`, a folder of the caller's
-    that must outlive the `Source`; this is the only path that imports torch.
-
-    Raises InputError: no checkpoint there, or any part of it malformed, missing or unsafe.
+    `allow_pickle` converts pytorch_model.bin into `scratch`, which must outlive the `Source`; only this
+    imports torch. Raises InputError for a missing, malformed or unsafe part.
     """
     folder = Path(folder)
     check_is_folder(folder, "a checkpoint folder")
@@ -157,7 +160,14 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
     if any(os.path.lexists(folder / name) for name in (names.single, names.index)):
         weights = folder
     else:
-        weights, names = _unpickle(folder, names, allow_pickle, scratch), TRANSFORMERS
+        if not any(os.path.lexists(folder / name) for name in (names.pickle, names.pickle_index)):
+            _refuse_folder(folder, "no weights", names)
+        if not allow_pickle:
+            remedy = "convert them, or pass --allow-pickle if you trust them"
+            refuse(folder, f"only pickled weights ({names.pickle})", "safetensors", remedy)
+        if scratch is None:
+            raise ValueError("allow_pickle needs a scratch folder")
+        weights, names = convert_pickle(folder, scratch, names), TRANSFORMERS
     shards, weight_map = find_shards(weights, names.single, names.index)
     entries = _read_shards(shards, weight_map, weights / names.index)
     check_counts(config, folder, len(entries))
@@ -167,7 +177,16 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
         used = {path.name for path in folder.glob("*.bin")}
     extras = find_extras(folder, used)
     if extras.pickled and allow_pickle and scratch is not None:
-        extras = _unpickle_modules(folder, extras, scratch)
+        made = {}
+        for number, name in enumerate(extras.pickled[:10]):
+            module = name.partition("/")[0]
+            converted = convert_pickle(folder / module, scratch / f"module-{number}")
+            files = sorted(converted.glob("*.safetensors"))
+            if len(files) != 1:
+                refuse(folder / name, f"weights of {len(files)} files", "a small module", "convert them")
+            made[f"{module}/{MODULE_WEIGHTS}"] = files[0]
+        left = tuple(name for name in extras.left if name not in extras.pickled[:10])
+        extras = Extras(dict(sorted({**extras.carried, **made}.items())), left, extras.pickled[10:])
     return Source(folder, config, entries, tuple(shards), extras, _stamps=stamps)
 
 
@@ -191,32 +210,6 @@ def _read_shards(shards: list[Path], weight_map: dict[str, str], index: Path) ->
     return entries
 
 
-def _unpickle(folder: Path, names: Library, allow_pickle: bool, scratch: Path | None) -> Path:
-    """Converts the pickled weights of `folder` into `scratch`, if there are any and they may."""
-    if not any(os.path.lexists(folder / name) for name in (names.pickle, names.pickle_index)):
-        _refuse_folder(folder, "no weights", names)
-    if not allow_pickle:
-        remedy = "convert them, or pass --allow-pickle if you trust them"
-        refuse(folder, f"only pickled weights ({names.pickle})", "safetensors", remedy)
-    if scratch is None:
-        raise ValueError("allow_pickle needs a scratch folder")
-    return convert_pickle(folder, scratch, names)
-
-
-def _unpickle_modules(folder: Path, extras: Extras, scratch: Path) -> Extras:
-    """`extras` with the pickled weights of modules converted into `scratch`."""
-    made = {}
-    for number, name in enumerate(extras.pickled[:10]):
-        module = name.partition("/")[0]
-        converted = convert_pickle(folder / module, scratch / f"module-{number}")
-        files = sorted(converted.glob("*.safetensors"))
-        if len(files) != 1:
-            refuse(folder / name, f"weights of {len(files)} files", "a small module", "convert them")
-        made[f"{module}/{MODULE_WEIGHTS}"] = files[0]
-    left = tuple(name for name in extras.left if name not in extras.pickled[:10])
-    return Extras(dict(sorted({**extras.carried, **made}.items())), left, extras.pickled[10:])
-
-
 def _stamp(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -229,8 +222,7 @@ def _refuse_folder(folder: Path, found: str, names: Library = TRANSFORMERS) -> N
 
 
 def in_place_of(folder: Path) -> tuple[str, str] | None:
-    """What `folder` holds that is no checkpoint of transformers, and what to do; None if nothing known.
-    The first of `KINDS` that matches anything decides. Only names are read."""
+    """What `folder` holds in place of a checkpoint, and what to do, by the first of `KINDS`."""
     for pattern, found, advice in KINDS:
         if match := min(folder.glob(pattern), default=None):
             name, place = folder.name.removeprefix("models--").replace("--", "/"), match.parent

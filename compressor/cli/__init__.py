@@ -37,8 +37,8 @@ from blr.compressor.cli import (
     verify,
 )
 from blr.compressor.cli.crew import end_member
-from blr.compressor.cli.failure import report
-from blr.compressor.cli.optional import OptionalValues
+from blr.compressor.cli.streams import report
+from blr.compressor.cli.values import OptionalValues
 from blr.compressor.workspace.ownership import absolute
 from blr.kernels.common.mode import NO_TRITON, kernels_mode
 
@@ -99,7 +99,10 @@ def _root(
         raise typer.Exit(UsageError.exit_code)
     check_variables()
     _check_kernels()
-    _check_surroundings()
+    absolute(Path())  # MKL ends without a word of blr where the current folder was removed
+    named = os.path.expanduser(os.environ.get("BLR_TEXT_DIR") or "/")
+    if named != "off" and not os.path.isabs(named):
+        raise UsageError(f"BLR_TEXT_DIR is {named!r}: expected the whole path of a folder, or off")
 
 
 @cache
@@ -127,17 +130,8 @@ def _check_kernels() -> None:
             raise UsageError(str(error)) from error
 
 
-def _check_surroundings() -> None:
-    """Refuse what the libraries below end without a word of blr in: a current folder that was removed,
-    where MKL finds none of its parts."""
-    absolute(Path())
-    named = os.path.expanduser(os.environ.get("BLR_TEXT_DIR") or "/")
-    if named != "off" and not os.path.isabs(named):
-        raise UsageError(f"BLR_TEXT_DIR is {named!r}: expected the whole path of a folder, or off")
-
-
 def _called(context: Any) -> str:
-    """The command that a context of click is of, without what stands before `blr`."""
+    """The command of a click context, as "blr bench layers"."""
     names: list[str] = []
     while context is not None and context.parent is not None:
         names.insert(0, str(context.info_name))
@@ -151,7 +145,9 @@ def main() -> None:
     `BlrError` becomes its own code and one line; a bug becomes 1, with the traceback only under
     BLR_DEBUG=1; Ctrl-C becomes 130, a reader of the results that left 141.
     """
-    _plain_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     warnings.filterwarnings("ignore", message=HARMLESS)
     try:
         streams.prepare()
@@ -184,7 +180,7 @@ def main() -> None:
 
 
 def _fail_unforeseen(error: Exception) -> NoReturn:
-    """What no code of ours foresaw: a machine that ran out of something, or a bug."""
+    """Report an error that no code of blr raises: want of memory, a library's variable, or a bug."""
     try:
         raise_exhausted(error)
     except CapabilityError as lack:
@@ -197,22 +193,9 @@ def _fail_unforeseen(error: Exception) -> NoReturn:
 
 
 def _fail_of_variable(error: BaseException) -> None:
-    """Report a variable of the environment that a library could not read, if it was one."""
+    """Report a variable of the environment that a library could not read, if that is the cause."""
     if said := wrong_variable(error, isinstance(error, BlrError)):
         _fail(error, UsageError.exit_code, said)
-
-
-def _wait_for_first() -> None:
-    """In a process beside the first: give that time to say the same; then the launcher ends all."""
-    if not environment.is_first() and not environment.is_started_by_us():
-        time.sleep(FIRST_SAYS)
-
-
-def _plain_streams() -> None:
-    """Escape what the encoding of a stream has no bytes for (ASCII, file names that are no text)."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _fail(error: BaseException, code: int, message: str | None = None) -> NoReturn:
@@ -222,7 +205,8 @@ def _fail(error: BaseException, code: int, message: str | None = None) -> NoRetu
 
         traceback.print_exception(error)
     streams.let_go()
-    _wait_for_first()
+    if not environment.is_first() and not environment.is_started_by_us():
+        time.sleep(FIRST_SAYS)
     with suppress(streams.ReaderGone, StorageError, OSError):
         report(message or str(error), code)
         sys.stdout.flush()

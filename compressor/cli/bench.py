@@ -24,8 +24,7 @@ from blr.bench.results import BenchReport, check_output, save
 from blr.bench.shapes import layer_work
 from blr.compressor.base.errors import BlrError
 from blr.compressor.cli import values
-from blr.compressor.cli.from_fields import setting_options, taking
-from blr.compressor.cli.options import Format, FormatOption, Quiet
+from blr.compressor.cli.from_fields import Format, FormatOption, Quiet, setting_options, taking
 
 if TYPE_CHECKING:
     from blr.compressor.base.progress import Progress
@@ -54,10 +53,8 @@ def begun(output: Path | None, quiet: bool) -> Progress:
 
 
 def finish(report: BenchReport, code: int, output: Path | None, format: Format) -> None:
-    """Files first, then the table and one line of JSON, or all as JSON.
-
-    Raises what writing the files does, after the results are printed.
-    """
+    """Write the files, then print the table and a line of JSON, or all as JSON. Raises errors of files
+    last."""
     failed: BlrError | None = None
     if output is not None:
         try:

@@ -10,14 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from blr.compressor.base import process_environment as environment
-from blr.compressor.cli.from_fields import recipe_options, setting_options, taking
-from blr.compressor.cli.options import (
+from blr.compressor.cli.from_fields import (
     Format,
     FormatOption,
     Gpus,
     Model,
     Quiet,
     print_result,
+    recipe_options,
+    setting_options,
+    taking,
 )
 from blr.compressor.cli.summary import (
     check_lines,

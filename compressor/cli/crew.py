@@ -29,10 +29,7 @@ LEAVING = 10.0  # seconds that processes take to end, or their end to be noticed
 
 @contextmanager
 def started(gpus: int | None, running: Running) -> Iterator[None]:
-    """While active, this is the first of `gpus` processes, unless it is one of several already.
-
-    Raises UsageError where torchrun or accelerate have started as many as they were told.
-    """
+    """Meanwhile be the first of `gpus` processes. Raises UsageError under torchrun or accelerate."""
     if environment.is_started_by_us() or gpus is None:
         yield
         return
@@ -47,10 +44,18 @@ def started(gpus: int | None, running: Running) -> Iterator[None]:
     try:
         yield
     except LostProcess:
-        crew.explain()
+        for watcher in crew.watchers:
+            watcher.join(LEAVING / crew.count)
         raise
     finally:
-        crew.dismiss()
+        with crew.lock:
+            crew.over = True
+        os.close(crew.alive)
+        for member in crew.members:
+            with suppress(subprocess.TimeoutExpired):
+                member.wait(LEAVING)
+            member.kill()
+        remove_scratch(crew.folder)
 
 
 class Crew:
@@ -78,22 +83,6 @@ class Crew:
         for watcher in self.watchers:
             watcher.start()
 
-    def explain(self) -> None:
-        """Give the reason time to be noticed why a process does not answer; that ends this one."""
-        for watcher in self.watchers:
-            watcher.join(LEAVING / self.count)
-
-    def dismiss(self) -> None:
-        """End what is left of the others; their failures do not matter any more."""
-        with self.lock:
-            self.over = True
-        os.close(self.alive)
-        for member in self.members:
-            with suppress(subprocess.TimeoutExpired):
-                member.wait(LEAVING)
-            member.kill()
-        remove_scratch(self.folder)
-
     def _start(self, number: int, reader: int) -> subprocess.Popen[str]:
         own = {"RANK": str(number), "LOCAL_RANK": str(number), environment.PARENT: str(reader)}
         return subprocess.Popen(
@@ -118,17 +107,14 @@ class Crew:
         code = member.wait()
         with self.lock:  # held for ever by who ends the run
             if code and not self.over:
-                self._end(number, code, list(last))
-
-    def _end(self, number: int, code: int, said: list[str]) -> None:
-        reports = [line.removeprefix("blr: ") for line in said if line.startswith(ERROR)]
-        if reports and code > 0:
-            leave_at_once(reports[-1], code)
-        leave_at_once(
-            f"error: process {number} of {self.count} {_ended(code)}; {state_of(self.running)}; "
-            f"resume with: {resume_command(sys.argv)}",
-            CapabilityError.exit_code,
-        )
+                reports = [line.removeprefix("blr: ") for line in last if line.startswith(ERROR)]
+                if reports and code > 0:
+                    leave_at_once(reports[-1], code)
+                leave_at_once(
+                    f"error: process {number} of {self.count} {_ended(code)}; {state_of(self.running)}; "
+                    f"resume with: {resume_command(sys.argv)}",
+                    CapabilityError.exit_code,
+                )
 
 
 def _ended(code: int) -> str:
@@ -140,9 +126,7 @@ def _ended(code: int) -> str:
 
 
 def end_member(code: int = 0) -> None:
-    """End a process beside the first whose work is done, or that has said why it failed, if `--gpus`
-    started it: what libraries do as they are taken down (gloo aborts where others are gone) is no
-    failure of the run, and not its reason."""
+    """End a process that `--gpus` started at once: libraries that end late are no failure."""
     if environment.is_started_by_us():
         with suppress(OSError, ValueError):
             sys.stderr.flush()

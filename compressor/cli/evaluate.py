@@ -5,8 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from blr.compressor.base.tables import aligned
-from blr.compressor.cli.from_fields import setting_options, taking
-from blr.compressor.cli.options import Checkpoint, Format, FormatOption, Quiet, print_result
+from blr.compressor.cli.from_fields import (
+    Checkpoint,
+    Format,
+    FormatOption,
+    Quiet,
+    print_result,
+    setting_options,
+    taking,
+)
 from blr.compressor.recipe.eval_settings import EvalSettings
 
 

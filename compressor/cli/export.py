@@ -8,13 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from blr.compressor.cli import values
-from blr.compressor.cli.from_fields import setting_options, taking
-from blr.compressor.cli.options import (
+from blr.compressor.cli.from_fields import (
     Format,
     FormatOption,
     OutputFolder,
     Quiet,
     print_result,
+    setting_options,
+    taking,
 )
 from blr.compressor.cli.summary import (
     Line,

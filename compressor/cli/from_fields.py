@@ -1,31 +1,34 @@
-"""Options of a command, made of what docstrings say of its parameters and of the fields of its settings
-(`recipe/option`)."""
+"""Options of commands, made of docstrings and of the fields of settings (`recipe/option`), and those
+that several commands share."""
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
 from dataclasses import fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 from typer.models import ArgumentInfo
 
+from blr.compressor.base.device import check_device
+from blr.compressor.base.quoting import printable_all
 from blr.compressor.cli import values
+from blr.compressor.recipe.eval_settings import EvalSettings
 from blr.compressor.recipe.option import Option, described, options_of
+from blr.compressor.recipe.run_settings import RunSettings
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.workspace.shards import parse_size
 
 Command = Callable[..., None]
 CHECKS = {int: values.count, float: values.number, Path: values.place, list[Path]: values.place}
 NAMED_CHECKS: dict[tuple[str, Any], Any] = {  # by name and type, of what is more than its type
-    **{
-        ("seed", int): values.seed,
-        ("device", str): values.device,
-        ("teacher", str): values.optional_name,
-    },
-    **{("max_shard_size", int): values.size, ("train", list[str]): values.listed},
+    **{("seed", int): values.seed, ("device", str): check_device, ("teacher", str): values.name},
+    **{("max_shard_size", int): parse_size, ("train", list[str]): values.listed},
     **{("data", list[str]): values.place, ("calibration", str): values.place},
     **{("temperature", float): values.temperature, ("top_p", float): values.probability},
     **{("cf", float): values.factor, ("gpu_name", str): values.gpu_name},
@@ -35,9 +38,8 @@ TYPED = {"max_shard_size": "5GB"}  # defaults as one would type them
 
 
 def taking(*groups: Iterable[inspect.Parameter], first: str = "") -> Callable[[Command], Command]:
-    """Decorates a command whose docstring has ``Options:``. It takes those of `groups`, too, as keyword
-    arguments, its own in place of others of their names. Help shows those named in `first` in that
-    order, and others as advanced; without `first` it shows all alike."""
+    """Decorator: give a command the options of `groups` and those in its docstring's ``Options:``. Help
+    shows those named in `first` in that order and others as advanced; without `first` all alike."""
     order = first.split()
 
     def decorated(command: Command) -> Command:
@@ -60,8 +62,7 @@ def taking(*groups: Iterable[inspect.Parameter], first: str = "") -> Callable[[C
 
 
 def recipe_options(names: Collection[str] = ()) -> list[inspect.Parameter]:
-    """Options of the recipe's fields: all, or those of these `names`. The recipe checks what is typed;
-    what is not is None."""
+    """Options of the recipe's fields, or of these `names`; None if not typed."""
     return [
         _parameter(name, option, None)
         for name, option in options_of(Recipe).items()
@@ -76,8 +77,7 @@ def setting_options(owner: Any) -> list[inspect.Parameter]:
 
 
 def command_options(command: Command, hidden: Collection[str]) -> list[inspect.Parameter]:
-    """The parameters of another command, so that a line typed for one is taken by both; those `hidden`
-    are not in the help."""
+    """The parameters of another command for this one too, some `hidden` from its help."""
     found = inspect.signature(command, eval_str=True).parameters.values()
     return [_with(option, hidden=True) if option.name in hidden else option for option in found]
 
@@ -111,10 +111,58 @@ def _info(name: str, option: Option, names: Collection[str], check: bool) -> Any
 
 
 def _with(option: inspect.Parameter, **changes: Any) -> inspect.Parameter:
-    """An option with other attributes of typer's; an argument as it is."""
+    """An option with other attributes of typer's; arguments stay."""
     kind, info = get_args(option.annotation)
     if isinstance(info, ArgumentInfo):
         return option
     info = copy(info)
     vars(info).update(changes)
     return option.replace(annotation=Annotated[kind, info])
+
+
+class Format(StrEnum):
+    """How results are printed."""
+
+    text = "text"
+    json = "json"
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        callback=values.name,
+        help="A checkpoint folder, a hub id (owner/name) or a short name (llama-7b).",
+    ),
+]
+Checkpoint = Annotated[
+    str, typer.Argument(callback=values.name, help="A checkpoint folder or a hub id.")
+]
+Output = Annotated[str, typer.Argument(callback=values.name, help="A folder that blr wrote.")]
+OutputFolder = Annotated[
+    Path, typer.Option("--output", "-o", callback=values.place, help="Write this folder.")
+]
+FormatOption = Annotated[Format, typer.Option("--format", help="Print text, or one JSON object.")]
+Device = Annotated[str, typed(EvalSettings, "device")]
+Threads = Annotated[int | None, typed(EvalSettings, "threads")]
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=64,
+        help="Start this many processes, one on each GPU (or on the CPU with --device cpu).",
+        show_default="1",
+    ),
+]
+EvalWindow = Annotated[int | None, typed(EvalSettings, "window")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+Verify = Annotated[bool, typed(EvalSettings, "verify", "--verify/--no-verify")]
+Offline = Annotated[bool, typed(RunSettings, "offline", "--offline")]
+Trust = Annotated[bool, typed(EvalSettings, "trust_remote_code", "--trust-remote-code")]
+Revision = Annotated[str | None, typed(RunSettings, "revision")]
+Restart = Annotated[bool, typed(RunSettings, "restart", "--restart")]
+Blocks = Annotated[int | None, typed(Recipe, "blocks")]
+
+
+def print_result(result: dict[str, Any], text: Any, format: Format) -> None:
+    """One JSON object, or `text` of the result with names that a terminal might obey escaped."""
+    print(json.dumps(result) if format is Format.json else text(printable_all(result)))

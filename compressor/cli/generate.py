@@ -11,8 +11,7 @@ import typer
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.cli import values
-from blr.compressor.cli.from_fields import taking
-from blr.compressor.cli.options import (
+from blr.compressor.cli.from_fields import (
     Checkpoint,
     Device,
     Format,
@@ -21,6 +20,7 @@ from blr.compressor.cli.options import (
     Threads,
     Trust,
     Verify,
+    taking,
 )
 from blr.compressor.recipe.option import Limits
 

@@ -10,14 +10,15 @@ import typer
 
 from blr.compressor.base import process_environment as environment
 from blr.compressor.cli import values
-from blr.compressor.cli.from_fields import setting_options, taking
-from blr.compressor.cli.options import (
+from blr.compressor.cli.from_fields import (
     Format,
     FormatOption,
     Gpus,
     OutputFolder,
     Quiet,
     print_result,
+    setting_options,
+    taking,
 )
 from blr.compressor.cli.summary import check_lines, healed_lines, laid_out, next_line, time_line
 from blr.compressor.recipe.heal_settings import HealOptions

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from blr.compressor.cli.from_fields import taking
-from blr.compressor.cli.options import Format, FormatOption, Output, print_result
+from blr.compressor.cli.from_fields import Format, FormatOption, Output, print_result, taking
 
 
 @taking()

@@ -8,8 +8,15 @@ import typer
 
 from blr.compressor.cli import values
 from blr.compressor.cli.compress import compress
-from blr.compressor.cli.from_fields import command_options, taking
-from blr.compressor.cli.options import Format, FormatOption, Offline, Revision, print_result
+from blr.compressor.cli.from_fields import (
+    Format,
+    FormatOption,
+    Offline,
+    Revision,
+    command_options,
+    print_result,
+    taking,
+)
 from blr.compressor.recipe.option import Limits
 
 NO_USE = (  # options of how compress runs, which change no plan

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blr.compressor.cli.from_fields import taking
-from blr.compressor.cli.options import Format, FormatOption, Output, Quiet, print_result
+from blr.compressor.cli.from_fields import Format, FormatOption, Output, Quiet, print_result, taking
 
 
 @taking()

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from blr.compressor.cli.options import Format, FormatOption, print_result
+from blr.compressor.cli.from_fields import Format, FormatOption, print_result
 
 recipes_app = typer.Typer(
     help="List, show and check recipes.",

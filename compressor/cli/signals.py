@@ -23,7 +23,7 @@ from types import FrameType
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base.disk import remove_scratch
 from blr.compressor.base.progress import Progress
-from blr.compressor.cli.failure import report_now
+from blr.compressor.cli.streams import report_now
 from blr.compressor.workspace.lock import HELD_LOCKS, LOCKING
 from blr.compressor.workspace.ownership import sibling
 
@@ -35,9 +35,8 @@ SETTLING = 1.0  # seconds that taking or giving up a lock may hold up a stop
 
 @dataclass
 class Running:
-    """What the message of a stop tells: by `progress` the folder being produced, once it is known,
-    whether the same command goes on where it stopped (or starts over), what is kept for that, and
-    `place`, where it is kept if not beside an output."""
+    """What the message of a stop tells: the output of `progress`, whether the command `resumes`, what is
+    `kept` for that, and its `place` if not beside the output."""
 
     progress: Progress | None = None
     resumes: bool = True
@@ -47,11 +46,8 @@ class Running:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Running]:
-    """While active, a stopping signal ends the process with 128 + its number.
-
-    Set `progress` of what is yielded: the message tells how to resume it. A SIGHUP that is ignored
-    already stays so (nohup).
-    """
+    """Meanwhile a stopping signal ends the process with 128 + its number and a line on how to resume. A
+    SIGHUP that is ignored stays so (nohup)."""
     running = Running()
     inside = threading.current_thread() is not threading.main_thread()
     if inside or environment.is_started_by_us():
@@ -93,7 +89,7 @@ def _go_on() -> None:
 
 
 def _forget() -> None:
-    """In a forked helper process: its own signals are not ours, and end it as usual."""
+    """In a forked helper process, let signals end it as usual."""
     if signal.getsignal(signal.SIGTERM) is _noted:
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
@@ -108,17 +104,13 @@ os.register_at_fork(before=_hold, after_in_parent=_go_on, after_in_child=_forget
 def _watch(reader: int, running: Running) -> None:
     while (taken := os.read(reader, 1)) != DONE:
         if taken[0] in SIGNALS:
-            _stop(taken[0], running)
-
-
-def _stop(number: int, running: Running) -> None:
-    """End the process at once, whatever else happens."""
-    if not environment.is_first():
-        os._exit(128 + number)
-    left = state_of(running)
-    again = "resume with" if running.resumes and left != NOTHING else "start again with"
-    message = f"stopped by {signal.Signals(number).name}; {left}"
-    leave_at_once(f"{message}; {again}: {resume_command(sys.argv)}", 128 + number)
+            number = taken[0]
+            if not environment.is_first():
+                os._exit(128 + number)
+            left = state_of(running)
+            again = "resume with" if running.resumes and left != NOTHING else "start again with"
+            message = f"stopped by {signal.Signals(number).name}; {left}"
+            leave_at_once(f"{message}; {again}: {resume_command(sys.argv)}", 128 + number)
 
 
 def leave_at_once(message: str, code: int) -> None:

@@ -1,4 +1,5 @@
-"""Standard output and error of a command, which may be closed, full, or a pipe that nobody reads.
+"""Standard output and error of a command, which may be closed, full, or a pipe that nobody reads, and
+the one line that says how a command failed.
 
 Results that cannot be written are never lost in silence; talk that nobody hears stops nothing.
 """
@@ -6,13 +7,17 @@ Results that cannot be written are never lost in silence; talk that nobody hears
 from __future__ import annotations
 
 import errno
+import json
 import os
+import select
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 from blr.compressor.base.errors import StorageError
+from blr.compressor.base.quoting import printable
 
 KEPT = 1 << 20  # characters of results that are repeated on standard error at most
 
@@ -90,10 +95,7 @@ class Talk:
 
 
 def prepare() -> None:
-    """Guard the standard streams of this process; those of a test that replaced them stay.
-
-    Raises StorageError for a closed standard output, before there are results that it would lose.
-    """
+    """Guard the standard streams of this process. Raises StorageError for a closed standard output."""
     closed = [number for number in range(3) if not _is_open(number)]
     for _ in closed:
         os.open(os.devnull, os.O_RDWR)  # the lowest number: no file of ours may get one of these
@@ -109,8 +111,7 @@ def prepare() -> None:
 
 
 def let_go() -> None:
-    """A standard output that failed has been told of: what else is written there goes nowhere, and the
-    interpreter's last flush of it succeeds."""
+    """Drop a standard output that failed, so that the interpreter's last flush succeeds."""
     if isinstance(sys.stdout, Results) and sys.stdout.failed:
         sys.stdout = sys.stdout.stream
 
@@ -127,3 +128,38 @@ def _is_open(number: int) -> bool:
     except OSError:
         return False
     return True
+
+
+LONGEST = 2000  # characters of a message
+
+
+def report(message: str, code: int) -> None:
+    """Print `message` as one line of printable text; with --format json also as an object."""
+    line = one_line(message)
+    print(f"blr: error: {line}", file=sys.stderr, flush=True)
+    if wants_json(sys.argv):
+        print(json.dumps({"error": line, "exit_code": code}), flush=True)
+
+
+def report_now(text: str, code: int) -> None:
+    """`report` for a process about to end: never waits for a reader, never fails."""
+    if wants_json(sys.argv):
+        _write(1, json.dumps({"error": one_line(text), "exit_code": code}))
+    _write(2, f"blr: {one_line(text)}")
+
+
+def one_line(text: str) -> str:
+    """`text` without line ends, control characters and others that a terminal might obey."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]}...{line[-LONGEST // 2 :]}"
+
+
+def wants_json(arguments: list[str]) -> bool:
+    """Whether a command line asks for JSON."""
+    return "--format=json" in arguments or ("--format", "json") in pairwise(arguments)
+
+
+def _write(descriptor: int, line: str) -> None:
+    with suppress(OSError, ValueError):  # closed, or a terminal that is gone
+        if select.select([], [descriptor], [], 1.0)[1]:
+            os.write(descriptor, line.encode("utf-8", "backslashreplace") + b"\n")

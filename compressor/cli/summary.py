@@ -43,13 +43,16 @@ def check_lines(found: Mapping[str, Any] | None) -> list[Line]:
 
 def _loss_lines(found: Mapping[str, Any]) -> list[Line]:
     before, after = (number(found["perplexity"][name]) for name in ("before", "after"))
-    lost = f"{found['loss']:.3f} nats a token; mean KL {found['kl']['mean']:.3f} from the dense model, "
-    same = f"the same top-1 token in {found['agreement']:.1%} of places"
-    return [("perplexity", f"{before} -> {after} on {found['read']}"), ("loss", lost + same)]
+    lost = f"{found['loss']:.3f} nats a token, mean KL {found['kl']['mean']:.3f} and the same top-1 "
+    lost += f"token in {found['agreement']:.1%}, on the perplexity's tokens"
+    return [("perplexity", f"{before} -> {after} on {found['read']}"), ("loss", lost)]
 
 
 def healed_lines(summary: Mapping[str, Any]) -> list[Line]:
-    """The lines on a training (`healing/summary.py`); none where nothing was trained."""
+    """The lines on a training (`healing/summary.py`); none where nothing was trained.
+
+    The figures that chose the best step are of other tokens than the loss of the output.
+    """
     if not summary.get("steps"):
         return []
     speed = summary["tokens"] / max(summary["trained_seconds"], 1e-9)
@@ -58,21 +61,18 @@ def healed_lines(summary: Mapping[str, Any]) -> list[Line]:
         best = "nothing was better than the start, which is written"
     trained = f"{summary['parameters']:,} parameters, {summary['steps']:,} steps, {summary['tokens']:,} "
     trained += f"tokens, {speed:,.0f} a second; {best}"
-    held = [
-        (
-            "held back",
-            f"{'own text' if name == 'self' else name}: {_change(before, summary['after'][name])}",
-        )
-        for name, before in summary["before"].items()
-    ]
-    return [("trained", trained), *held]
+    lines = [("trained", trained)]
+    for name, before in summary["before"].items():
+        text = "own text" if name == "self" else name
+        lines.append(("best step", f"on windows of {text}: {_change(before, summary['after'][name])}"))
+    return lines
 
 
 def _change(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     """The figures of one text before and after training."""
     names = {"distance": "1 - cosine of embeddings", "states": "error of hidden states"}
     if "distance" not in before:
-        names = {"kl": "KL", "student": "loss"}
+        names = {"kl": "KL", "student": "cross entropy"}
     said = ", ".join(f"{what} {before[n]:.4f} -> {after[n]:.4f}" for n, what in names.items())
     return said if "distance" in before else f"{said} (dense {before['teacher']:.4f})"
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from blr.compressor.base.errors import CapabilityError, kind_of_error
-from blr.compressor.cli.from_fields import recipe_options, taking
-from blr.compressor.cli.options import (
+from blr.compressor.cli.from_fields import (
     Device,
     EvalWindow,
     Format,
@@ -17,6 +16,8 @@ from blr.compressor.cli.options import (
     Quiet,
     Restart,
     print_result,
+    recipe_options,
+    taking,
 )
 from blr.compressor.recipe.heal_settings import checked_minutes
 from blr.compressor.recipe.option import Limits

@@ -44,18 +44,13 @@ def compress(
     """Write a checkpoint whose linear layers are structured, or stored in fewer bits.
 
     Args:
-        model: a checkpoint folder, hub id or short name. output: the folder to write; None names it
-            ``NAME-METHOD-cfCF`` in the current folder.
+        model: a checkpoint folder, hub id or short name. output: None: ``./NAME-METHOD-cfCF``.
         recipe: a `Recipe`, the name of a shipped one or a YAML file.
         effort: "quick", "normal" or "best", of a calibration.
         calibration: a text file, data set or "self", the model's own text, to fit to.
         heal: minutes of training behind it. stream: leave the weights of a hub id there.
         progress: is told what is being done; None tells warnings and notes alone.
-        settings: fields of `Recipe`, which win over it and over the effort, and of
-            `commands.compress.Settings` (device, threads, overwrite, …), by name.
-
-    Returns:
-        What was achieved (`commands.compress.Summary`).
+        settings: fields of `Recipe`, which win over it and over the effort, and of `CompressSettings`.
     """
     from blr.compressor.commands.compress import Settings
     from blr.compressor.commands.compress import compress as compress_folder
@@ -95,14 +90,10 @@ def heal(
     """Train a compressed checkpoint to answer as the dense model does, and write it to `output`.
 
     Args:
-        checkpoint: a folder that `compress` wrote, or a hub id. output: the folder to write.
+        checkpoint: a folder that `compress` wrote, or a hub id.
         teacher: the dense model; None takes the one that the checkpoint's manifest names.
         data: text files or data sets; "self", and None, the teacher's own text.
-        progress: as of `compress`.
         settings: fields of `recipe.heal_settings.HealOptions` (minutes, steps, lora, …), by name.
-
-    Returns:
-        What was achieved (`healing.summary.HealSummary`).
     """
     from blr.compressor.base.threads import use_threads
     from blr.compressor.healing.teacher import named_teacher
@@ -141,12 +132,8 @@ def export(
     """Write a checkpoint in the layout of the kernels, with the decoding runtime, or in another form.
 
     Args:
-        checkpoint: a dense or compressed checkpoint folder, or a hub id. output: the folder to write.
-        progress: as of `compress`.
-        settings: fields of `export.options.ExportOptions` (kind, gpu, batch, quantize, …), by name.
-
-    Returns:
-        What the export holds (`export.job.ExportSummary`).
+        checkpoint: a dense or compressed checkpoint folder, or a hub id.
+        settings: fields of `exporting.options.ExportOptions` (kind, gpu, batch, quantize, …), by name.
     """
     from blr.compressor.base.threads import use_threads
     from blr.compressor.exporting.job import export as export_folder
@@ -173,13 +160,12 @@ def load(
     verify: bool = True,
     offline: bool = False,
 ) -> Any:
-    """The model of a checkpoint, dense or of blr, as transformers has it: in evaluation mode, with every
-    tensor in its place and finite.
+    """Load the model of a checkpoint, dense or of blr, in evaluation mode, with every tensor finite.
 
     Args:
-        checkpoint: a folder or hub id. task: the Auto class, as "AutoModelForCausalLM", which is what
-            None takes for models that continue text, and "AutoModel" for others.
-        dtype: "float32", "bfloat16" or "float16", to compute in. device: "auto" or a torch device.
+        checkpoint: a folder or hub id. device: "auto" or a torch device.
+        task: the Auto class; None: "AutoModelForCausalLM" if it continues text, else "AutoModel".
+        dtype: "float32", "bfloat16" or "float16", to compute in.
         trust_remote_code: run code of the folder, which outputs of blr do not need.
         verify: compare what is read of an output of blr with its manifest.
     """
@@ -199,16 +185,14 @@ def evaluate(
     progress: Progress | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Quality of a model: of a decoder its perplexity on texts and its scores in tasks, of an encoder of
-    sentences the rank correlation of their likeness.
+    """Measure a decoder's perplexity on texts and its scores in tasks, or an encoder's rank correlation.
 
     Args:
-        checkpoint: a folder or hub id. text: text files or .jsonl. progress: as of `compress`.
+        checkpoint: a folder or hub id. text: text files or .jsonl.
         settings: fields of `recipe.eval_settings.EvalSettings` (sts, tasks, window, …), by name.
 
-    Returns:
-        What can be written as JSON: `checkpoint`, and `perplexity` with `tokens` (or a list `texts` of
-        them), `tasks` with a score for each metric, or `spearman` in percent.
+    Returns JSON-ready `checkpoint`, and `perplexity` with `tokens` (or a list `texts` of them), `tasks`
+    with a score for each metric, or `spearman` in percent.
     """
     from blr.compressor.base.threads import use_threads
     from blr.compressor.integrations import lm_eval
@@ -231,5 +215,4 @@ def evaluate(
 
 
 def _several(names: str | Path | Sequence[str | Path] | None) -> Sequence[str | Path]:
-    """One name or several, as several."""
     return [names] if isinstance(names, str | Path) else names or ()

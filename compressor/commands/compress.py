@@ -1,4 +1,5 @@
-"""The compression of one checkpoint: plan, factorize layer by layer, write, check, commit."""
+"""The compression of one checkpoint: plan, factorize layer by layer, write, check, heal if asked,
+commit."""
 
 from __future__ import annotations
 
@@ -10,22 +11,26 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor.base import process_environment as environment
-from blr.compressor.base.progress import Progress
+from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
 from blr.compressor.base.threads import use_threads
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.commands.compress_then_heal import Healing, disk_beside, steps_of
+from blr.compressor.commands.heal import HealRun
+from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.output.loss_messages import advice, better_fit
-from blr.compressor.output.records import as_recorded, by_type, is_layer, read_records, tensor_bytes
+from blr.compressor.output.report import as_recorded, by_type, is_layer, read_records, tensor_bytes
 from blr.compressor.planning.forecast import disk_bytes
+from blr.compressor.planning.forecast_healing import kept_bytes
 from blr.compressor.planning.forecast_time import Compression
 from blr.compressor.planning.layers import what_became
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.speed import paced
+from blr.compressor.recipe.heal_settings import SELF, HealOptions, check_options, healing_steps
+from blr.compressor.recipe.run_settings import CompressSettings
 from blr.compressor.recipe.run_settings import CompressSettings as Settings
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.workspace.journal import canonical_json, headers_digest, versions
@@ -35,9 +40,12 @@ from blr.compressor.workspace.workspace import Workspace
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.fitting.factorize import Work
-    from blr.compressor.output.check import OutputCheck
-    from blr.compressor.output.library_adapters import Door
-    from blr.compressor.output.produce import FolderContents
+    from blr.compressor.output.check import Door, OutputCheck
+    from blr.compressor.output.files import FolderContents
+    from blr.compressor.output.loss import Text
+    from blr.compressor.planning.forecast_time import Compression
+    from blr.compressor.recipe.schema import Recipe
+
 
 UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that is trained
 
@@ -46,12 +54,10 @@ UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that i
 class Summary:
     """Result of a compression. Sizes are in bytes, times in seconds of this run.
 
-    `layers` counts replaced layers and `became` names their structures; `kept` counts those left dense.
-    `cf` is the compression factor of both, `bits` their stored bits a weight, `share` the replaced part
-    of the model's parameters, `factor` the compression of the whole model. `errors` and `output_errors`
-    (on the calibration text) are mean relative errors of weights and outputs by layer type. `spent` are
-    seconds by stage. `check` holds the measured loss (`output/check.py`), `healed` the result of
-    training (`commands/heal.py`), `advice` a way to lose less.
+    `layers` were replaced by what `became` says, `kept` stay dense. `cf` and `bits` a weight are of
+    both, `share` is the replaced part of the parameters, `factor` the compression of the model. `errors`
+    of weights and `output_errors` (on the calibration text) are means by layer type. `check` is of
+    `output/check.py`.
     """
 
     output: str
@@ -80,10 +86,11 @@ class Summary:
 def compress(
     folder: Path, recipe: Recipe, output: Path, settings: Settings, progress: Progress
 ) -> Summary | None:
-    """Write the compressed checkpoint of `folder` to `output`, resuming what an earlier run left.
-    What headers tell is checked before torch is imported. Of several processes all call this: they
-    fit layers, and the first does the rest and alone gets a summary. Raises BlrError; the work done
-    so far stays in ``<output>.blr-partial``."""
+    """Write the compressed checkpoint of `folder` to `output`, resuming an earlier run.
+
+    All processes fit layers; the first does the rest and alone gets a summary. Headers are checked
+    before torch is imported. Raises BlrError; finished work stays in ``<output>.blr-partial``.
+    """
     started = monotonic()
     progress.loading()
     settings = replace(settings, threads=use_threads(settings.threads, environment.local_count()))
@@ -105,7 +112,7 @@ def compress(
 
 @dataclass(frozen=True)
 class Fitted:
-    """Factors and record by module; `calibration` and `curves` as measured; refitted norms by tensor."""
+    """Factors and record by module, `calibration` and `curves` as measured, refitted norms by tensor."""
 
     results: dict[str, Any]
     measured: dict[str, Any] = field(default_factory=dict)
@@ -128,14 +135,14 @@ class CompressRun(FolderRun):
 
     @cached_property
     def door(self) -> Door:
-        """What the library of the model asks of the output."""
-        from blr.compressor.output.library_adapters import door_of
+        """The parts that depend on the library of the model."""
+        from blr.compressor.output.check import door_of
 
         return door_of(self.source)
 
     @cached_property
     def fits(self) -> Work:
-        """What fits are done with; the processes of a run wait here for each other."""
+        """The means of fitting; processes wait here for each other."""
         from blr.compressor.fitting.factorize import Work
 
         source, recipe, settings = self.source, self.recipe, self.settings
@@ -149,24 +156,29 @@ class CompressRun(FolderRun):
         return self.fits.processes
 
     def prepare(self, first: bool) -> None:
-        """Say what is there already, and check that the output will load and can be healed."""
+        """Announce what is there already, and check that the output will load and can be healed."""
         if first:
-            self._check_output()
+            from blr.compressor.base.device import pick_device
+            from blr.compressor.fitting.engine import expected
+            from blr.compressor.loading.sidecar_files import check_carried
+
+            if kept := self.workspace.journal.count(is_layer):
+                self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
+            device = pick_device(self.settings.device).type
+            steps = [
+                READING,
+                *expected(self.recipe, self.settings.calibration, device),
+                WRITING,
+                CHECKING,
+            ]
+            steps += healing_steps(options_of(self.settings)) if self.settings.heal else []
+            self.progress.expect(*steps)
+            self.door.check_fits(self.source, self.plan)
+            check_carried(self.source, self.door.config(self.source.config, self.plan))
         self.healing = Healing(self.source, self.settings) if self.settings.heal else None
 
-    def _check_output(self) -> None:
-        from blr.compressor.base.device import pick_device
-        from blr.compressor.loading.sidecar_files import check_carried
-
-        if kept := self.workspace.journal.count(is_layer):
-            self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
-        device = pick_device(self.settings.device).type
-        self.progress.expect(*steps_of(self.settings, self.recipe, device))
-        self.door.check_fits(self.source, self.plan)
-        check_carried(self.source, self.door.config(self.source.config, self.plan))
-
     def produce(self, read: str, check: OutputCheck | None = None) -> None:
-        """As of every run; with a healing, of a compressed checkpoint that is kept beside its states."""
+        """As of every run; a healing trains a compressed checkpoint that is kept beside its states."""
         healing, processes, folder = self.healing, self.processes, self.workspace.partial / UNHEALED
         if healing is None:
             super().produce(read)
@@ -199,11 +211,16 @@ class CompressRun(FolderRun):
         fitted, source = self._fit(read), self.source
         if not self.processes.first:
             return None
-        from blr.compressor.output.files import small_files
-        from blr.compressor.output.produce import FolderContents, slots_of
+        from blr.compressor.output.files import FolderContents, slots_of, small_files
 
         records = {module: record for module, (_, record) in fitted.results.items()}
-        self.made = self._account(records)
+        recipe = canonical_json(self.recipe.model_dump())
+        self.made = {
+            "source": {"name": self.settings.source_name, "revision": self.settings.revision},
+            "recipe_sha256": hashlib.sha256(recipe).hexdigest(),
+            "fallbacks": [f"{name}: {note}" for name in records for note in records[name]["notes"]],
+            "run": self.workspace.fingerprint,
+        }
         slots = slots_of(source, self.plan, fitted.results, fitted.norms)
         return FolderContents(
             assign_shards(slots, self.settings.max_shard_size, source.library),
@@ -233,7 +250,7 @@ class CompressRun(FolderRun):
         return Fitted(found.results, {"calibration": found.facts, "curves": found.curves}, found.norms)
 
     def estimate(self) -> int:
-        """Of output, journal of factors and small files."""
+        """Bytes of the output, the journal of factors and small files."""
         calibrated = self.settings.calibration is not None
         sized = Compression(self.source, self.plan, self.recipe, chosen_gpu(None)[0], calibrated)
         return disk_bytes(sized) + (disk_beside(sized, self.settings) if self.settings.heal else 0)
@@ -262,23 +279,15 @@ class CompressRun(FolderRun):
 
         replaced = {planned.layer.entry.name for planned in self.plan.layers}
         remedy = "repair the checkpoint or --exclude the layer"
-        return scan_source(self.source, replaced, remedy, self.progress).digest
-
-    def _account(self, records: dict[str, Any]) -> dict[str, Any]:
-        recipe = canonical_json(self.recipe.model_dump())
-        return {
-            "source": {"name": self.settings.source_name, "revision": self.settings.revision},
-            "recipe_sha256": hashlib.sha256(recipe).hexdigest(),
-            "fallbacks": [f"{name}: {note}" for name in records for note in records[name]["notes"]],
-            "run": self.workspace.fingerprint,
-        }
+        return scan_source(self.source, remedy, self.progress, replaced).digest
 
     def summary(self, seconds: float) -> Summary:
         source, output, records = self.source, self.workspace.output, read_records(self.workspace.output)
         plan = as_recorded(self.plan, records)
-        before = sum(entry.parameters for entry in source.entries.values())
-        bytes_before = sum(entry.nbytes for entry in source.entries.values())
+        before, bytes_before = source.parameters, source.nbytes
         bytes_after = sum(tensor_bytes(path) for path in output.glob("*.safetensors"))
+        spent = self.progress.spent
+        rest = {"libraries and the rest": max(seconds - sum(spent.values()), 0.0)}
         return Summary(
             output=str(output),
             method=self.recipe.method,
@@ -296,14 +305,71 @@ class CompressRun(FolderRun):
             errors=by_type(records, "error"),
             output_errors=by_type(records, "weighted_error"),
             seconds=seconds,
-            spent=self._spent(seconds),
+            spent={what: round(time, 1) for what, time in (spent | rest).items()},
             check=self.checked,
             healed=asdict(self.healed) if self.healed is not None else None,
             notes=plan.notes,
             advice=advice(plan, source, bool(self.settings.calibration or self.settings.heal)),
         )
 
-    def _spent(self, seconds: float) -> dict[str, float]:
-        spent = self.progress.spent
-        rest = {"libraries and the rest": max(seconds - sum(spent.values()), 0.0)}
-        return {what: round(time, 1) for what, time in (spent | rest).items()}
+
+class Healing:
+    """The training after a compression of `source`. Raises BlrError for a model that cannot be healed or
+    a text that is too short."""
+
+    def __init__(self, source: Source, settings: CompressSettings) -> None:
+        from blr.compressor.healing.data import reading_of
+
+        self.teacher = Checkpoint(source, {}, compressed=False)
+        self.options = options_of(settings)
+        self.reading = reading_of(self.teacher, self.options)
+        self.reading.texts(self.options, briefly=True)
+
+    def held(self) -> Text | None:
+        """The part of a decoder's text that neither fits nor training read."""
+        return self.reading.held(self.options, self.teacher.source)
+
+    def run(
+        self,
+        folder: Path,
+        check: OutputCheck | None,
+        read: str,
+        workspace: Workspace,
+        progress: Progress,
+        processes: Processes,
+    ) -> HealSummary:
+        """Train the checkpoint in `folder` and make the output, which must pass `check` in the first
+        process; `read` is the digest of all input."""
+        started = monotonic()
+        student = open_checkpoint(folder)
+        place = processes, workspace, progress
+        run = HealRun(student, self.teacher, self.options, *place, self.reading)
+        run.teacher_digest = read  # it is all that the compression reads
+        run.produce(read, check)
+        return run.summary(monotonic() - started)
+
+
+def options_of(settings: CompressSettings) -> HealOptions:
+    """The options of `blr heal` for the same as a compression."""
+    text = settings.calibration
+    return check_options(
+        HealOptions(
+            source_name=settings.source_name,
+            teacher_name=settings.source_name,
+            revision=settings.revision,
+            data=() if text is None or text == SELF else (text,),
+            minutes=settings.heal,
+            device=settings.device,
+            max_shard_size=settings.max_shard_size,
+            offline=settings.offline,
+        )
+    )
+
+
+def disk_beside(sized: Compression, settings: CompressSettings) -> int:
+    """Bytes on disk that a healing takes: the compressed checkpoint and the trainer's state."""
+    layers, source = sized.plan.layers, sized.source
+    files = sum(path.stat().st_size for path in source.extra_files().values())
+    specs = {planned.layer.module: planned.spec for planned in layers}
+    compressed = source.nbytes - sized.bytes + sum(planned.bits for planned in layers) // 8
+    return compressed + files + kept_bytes(specs, source.entries, options_of(settings))

@@ -12,10 +12,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from blr.compressor.base.errors import CapabilityError, InputError, NumericsError
 from blr.compressor.base.progress import Progress
-from blr.compressor.base.quoting import quote
+from blr.compressor.base.quoting import is_numeral, quote
 from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.extras import MODULES
@@ -34,8 +35,7 @@ Pair: TypeAlias = tuple[str, str, float]  # two sentences and their score
 
 @dataclass(frozen=True)
 class Perplexity:
-    """`perplexity` over `tokens` predicted ones; windows begin with `beginning`, which is not
-    counted."""
+    """`perplexity` over `tokens` predicted ones; the `beginning` of each window is not counted."""
 
     perplexity: float
     tokens: int
@@ -52,10 +52,15 @@ class Spearman:
 
 
 def evaluate_folder(folder: Path, asked: EvalSettings, progress: Progress) -> dict[str, object]:
-    """What `asked` says of the model, JSON-ready; what is read is checked before the model."""
+    """Measure what `asked` says, JSON-ready; texts and pairs are checked before the model is loaded."""
     pairs = read_pairs(asked.sts) if asked.sts else []
     if asked.sts:
-        check_embeds(folder)
+        name = str((read_config(folder).get("architectures") or [""])[0])
+        if name.endswith(("ForCausalLM", "LMHeadModel")) and not (folder / MODULES).exists():
+            raise CapabilityError(
+                f"{folder}: {name} continues text; expected an encoder of sentences for --sts; "
+                "take --text"
+            )
     data, trust = [*asked.text, *filter(None, [asked.sts])], asked.trust_remote_code
     tokenizer = load_tokenizer(folder, trust=trust, text=read_start(data[0]) if data else "")
     part = asked.max_tokens, asked.skip_tokens or 0
@@ -73,13 +78,17 @@ def evaluate_folder(folder: Path, asked: EvalSettings, progress: Progress) -> di
 
 
 def _of_texts(
-    model: Any, tokenizer: Any, tokens: list[Tensor], asked: EvalSettings, progress: Progress
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: list[Tensor],
+    asked: EvalSettings,
+    progress: Progress,
 ) -> dict[str, Any]:
     """The result on one text, or those on several."""
     size = asked.window or min(USUAL_WINDOW, context_of(model.config.to_dict()))
     begins = beginning_of(tokenizer)
     how = size, asked.stride or size, asked.batch, progress, begins
-    counted = _counted(size, asked.stride, tokenizer.convert_ids_to_tokens(list(begins)))
+    counted = _counted(size, asked.stride, list(tokenizer.convert_ids_to_tokens(list(begins))))
     found = [
         {"text": str(path), **asdict(perplexity(model, ids, *how)), "counted": counted}
         for path, ids in zip(asked.text, tokens, strict=True)
@@ -88,7 +97,7 @@ def _of_texts(
 
 
 def _counted(window: int, stride: int | None, begins: list[str]) -> str:
-    """How tokens of a text are counted, as a sentence."""
+    """A sentence on how tokens of a text are counted."""
     if begins:
         told = f"every token of the text, in windows of {window}"
         return f"{told} that each begin with {' '.join(map(str, begins))}, which is not counted"
@@ -96,7 +105,9 @@ def _counted(window: int, stride: int | None, begins: list[str]) -> str:
     return f"every token, in windows of {window}, but the first of {first}"
 
 
-def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None, skip: int = 0) -> Tensor:
+def read_tokens(
+    path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None, skip: int = 0
+) -> Tensor:
     """Token ids [n] of a text, without the first `skip`, cut to `max_tokens`. Raises InputError."""
     text = read_whole_text(path, MAX_BYTES)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][skip:][:max_tokens]
@@ -107,7 +118,7 @@ def read_tokens(path: Path, tokenizer: Any, max_tokens: int | None = None, skip:
 
 @torch.inference_mode()
 def perplexity(
-    model: Any,
+    model: PreTrainedModel,
     ids: Tensor,
     window: int,
     stride: int,
@@ -115,11 +126,11 @@ def perplexity(
     progress: Progress,
     beginning: Beginning = (),
 ) -> Perplexity:
-    """exp of the mean negative log-likelihood of `ids` [n] under a causal model, in windows of
-    `window` tokens with the tokenizer's `beginning`, one every `stride` tokens. A token is scored in
-    the first window that has it with something before it; the beginning is not. Raises InputError for
-    a window that does not fit, or ids that the model has not, NumericsError for a loss that is no
-    finite number."""
+    """exp of the mean negative log-likelihood of `ids` [n], in windows every `stride` tokens.
+
+    A token is scored in the first window that has something before it. Raises InputError for a window
+    that does not fit or unknown ids, NumericsError for a loss that is not finite.
+    """
     limit = context_of(model.config.to_dict())
     if window > limit:
         remedy = "take a shorter one, or leave --window out"
@@ -136,25 +147,21 @@ def perplexity(
         for group in groups:
             advance("")
             for rows, fresh in _stack(ids, group, room, stride, bool(beginning)):
-                loss = _losses(model, begun(rows, beginning))[:, -fresh:]
-                total, count = total + float(loss.double().sum()), count + loss.numel()
-    return Perplexity(_exponential(total / count), count, window, beginning)
-
-
-def _exponential(loss: float) -> float:
-    """exp of a mean loss. Raises NumericsError when that is no finite number."""
+                losses = _losses(model, begun(rows, beginning))[:, -fresh:]
+                total, count = total + float(losses.double().sum()), count + losses.numel()
+    loss = total / count
     if not loss < MAX_LOSS:  # NaN is not
         raise NumericsError(
             f"the mean negative log-likelihood is {loss:g}: expected a finite number below {MAX_LOSS}; "
             "evaluate in --dtype float32, or repair the checkpoint"
         )
-    return math.exp(loss)
+    return Perplexity(math.exp(loss), count, window, beginning)
 
 
 def _stack(
     ids: Tensor, starts: list[int], room: int, stride: int, begins: bool
 ) -> list[tuple[Tensor, int]]:
-    """Rows of equal length and count of newly scored tokens together, as ([m, w], fresh)."""
+    """Rows of equal length and count of new tokens together, as ([m, w], new)."""
     groups: dict[tuple[int, int], list[Tensor]] = {}
     for start in starts:
         row = ids[start : start + room]
@@ -165,7 +172,7 @@ def _stack(
     return [(torch.stack(rows), fresh) for (_, fresh), rows in groups.items()]
 
 
-def _losses(model: Any, rows: Tensor) -> Tensor:
+def _losses(model: PreTrainedModel, rows: Tensor) -> Tensor:
     """Negative log-likelihood [m, w-1] of every token but the first of each row."""
     rows = rows.to(model.device)
     logits = model(rows, use_cache=False).logits[:, :-1].float()
@@ -174,19 +181,10 @@ def _losses(model: Any, rows: Tensor) -> Tensor:
     ).view(len(rows), -1)
 
 
-def check_embeds(folder: Path) -> None:
-    """Raise CapabilityError for a model that continues text and says of no embedding how to make it."""
-    name = str((read_config(folder).get("architectures") or [""])[0])
-    if name.endswith(("ForCausalLM", "LMHeadModel")) and not (folder / MODULES).exists():
-        raise CapabilityError(
-            f"{folder}: {name} continues text; expected an encoder of sentences for --sts; take --text"
-        )
-
-
 @torch.inference_mode()
 def sts_spearman(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     pairs: Sequence[Pair],
     batch: int,
     progress: Progress,
@@ -222,10 +220,10 @@ def read_pairs(path: Path) -> list[Pair]:
     except csv.Error as error:
         remedy = "write sentence, sentence, score in every row"
         raise InputError(f"{path}: not a readable CSV file ({error}); {remedy}") from None
-    if rows and not _is_numeral(rows[0][-1]):
+    if rows and not is_numeral(rows[0][-1]):
         rows = rows[1:]
     for number, row in enumerate(rows, 1):
-        if len(row) < 3 or not _is_numeral(row[-1]) or not math.isfinite(float(row[-1])):
+        if len(row) < 3 or not is_numeral(row[-1]) or not math.isfinite(float(row[-1])):
             raise InputError(
                 f"{path}: row {number} is {quote(row, 120)[1:-1]}, expected sentence, sentence, score; "
                 "repair the row"
@@ -238,8 +236,8 @@ def read_pairs(path: Path) -> list[Pair]:
 
 
 def embed(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     sentences: list[str],
     batch: int,
     progress: Progress,
@@ -257,7 +255,9 @@ def embed(
     return torch.stack([rows[n] for n in range(len(sentences))])
 
 
-def _pool(model: Any, tokenizer: Any, sentences: list[str], head: Sentences) -> Tensor:
+def _pool(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sentences: list[str], head: Sentences
+) -> Tensor:
     limit = min(context_of(model.config.to_dict()), head.length or tokenizer.model_max_length)
     tokens = encode_padded(tokenizer, head.texts(sentences), limit).to(model.device)
     check_ids(model, tokens["input_ids"])
@@ -270,12 +270,3 @@ def _ranks(values: Tensor) -> Tensor:
     _, inverse, counts = torch.unique(values, return_inverse=True, return_counts=True)
     ends = counts.cumsum(0).double()
     return (ends - (counts.double() + 1) / 2)[inverse]
-
-
-def _is_numeral(text: str) -> bool:
-    """Whether it reads as a number, finite or not."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

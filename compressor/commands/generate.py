@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any, TextIO
 
 import torch
-from transformers import TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import BlrError, CapabilityError, InputError, UsageError
@@ -55,11 +55,14 @@ class Generation:
 
 
 def generate(
-    model: Any, tokenizer: Any, prompt: str, sampling: Sampling, stream: TextIO | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    sampling: Sampling,
+    stream: TextIO | None = None,
 ) -> Generation:
-    """Generate and write the text to `stream`, if given, as it is produced. Raises UsageError: a
-    prompt without tokens; CapabilityError: no room in the model's context; NumericsError: logits that
-    choose no token."""
+    """Generate a continuation, and write it to `stream` as it comes. Raises UsageError for an empty
+    prompt, CapabilityError for one too long, NumericsError for logits that choose no token."""
     inputs = encode_prompt(tokenizer, _text(prompt), model)
     length = inputs["input_ids"].shape[1]
     context = context_of(model.config.to_dict())
@@ -75,14 +78,14 @@ def generate(
     started = monotonic()
     with _watched(model):
         ids = _generated(model, inputs, _arguments(model, sampling, tokenizer, stream))[0]
-    text = tokenizer.decode(ids[length:], skip_special_tokens=True)
+    text = str(tokenizer.decode(ids[length:], skip_special_tokens=True))
     if stream is not None and not _streams(model, sampling):
         stream.write(f"{tokenizer.decode(ids, skip_special_tokens=True)}\n")
     return Generation(prompt, text, len(ids) - length, monotonic() - started)
 
 
 def _text(prompt: str) -> str:
-    """`prompt` as text: bytes that the locale lacks are taken as UTF-8. Raises UsageError for others."""
+    """`prompt`, with bytes that the locale lacks read as UTF-8. Raises UsageError for other bytes."""
     if is_text(prompt):
         return prompt
     try:
@@ -92,7 +95,7 @@ def _text(prompt: str) -> str:
 
 
 def _generated(model: Any, inputs: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    """[1, T + new]. Raises InputError where the model's own defaults ask for what cannot be done."""
+    """Token ids [1, T + new]. Raises InputError if the model's defaults ask for the impossible."""
     try:
         return model.generate(**inputs, **arguments)
     except Exception as error:  # transformers raises any kind for settings that do not fit together
@@ -113,8 +116,8 @@ class _LogitsCheck(Check):
 
 
 @contextmanager
-def _watched(model: Any) -> Iterator[None]:
-    """While active, a forward pass whose logits choose no token raises NumericsError."""
+def _watched(model: PreTrainedModel) -> Iterator[None]:
+    """Meanwhile raise NumericsError in a forward pass whose logits choose no token."""
     handle = model.register_forward_hook(_LogitsCheck())
     try:
         yield
@@ -124,7 +127,7 @@ def _watched(model: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A step of a token, of all layers' like steps one: its time and the weights and cache it reads."""
+    """A step of a token, over all layers: its time, and the bytes that it reads."""
 
     name: str
     microseconds: float
@@ -133,8 +136,8 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """Decoding by the fused runtime, one sequence: bytes of weights and cache that a token reads,
-    bytes that a copy reads and writes a second, and the `fraction` of that which decoding has."""
+    """Decoding of one sequence: bytes of weights and cache read for a token, bytes a second of a copy,
+    and the `fraction` of these that decoding reaches."""
 
     tokens_per_second: float
     bytes_a_token: int
@@ -161,9 +164,19 @@ def check_profile(device: str) -> None:
         raise CapabilityError(f"device {str(found)!r}: a profile needs a CUDA GPU; leave --profile out")
 
 
-def profile(model: Any, tokenizer: Any, prompt: str, steps: int = 20) -> Profile:
+def profile(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, steps: int = 20
+) -> Profile:
     """Time the stages of the tokens behind `prompt`. Raises CapabilityError."""
-    decoder = _decoder(model)
+    settings = export_settings(model.config)
+    found = obstacle(model.device) or supports(model)
+    if settings is not None and found is None:
+        found = held_decoder(model, settings)
+    if isinstance(found, str):
+        raise CapabilityError(f"no fused runtime for this model: {found}; leave --profile out")
+    decoder = found or Decoder(
+        model, batch=1, context=min(context_of(model.config.to_dict()), MAX_CONTEXT)
+    )
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     try:
         decoder.prefill(ids.to(model.device))
@@ -192,26 +205,16 @@ def copy_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10)
     return 2 * size / average(lambda: target.copy_(source), repeats, device)
 
 
-def _decoder(model: Any) -> Any:
-    """The decoder that an export generates with, one for a single sequence for any other model."""
-    settings = export_settings(model.config)
-    found = obstacle(model.device) or supports(model)
-    if settings is not None and found is None:
-        found = held_decoder(model, settings)
-    if isinstance(found, str):
-        raise CapabilityError(f"no fused runtime for this model: {found}; leave --profile out")
-    return found or Decoder(model, batch=1, context=min(context_of(model.config.to_dict()), MAX_CONTEXT))
-
-
-def _streams(model: Any, sampling: Sampling) -> bool:
-    """Whether tokens are final as they come: not with beams, assistants and the like, which a model's
-    generation_config.json may ask for."""
+def _streams(model: PreTrainedModel, sampling: Sampling) -> bool:
+    """Whether tokens are final as they come, as without beams and assistants."""
     config = copy.deepcopy(model.generation_config)
     config.do_sample = sampling.temperature > 0
     return config.get_generation_mode() in ("greedy_search", "sample")
 
 
-def _arguments(model: Any, sampling: Sampling, tokenizer: Any, stream: TextIO | None) -> dict[str, Any]:
+def _arguments(
+    model: PreTrainedModel, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, stream: TextIO | None
+) -> dict[str, Any]:
     # one sequence of tokens is the result, whatever else the model's defaults ask for
     plain = {"return_dict_in_generate": False, "num_return_sequences": 1}
     defaults = model.generation_config
@@ -230,7 +233,7 @@ def _arguments(model: Any, sampling: Sampling, tokenizer: Any, stream: TextIO | 
 
 
 class _Streamer(TextStreamer):
-    """Writes to its `stream` rather than to whatever standard output is at import."""
+    """Writes to its `stream`, where transformers' class keeps the standard output of its import."""
 
     stream: TextIO
 

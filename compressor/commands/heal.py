@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from blr.compressor.healing.state import State
     from blr.compressor.healing.student_and_teacher import TrainedPair
     from blr.compressor.output.check import OutputCheck
-    from blr.compressor.output.produce import FolderContents
+    from blr.compressor.output.files import FolderContents
     from blr.compressor.text.own import OwnText
 
 
 def heal(
     folder: Path, teacher: Path, output: Path, options: HealOptions, progress: Progress
 ) -> HealSummary | None:
-    """Write the compressed checkpoint in `folder` to `output`, trained to answer as `teacher` does.
-    What headers tell is checked first; an interrupted run goes on from the state it saved last. Of
-    several processes all call this, and the first writes and alone gets a summary. Raises BlrError."""
+    """Write the compressed checkpoint in `folder` to `output`, trained to answer as `teacher` does,
+    resuming an earlier run. All processes train; the first writes and alone gets a summary. Raises
+    BlrError."""
     started = monotonic()
     options = check_options(options)
     from blr.compressor.base.processes import Processes
@@ -69,7 +69,7 @@ def heal(
 
 @dataclass
 class HealRun(FolderRun):
-    """One healing. `state` and `told`, what is told of the training, are there once it is done."""
+    """One healing; `state` and `told`, its account for the manifest, are set at its end."""
 
     checkpoint: Checkpoint
     teacher: Checkpoint
@@ -86,7 +86,7 @@ class HealRun(FolderRun):
     doubted: bool = False  # whether the teacher may be another model than the student came from
 
     def check_student(self) -> None:
-        """Raise for a student that did not come from the teacher, or cannot be trained as asked."""
+        """Raise for a student that is not of the teacher, or cannot be trained as asked."""
         from blr.compressor.healing.additions import check_takes_additions, growth
         from blr.compressor.healing.output import check_told
         from blr.compressor.healing.teacher import check_teacher
@@ -143,7 +143,7 @@ class HealRun(FolderRun):
         return self._whole(pair, how) if sharding else pair, data
 
     def _read(self) -> Reading:
-        """How the teacher reads. Raises as `reading_of` and `batch_windows`."""
+        """The tokenizer and texts of the training. Raises as `reading_of` and `batch_windows`."""
         from blr.compressor.healing.data import batch_windows, reading_of
 
         self.reading = found = self.reading or reading_of(self.teacher, self.options)
@@ -151,7 +151,7 @@ class HealRun(FolderRun):
         return found
 
     def _whole(self, pair: TrainedPair, how: Any) -> TrainedPair:
-        """A pair that was shared out, whole on the CPU in the first process."""
+        """A sharded pair, whole on the CPU in the first process."""
         import torch
 
         from blr.compressor.healing.student_and_teacher import load_pair, load_teacher, task_of
@@ -166,7 +166,7 @@ class HealRun(FolderRun):
         return found
 
     def _plan_sharding(self) -> Sharding | None:
-        """How both models are shared out, if they are: where that is asked for or memory demands it."""
+        """How both models are sharded, where that is asked for or memory demands it; else None."""
         from blr.compressor.healing.sharding import Sharding, check_shardable, wants_sharding
 
         self.options = replace(self.options, fsdp=wants_sharding(self.options, self.processes))
@@ -179,10 +179,8 @@ class HealRun(FolderRun):
         return Sharding(self.processes)
 
     def _plan_memory(self) -> None:
-        """Say what a GPU will hold, and decide on checkpointing and sharing out where these are open.
-
-        Raises CapabilityError if it cannot hold it.
-        """
+        """Announce what a GPU will hold, and decide on checkpointing and sharding if they are open.
+        Raises CapabilityError if it does not fit."""
         device = self.processes.device
         if device.type != "cuda":
             return
@@ -204,14 +202,20 @@ class HealRun(FolderRun):
 
     @contextmanager
     def _tracked(self) -> Iterator[Callable[[dict[str, object]], None]]:
-        """What is told of every logged line."""
+        """Meanwhile a function that records each logged line in the folder and in a tracker."""
         from blr.compressor.healing.tracking import Tracking
 
         name = self.options.track if self.processes.first else None
         tracking = Tracking(name or "", self.workspace.output.name, self.progress)
 
-        def tell(line: dict[str, object]) -> None:
-            self._tell(line)
+        def tell(line: dict[str, Any]) -> None:
+            from blr.compressor.healing.teacher import first_loss
+
+            if self.doubted and line["step"] == 0:
+                self.progress.notes(first_loss(line["held"], self.teacher.source.config))
+            if self.processes.first:
+                with open(self.workspace.partial / METRICS, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
             tracking.log(line)
 
         try:
@@ -237,25 +241,14 @@ class HealRun(FolderRun):
         def digest() -> str:
             return self.teacher_digest or self._scan(self.teacher.source)
 
-        author = Author(self._parameters(), digest, write, self.processes.device.type == "cuda")
+        author = Author(
+            self.teacher.source.parameters, digest, write, self.processes.device.type == "cuda"
+        )
         return make_data(reading, self.options, author)
-
-    def _parameters(self) -> int:
-        return sum(entry.parameters for entry in self.teacher.source.entries.values())
-
-    def _tell(self, line: dict[str, Any]) -> None:
-        """Append to metrics.jsonl in the partial folder, for whoever watches."""
-        from blr.compressor.healing.teacher import first_loss
-
-        if self.doubted and line["step"] == 0:
-            self.progress.notes(first_loss(line["held"], self.teacher.source.config))
-        if self.processes.first:
-            with open(self.workspace.partial / METRICS, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
 
     def _contents(self, pair: TrainedPair, data: Data, read: str) -> FolderContents:
         from blr.compressor.healing import output
-        from blr.compressor.output.produce import FolderContents
+        from blr.compressor.output.files import FolderContents
         from blr.compressor.workspace.shards import assign_shards
 
         workspace, source, packed = self.workspace, self.checkpoint.source, self.packed
@@ -268,7 +261,7 @@ class HealRun(FolderRun):
         return FolderContents(shards, workspace.journal.reader(source), files)
 
     def _told(self, pair: TrainedPair, data: Data, hidden: float) -> dict[str, object]:
-        """What is told of the training, in which the blocks' outputs weighed `hidden`."""
+        """The account of the training, in which the blocks' outputs weighed `hidden`."""
         state, options = self.state, self.options
         assert state is not None
         return {
@@ -307,7 +300,7 @@ class HealRun(FolderRun):
         from blr.compressor.planning.forecast_healing import disk_bytes
 
         gpu = self.processes.device.type == "cuda"
-        written = own_tokens(self.options, self._read(), self._parameters(), gpu)
+        written = own_tokens(self.options, self._read(), self.teacher.source.parameters, gpu)
         return disk_bytes(self.checkpoint.source, self.checkpoint.specs, self.options, written)
 
     def fingerprint(self) -> dict[str, object]:
@@ -332,12 +325,10 @@ class HealRun(FolderRun):
     def _scan(self, source: Source) -> str:
         from blr.compressor.workspace.scan import scan_source
 
-        floats = {entry.name for entry in source.entries.values() if entry.is_float}
-        remedy = "repair the checkpoint, or take another"
-        return scan_source(source, floats, remedy, self.progress).digest
+        return scan_source(source, "repair the checkpoint, or take another", self.progress).digest
 
     def summary(self, seconds: float) -> HealSummary:
-        """Of this run; little for one that found its work done."""
+        """The summary of this run; little of one that found its work done."""
         found = HealSummary(str(self.workspace.output), seconds=seconds, check=self.checked)
         if self.state is not None:
             found.trained_seconds = self.state.seconds

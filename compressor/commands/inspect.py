@@ -27,8 +27,8 @@ MOST_BITS = 1e6  # a weight: more than any rank makes of it
 
 
 def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
-    """One row a structured layer and the totals; with `verify` the weights are hashed. Raises
-    InputError when `folder` is not an output of `blr compress`, or not as its manifest says."""
+    """One row a structured layer, and totals; `verify` hashes the weights. Raises InputError for another
+    folder, or one that differs from its manifest."""
     check_is_output(folder, "one that blr compress wrote")
     check_listed(folder, "all" if verify else "small")
     try:
@@ -56,7 +56,7 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
 
 
 def _unmeasured(config: dict[str, Any]) -> dict[str, Any]:
-    """Records of the layers in config.json; pairs are those of an export as plain."""
+    """Records of the layers in config.json, without errors; pairs are of an export as plain."""
     table = config["blr"]
     if PAIRS in table:
         layers = {name: {"structure": LowRankSpec.structure, **s} for name, s in table[PAIRS].items()}
@@ -66,7 +66,7 @@ def _unmeasured(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packed(records: dict[str, Any], export: dict[str, Any]) -> dict[str, Any]:
-    """`records` with what an export has packed as it is stored: nothing there measures those errors."""
+    """`records` with the layers that an export has packed; their errors are not measured."""
     bits = int(str(export.get("quantize") or "int0").removeprefix("int"))
     layers = {name: record["spec"] for name, record in records.items()}
     made = export.get("plain", []), export.get("dense", {}), export.get("head", {})
@@ -79,14 +79,20 @@ def _record(name: str, spec: dict[str, object]) -> dict[str, object]:
 
 
 def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
-    """`width` is that of a number, in bits, where the record says none. Raises ValueError and others
-    for no record of `blr`."""
+    """The row of a layer, whose numbers have `width` bits unless its record says. Raises ValueError and
+    others for a record that blr does not write."""
     check_name(name, Path(LAYERS))
     spec = spec_from_dict(record["spec"])
     shapes = ((spec.in_features, spec.out_features), *spec.shapes().values())
     if not all(type(size) is int and 0 < size < MAX_ELEMENTS for shape in shapes for size in shape):
         raise ValueError(f"layer {quote(name)} of sizes that are none")
-    _check_said(name, record)
+    kind, notes = record["type"], record["notes"]
+    for error in (record["error"], record.get("weighted_error")):
+        measured = isinstance(error, int | float) and type(error) is not bool and math.isfinite(error)
+        if type(kind) is not str or not (measured or error is None):
+            raise ValueError(f"layer {quote(name)} of type {quote(kind, 40)}, error {quote(error, 40)}")
+    if type(notes) is not list or not all(type(note) is str for note in notes):
+        raise ValueError(f"layer {quote(name)} with notes that are no texts")
     bits = record.get("bits", spec.stored_bits(width) / spec.dense_parameters)
     if type(bits) not in (int, float) or not 0 < bits < MOST_BITS:
         raise ValueError(f"layer {quote(name)} of {quote(bits, 40)} bits a weight")
@@ -104,16 +110,6 @@ def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
         "error": record["error"],
         "notes": record["notes"],
     }
-
-
-def _check_said(name: str, record: dict[str, object]) -> None:
-    kind, notes = record["type"], record["notes"]
-    for error in (record["error"], record.get("weighted_error")):
-        measured = isinstance(error, int | float) and type(error) is not bool and math.isfinite(error)
-        if type(kind) is not str or not (measured or error is None):
-            raise ValueError(f"layer {quote(name)} of type {quote(kind, 40)}, error {quote(error, 40)}")
-    if type(notes) is not list or not all(type(note) is str for note in notes):
-        raise ValueError(f"layer {quote(name)} with notes that are no texts")
 
 
 def inspect_text(result: dict[str, Any]) -> str:

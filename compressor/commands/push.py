@@ -55,10 +55,12 @@ class Push:
 
 
 def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> Push:
-    """Verify `folder` and make its card and manifest, with what `blr eval --format json` gave as
-    `metrics`; nothing is changed, no socket opened. Raises UsageError: no name of a repository;
-    OutputError, VerifyError: no output of blr, or a changed one; InputError: metrics that cannot be
-    read."""
+    """Verify `folder`, and make its card and manifest, with figures of `blr eval --format json` from
+    `metrics`. Nothing is changed or sent.
+
+    Raises UsageError for the name, OutputError or VerifyError for the folder, InputError for the
+    metrics.
+    """
     if not _is_repository(repository):
         raise UsageError(f"{quote(repository, 120)}: expected owner/name, as the hub has them")
     check_is_folder(folder, "one that blr wrote")
@@ -70,11 +72,17 @@ def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> 
     card = f"{write_front(front)}{body.partition(MADE)[0]}{_made(manifest, folder / MANIFEST)}".encode()
     files: dict[str, bytes | Path] = {name: folder / name for name in manifest["files"]}
     files |= {CARD: card, MANIFEST: with_file(folder, CARD, card)}
-    return Push(folder, repository, files, front, tuple(_lacks(front)))
+    wanted = (("license", "its source's card names none"), ("base_model", "it has no hub id"))
+    notes = (  # of what the hub, or a licence, wants said
+        f"the card says no {key}: {why}; add it on the hub, or compress from the hub id"
+        for key, why in wanted
+        if not front.get(key)
+    )
+    return Push(folder, repository, files, front, tuple(notes))
 
 
 def _is_repository(name: str) -> bool:
-    """Whether the hub could have a repository of this name, with an owner's before it."""
+    """Whether `name` is owner/name as the hub has repositories."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -85,8 +93,8 @@ def _is_repository(name: str) -> bool:
 
 
 def send(push: Push, *, private: bool, revision: str | None, message: str) -> str:
-    """Make the repository if there is none and commit all files at once, without what an earlier
-    output of blr left there; the commit's address. Raises HubError."""
+    """Commit all files at once, in a new repository if need be, and remove what an earlier output left
+    there; the commit's address. Raises HubError."""
     if is_offline():
         remedy = "unset HF_HUB_OFFLINE, or look at it with --dry-run"
         raise HubError(f"{push.repository}: offline, expected the network; {remedy}")
@@ -115,7 +123,7 @@ def send(push: Push, *, private: bool, revision: str | None, message: str) -> st
 
 @contextmanager
 def _hub_errors(repository: str) -> Iterator[None]:
-    """What the hub client raises, its own, httpx's and the system's errors, as HubError."""
+    """Raise what the hub's client raises as HubError."""
     try:
         yield
     except Exception as error:
@@ -124,8 +132,8 @@ def _hub_errors(repository: str) -> Iterator[None]:
 
 
 def _stale(push: Push, api: Any, there: set[str], revision: str | None) -> list[str]:
-    """Files of the repository that an earlier output left and this one has not: transformers would
-    load its weights. Raises HubError for weights of others."""
+    """Files that an earlier output left in the repository. Raises HubError for weights of others, which
+    transformers would load."""
     listed: set[str] = set()
     if MANIFEST in there:
         with _hub_errors(push.repository):
@@ -177,7 +185,7 @@ class Account(Told):
 
 
 def _made(manifest: dict[str, object], path: Path) -> str:
-    """The command that makes the folder again. Raises InputError for an account that is not of `blr`."""
+    """The card's section on the command. Raises InputError for a manifest that is not of blr."""
     told = {name: value for name, value in manifest.items() if value is not None}
     account = fitted(told, Account, path, "compress it again")
     run, source = account.run, account.source
@@ -196,7 +204,10 @@ def _index(repository: str, path: Path, folder: Path) -> list[dict[str, object]]
     from huggingface_hub.repocard_data import eval_results_to_model_index
 
     found = fitted(read_json(path, MAX_BYTES), Judged, path, MEASURE, MEASURED)
-    _check_judged(found, path, folder)
+    judged = found.checkpoint
+    if judged is not None and judged.digest != computing_digest(folder):
+        name = quote(str(judged.name), 120)
+        raise InputError(f"{path}: figures of {name}, expected those of {folder}; run blr eval on that")
     rows = list(_measured(found))
     if not rows:
         refuse(path, "no metrics", MEASURED, MEASURE)
@@ -204,16 +215,8 @@ def _index(repository: str, path: Path, folder: Path) -> list[dict[str, object]]
     return eval_results_to_model_index(repository.partition("/")[2], results)
 
 
-def _check_judged(found: Judged, path: Path, folder: Path) -> None:
-    """Raise InputError for figures of another model, where they say of which they are."""
-    judged = found.checkpoint
-    if judged is not None and judged.digest != computing_digest(folder):
-        name = quote(str(judged.name), 120)
-        raise InputError(f"{path}: figures of {name}, expected those of {folder}; run blr eval on that")
-
-
 def _measured(found: Judged) -> Iterator[tuple[str, str, str, float]]:
-    """Task, data, metric and value of everything in a result of `blr eval`."""
+    """Task, data, metric and value of each figure of `blr eval`."""
     for row in found.perplexities:
         yield "text-generation", Path(row.text).name, "perplexity", row.perplexity
     for task, metrics in found.tasks.items():
@@ -221,13 +224,6 @@ def _measured(found: Judged) -> Iterator[tuple[str, str, str, float]]:
             yield "text-generation", task, metric, value
     if found.spearman is not None:
         yield "sentence-similarity", "sts", "spearman", found.spearman
-
-
-def _lacks(front: dict[str, object]) -> Iterator[str]:
-    """What the hub, or a licence, wants said and the card does not say."""
-    for key, why in (("license", "its source's card names none"), ("base_model", "it has no hub id")):
-        if not front.get(key):
-            yield f"the card says no {key}: {why}; add it on the hub, or compress from the hub id"
 
 
 def printed(push: Push) -> dict[str, object]:

@@ -13,12 +13,34 @@ from blr.compressor.workspace.manifest import MANIFEST, MAX_BYTES, saved_by, ver
 
 
 def verify_output(folder: Path) -> dict[str, object]:
-    """How many files were checked, and against what. Raises VerifyError: something differs;
-    OutputError: no output of ours; InputError: malformed files."""
+    """Check the files of `folder`, and say how many and against what. Raises VerifyError for a
+    difference, OutputError for no output of blr, InputError for malformed files."""
     check_is_output(folder, "one that blr wrote")
     saved = None if os.path.lexists(folder / MANIFEST) else _saved(folder)
     if saved is not None:
-        return {"output": str(folder), "files": _check_saved(folder), "ok": True, "saved": saved}
+        from blr.compressor.checkpoint.source import open_source
+        from blr.compressor.exporting.origin import native_config
+        from blr.compressor.loading.native import native_class, native_errors
+        from blr.compressor.modeling.models import model_class
+        from blr.compressor.output.files import misfits
+
+        source = open_source(folder)
+        native = replace(source, config=native_config(source))
+        native_class(native)
+        with native_errors(native):
+            found = misfits(model_class(source.config["architectures"][0]), folder)
+        named = {f"{name.partition('.')[0]}.py" for name in source.config.get("auto_map", {}).values()}
+        found = found or ", ".join(sorted(name for name in named if not (folder / name).is_file()))
+        if found:
+            raise VerifyError(
+                f"{folder}: {found} missing or not as its configuration says; save it again"
+            )
+        return {
+            "output": str(folder),
+            "files": sum(path.is_file() for path in folder.rglob("*")),
+            "ok": True,
+            "saved": saved,
+        }
     return {"output": str(folder), "files": verify_manifest(folder), "ok": True}
 
 
@@ -33,29 +55,9 @@ def verify_text(result: dict[str, object]) -> str:
 
 
 def _saved(folder: Path) -> str | None:
-    """Who saved a folder without a manifest, None for anything that is not of our model types."""
+    """By whom a folder without a manifest was saved; None for a folder that is not of blr."""
     try:
         path = folder / "config.json"
         return saved_by(read_json(path, MAX_BYTES))
     except (InputError, KeyError, TypeError):
         return None
-
-
-def _check_saved(folder: Path) -> int:
-    """Check headers, the tensors against the model, and that the code it names is there."""
-    from blr.compressor.checkpoint.source import open_source
-    from blr.compressor.exporting.origin import native_config
-    from blr.compressor.loading.native import native_class, native_errors
-    from blr.compressor.modeling.models import model_class
-    from blr.compressor.output.files import misfits
-
-    source = open_source(folder)
-    native = replace(source, config=native_config(source))
-    native_class(native)
-    with native_errors(native):
-        found = misfits(model_class(source.config["architectures"][0]), folder)
-    named = {f"{name.partition('.')[0]}.py" for name in source.config.get("auto_map", {}).values()}
-    found = found or ", ".join(sorted(name for name in named if not (folder / name).is_file()))
-    if found:
-        raise VerifyError(f"{folder}: {found} missing or not as its configuration says; save it again")
-    return sum(path.is_file() for path in folder.rglob("*"))

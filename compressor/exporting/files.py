@@ -1,4 +1,4 @@
-"""The small files of an export: configuration, model card, what is carried over."""
+"""Makes the small files of an export: configuration, model card, and what is carried over."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ CAPTURED = "On a GPU forward passes without gradients are replayed as CUDA graph
 def export_config(
     checkpoint: Checkpoint, settings: ExportSettings, dtype: str | None, self_contained: bool = False
 ) -> dict[str, Any]:
-    """config.json of the export: our model type and classes, layer table and `settings`."""
+    """Make config.json of an export, with our model type and classes, the layer table and `settings`."""
     config = structured_config(checkpoint.source.config, Plan([]))
     config["blr"] = {
         "format": FORMAT,
@@ -103,12 +103,9 @@ def small_files(
     name: str,
     kind: str = "folder",
 ) -> dict[str, bytes | Path]:
-    """Everything of an export but weights and manifest: name to contents, or file to carry over.
-
-    `name` is the source's; `kind` says what else will be there (`PASSES`).
-
-    Raises InputError for a file to carry over that cannot be read.
-    """
+    """All files of an export but weights and manifest, by name: contents, or the file to carry over.
+    name: of the source. kind: of the export, which may have a forward pass (`PASSES`). Raises InputError
+    for a file to carry over that cannot be read."""
     folder, contents = checkpoint.source.folder, contents_of(checkpoint.specs.values(), settings)
     files = carried_files(checkpoint.source)
     kept = {file: _read(folder, file) for file in kept_files(checkpoint)}
@@ -126,7 +123,7 @@ def small_files(
 
 
 def _card(kept: str, section: str, loading: str) -> bytes:
-    """The `kept` card with `section` first, which says the `loading`; then how it was compressed."""
+    """The `kept` card of the compression behind `section`, which says the `loading` already."""
     heading = kept.find("\n# ") + 1 or len(kept)
     before = f"\n#{kept[heading:]}".replace(f"{loading}\n\n", "", 1) if kept[heading:] else ""
     return (kept[:heading] + section + before).encode()
@@ -137,7 +134,7 @@ def _is_self_contained(config: Mapping[str, Any]) -> bool:
 
 
 def kept_files(checkpoint: Checkpoint) -> list[str]:
-    """What `blr compress` and `blr heal` wrote about their work and the export keeps."""
+    """The files of `blr compress` and `blr heal` about their work that an export keeps."""
     names = (CARD, LAYERS, RECIPE, METRICS) if checkpoint.compressed else ()
     return [name for name in names if (checkpoint.source.folder / name).is_file()]
 

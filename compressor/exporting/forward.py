@@ -1,9 +1,9 @@
-"""The forward pass of a model as a plain function of tensors, and the two forms in which it is exported.
+"""Exports the forward pass of a model as a plain function of tensors, in two forms.
 
 `model.pt2`, of an encoder, is compiled ahead of time by AOTInductor: it runs without transformers and
-`blr`, on machines like the one it was made on. `model.onnx` is a graph for engines that are no torch; a
-decoder gives logits and keeps no cache, and the whole model is in memory for it. In both, structured
-layers are the plain products of their references; batch and, for text, length are free.
+`blr`, on machines like the one it was made on. `model.onnx` is a graph for engines other than torch;
+that of a decoder returns logits and keeps no cache; writing it takes the whole model in memory. In both,
+structured layers are plain products; batch and, for text, length are free.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from io import StringIO
@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from blr.compressor.base.disk import flush, scratch_folder, sha256_file
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.base.packages import is_missing
+from blr.compressor.base.exhaustion import is_missing
 from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import first_line
 from blr.compressor.checkpoint.context import UNLIMITED, context_of
@@ -35,6 +36,7 @@ from blr.compressor.exporting.options import COMPILED, GRAPH
 EXAMPLE = (2, 16)  # sequences or images, tokens: what is traced, not what may be passed
 DRIFT = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of a compiled pass
 CHECKER, PIP = "onnxruntime", "pip install 'blr-compress[onnx]'"
+Free = dict[str, dict[int, Any]]  # axes of inputs to their `torch.export.Dim`
 ROWS, TOKENS = 3, 9  # of the check: other sizes than those traced
 COMPILERS = ("g++", "clang++", "c++")
 # Loads a package and runs it: package, inputs and outputs are the arguments.
@@ -48,8 +50,8 @@ torch.save({name: tensor.cpu() for name, tensor in found.items()}, sys.argv[3])
 
 
 @contextmanager
-def traced(model: Any, kind: str) -> Iterator[None]:
-    """Raise CapabilityError for whatever of `model` a tracer or compiler does not take."""
+def traced(model: PreTrainedModel, kind: str) -> Iterator[None]:
+    """While active, turn errors of a tracer or compiler on `model` into CapabilityError."""
     try:
         yield
     except Exception as error:
@@ -61,8 +63,8 @@ def traced(model: Any, kind: str) -> Iterator[None]:
 
 
 @contextmanager
-def eager_attention(model: Any) -> Iterator[None]:
-    """Attention as plain products and a softmax while active."""
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """While active, attention computes by plain products and a softmax."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -71,9 +73,9 @@ def eager_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def example_inputs(model: Any, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Inputs to trace with, and which of their axes are free. Raises CapabilityError for a model that
-    takes neither token ids nor images."""
+def example_inputs(model: PreTrainedModel, kind: str) -> tuple[dict[str, Tensor], Free]:
+    """Make inputs to trace with, and tell which of their axes are free. Raises CapabilityError for a
+    model that takes neither token ids nor images."""
     batch, tokens = EXAMPLE
     rows, config = torch.export.Dim("batch", min=1), model.config
     if model.main_input_name == "input_ids":
@@ -93,37 +95,37 @@ def example_inputs(model: Any, kind: str) -> tuple[dict[str, Tensor], dict[str, 
     )
 
 
-class TextForward(nn.Module):
-    """A text encoder whose results are a plain dict of tensors, which needs no transformers to load."""
+class ForwardPass(nn.Module):
+    """A model whose results are a plain dict of tensors, so that loading it needs no transformers."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+
+
+class TextForward(ForwardPass):
+    """A text encoder."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
         """Results by name for ids and mask [batch, tokens]."""
         return tensors(self.model.forward(input_ids=input_ids, attention_mask=attention_mask))
 
 
-class ImageForward(nn.Module):
-    """The same of a vision encoder."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
+class ImageForward(ForwardPass):
+    """A vision encoder."""
 
     def forward(self, pixel_values: Tensor) -> dict[str, Tensor]:
         """Results by name for images [batch, channels, height, width]."""
         return tensors(self.model.forward(pixel_values=pixel_values))
 
 
-def plain_forward(model: Any) -> nn.Module:
+def plain_forward(model: PreTrainedModel) -> nn.Module:
     """`model` with named inputs and a dict of tensors as result."""
     return (TextForward if model.main_input_name == "input_ids" else ImageForward)(model).eval()
 
 
-def tensors(found: Any) -> dict[str, Tensor]:
-    """Those of a model's results, by name."""
+def tensors(found: Mapping[str, object]) -> dict[str, Tensor]:
+    """The tensors of a model's results, by name."""
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
@@ -139,7 +141,7 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor], kind: str) ->
             )
 
 
-def write_onnx(model: Any, folder: Path, progress: Progress) -> dict[str, tuple[int, str]]:
+def write_onnx(model: PreTrainedModel, folder: Path, progress: Progress) -> dict[str, tuple[int, str]]:
     """Trace `model`, which is on the CPU, into `folder`, and compare with it what onnxruntime computes.
 
     Weights in bfloat16, which onnxruntime multiplies nowhere on a CPU, are written in float32.
@@ -161,8 +163,8 @@ def write_onnx(model: Any, folder: Path, progress: Progress) -> dict[str, tuple[
     return {name: ((folder / name).stat().st_size, sha256_file(folder / name)) for name in written}
 
 
-def _trace(model: object, path: Path) -> list[str]:
-    """Write the graph of `model`; the names of its results."""
+def _trace(model: PreTrainedModel, path: Path) -> list[str]:
+    """Write the graph of `model`; returns the names of its results."""
     inputs, free = example_inputs(model, "onnx")
     forward = plain_forward(model)
     with traced(model, "onnx"), torch.no_grad(), _quiet():
@@ -175,7 +177,7 @@ def _trace(model: object, path: Path) -> list[str]:
     return names
 
 
-def _check_graph(model: object, path: Path, names: list[str], progress: Progress) -> None:
+def _check_graph(model: PreTrainedModel, path: Path, names: list[str], progress: Progress) -> None:
     """Compare the graph with the model at sizes that were not traced."""
     if is_missing(CHECKER):
         progress.notes([f"{CHECKER} not installed: {path.name} is not compared with the model; {PIP}"])
@@ -191,7 +193,7 @@ def _check_graph(model: object, path: Path, names: list[str], progress: Progress
 
 
 def _resized(example: Tensor) -> Tensor:
-    """Another number of rows, and of tokens if it has them, of values that differ."""
+    """An input like `example` with other numbers of rows and tokens, and other values for images."""
     if example.dim() > 2:
         return example.flip(-1)[:1].repeat(ROWS, 1, 1, 1)
     return example[:1, :TOKENS].repeat(ROWS, 1)
@@ -199,7 +201,7 @@ def _resized(example: Tensor) -> Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporter's advice on packages that are no part of the work."""
+    """While active, silence the exporter's advice on packages that the work does not need."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -225,7 +227,7 @@ def check_pt2(name: str, generates: bool) -> None:
         )
 
 
-def write_pt2(model: Any, folder: Path) -> dict[str, tuple[int, str]]:
+def write_pt2(model: PreTrainedModel, folder: Path) -> dict[str, tuple[int, str]]:
     """Compile the forward pass of `model` into `folder`, load it again and compare.
 
     Returns the file's name to size and SHA-256.
@@ -246,7 +248,9 @@ def write_pt2(model: Any, folder: Path) -> dict[str, tuple[int, str]]:
     return {COMPILED: (path.stat().st_size, sha256_file(path))}
 
 
-def export_program(model: Any, inputs: dict[str, Tensor], free: dict[str, Any]) -> Any:
+def export_program(
+    model: PreTrainedModel, inputs: dict[str, Tensor], free: Free
+) -> torch.export.ExportedProgram:
     """The forward pass as a `torch.export` program of torch's own operators.
 
     Args:
@@ -262,8 +266,8 @@ def export_program(model: Any, inputs: dict[str, Tensor], free: dict[str, Any]) 
 
 
 def _results(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a package computes in a process of its own, with torch alone, on the CPU. Raises
-    CapabilityError where it cannot be loaded or run: some versions of torch crash there."""
+    """Compute with a package in a process of its own, with torch alone. Raises CapabilityError where the
+    package cannot be loaded or run, for some versions of torch crash then."""
     with scratch_folder() as folder:
         given, found = folder / "inputs", folder / "outputs"
         torch.save(inputs, given)

@@ -1,4 +1,4 @@
-"""The export of one checkpoint: check, re-lay every tensor as it is written, check again, commit."""
+"""Exports one checkpoint: checks it, writes every tensor in its new form, checks again, commits."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.exporting.plan import ExportPlan
     from blr.compressor.output.check import OutputCheck
-    from blr.compressor.output.produce import FolderContents
+    from blr.compressor.output.files import FolderContents
 
 
 @dataclass
 class ExportSummary:
-    """Result of an export. Sizes are in bytes, `seconds` is the wall time.
+    """The result of an export. Sizes are in bytes; `seconds` is the wall time.
 
-    `gpu_chosen` says why `gpu` is the target; `densified` counts layers that are faster dense there;
-    `untied_bytes` is the size of a quantized output head beside the embedding it was tied to; `plain`
-    counts layers that quantization would not make smaller; `errors` are mean relative errors of
-    quantization by layer type; `check` holds the measured loss (`output/check.py`)."""
+    gpu_chosen: why `gpu` is the target. densified: how many layers are faster dense there. untied_bytes:
+    the size of a quantized output head beside the embedding it was tied to. plain: how many layers
+    quantization would not make smaller. errors: mean relative errors of quantization by layer type.
+    check: the measured loss (`output/check.py`)."""
 
     output: str
     kind: str
@@ -110,7 +110,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
 def _planned(
     checkpoint: Checkpoint, options: ExportOptions, workspace: Workspace, progress: Progress
 ) -> ExportRun:
-    """Find out, from headers alone, what is to be written and that it will load."""
+    """Plan from headers alone what is to be written, and check that it will load."""
     from blr.compressor.loading.native import continues_text
 
     if options.text is not None and not continues_text(checkpoint.source):
@@ -125,7 +125,7 @@ def _planned(
     return ExportRun(planned(checkpoint, options), options, workspace, progress)
 
 
-STAGES = {"pt2": ("compiling",), "onnx": ("tracing",)}  # behind the check, by what is exported
+STAGES = {"pt2": ("compiling",), "onnx": ("tracing",)}  # stages after the check, by kind of export
 
 
 @dataclass
@@ -139,26 +139,26 @@ class ExportRun(FolderRun):
 
     @cached_property
     def processes(self) -> Processes:  # type: ignore[override]
-        """This one alone."""
+        """One process."""
         from blr.compressor.base.processes import Processes
 
         return Processes("cpu", alone=True)
 
     def errors(self) -> dict[str, float]:
-        """What quantization added to the relative error of the weights, by layer type."""
+        """The relative errors that quantization added, by layer type."""
         return read_manifest(self.workspace.output).get("quantization_errors", {})
 
     def prepare(self, first: bool) -> None:
-        """Check what is carried along."""
+        """Check the files that are carried along."""
         from blr.compressor.loading.sidecar_files import check_carried
 
         self.progress.expect(READING, WRITING, CHECKING, *STAGES.get(self.options.kind, ()))
         check_carried(self.plan.checkpoint.source, self.plan.config)
 
     def work(self, read: str) -> FolderContents:
-        """What is planned: tensors are re-laid as they are written."""
+        """The planned contents: tensors get their new form as they are written."""
         from blr.compressor.exporting.tensors import in_order, read_tensor
-        from blr.compressor.output.produce import FolderContents
+        from blr.compressor.output.files import FolderContents
         from blr.compressor.workspace.shards import assign_shards
 
         source, tensors = self.plan.checkpoint.source, self.plan.tensors
@@ -171,7 +171,7 @@ class ExportRun(FolderRun):
         )
 
     def make_check(self) -> OutputCheck:
-        """Run the checkpoint, so that its export can be compared with it."""
+        """Make the check that compares the export with the checkpoint it came from."""
         from blr.compressor.checkpoint.source import open_source
         from blr.compressor.output.check import Bar, OutputCheck
         from blr.compressor.output.loss import file_text
@@ -184,7 +184,7 @@ class ExportRun(FolderRun):
         return OutputCheck(source, self._check, bar, options.check, given)
 
     def _remedy(self) -> str:
-        """What loses less than this export."""
+        """Advice on what loses less than this export."""
         from blr.compressor.output.loss_messages import better_export
 
         told: dict[str, Any] = {}
@@ -196,7 +196,7 @@ class ExportRun(FolderRun):
         return better_export(self.options.quantize, self.options.quantize_head, knows, healed)
 
     def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
-        """Load what was written; with it the compiled forward pass, if that is asked for."""
+        """Load what was written, and write the compiled forward pass if one is asked for."""
         from blr.compressor.exporting.forward import write_onnx, write_pt2
         from blr.compressor.exporting.plan import load_export
 
@@ -227,8 +227,8 @@ class ExportRun(FolderRun):
         }
 
     def digest(self) -> str:
-        """All is compared with its manifest as it is read. Raises InputError for bytes that differ,
-        NumericsError for weights that no layer can have."""
+        """Read all of the checkpoint and compare it with its manifest. Raises InputError for bytes that
+        differ, NumericsError for weights that no layer can have."""
         from blr.compressor.base.disk import sha256_file
         from blr.compressor.exporting.files import kept_files
         from blr.compressor.exporting.tensors import check_products
@@ -236,8 +236,7 @@ class ExportRun(FolderRun):
 
         source = self.plan.checkpoint.source
         kept = {name: sha256_file(source.folder / name) for name in kept_files(self.plan.checkpoint)}
-        floats = {entry.name for entry in source.entries.values() if entry.is_float}
-        scan = scan_source(source, floats, "repair or compress the checkpoint again", self.progress)
+        scan = scan_source(source, "repair or compress the checkpoint again", self.progress)
         check_products(source, self.plan.stored, self.options.dtype, scan.norms)
         return hashlib.sha256(canonical_json([scan.digest, kept])).hexdigest()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from blr.compressor.base.device import DTYPES
 from blr.compressor.base.errors import CapabilityError, UsageError
-from blr.compressor.base.packages import check_packages
+from blr.compressor.base.exhaustion import check_packages
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.recipe.run_settings import RunSettings
 

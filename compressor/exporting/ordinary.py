@@ -1,11 +1,10 @@
-"""Exports for tools that know nothing of blr.
+"""Plans exports for tools that know nothing of blr.
 
-`plan_dense`, the way back: every structured layer multiplied out, the native model type and class, no
-Python files; for converters (GGUF) and engines. `plan_plain`: low-rank layers as pairs of `nn.Linear`,
-everything else dense, for quantizers, adapters and servers that replace `nn.Linear`. That folder needs
-one Python file, since no model of transformers has pairs. Layers that hold pivot rows become pairs
-where both factors together are smaller than the weight. A layer is made when its turn to be written
-comes.
+`plan_dense` multiplies every structured layer out: native model type and class, no Python files, for
+converters (GGUF) and engines. `plan_plain` writes low-rank layers as pairs of `nn.Linear` and all others
+dense, for quantizers, adapters and servers that replace `nn.Linear`; that folder needs one Python file,
+since no model of transformers has pairs. Layers of pivot rows become pairs where both factors together
+are smaller than the weight.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.exporting.origin import FORMAT, Checkpoint
 from blr.compressor.exporting.plan import ExportPlan, check_fits
 from blr.compressor.exporting.tensors import plan_tensors
-from blr.compressor.loading.discover import meta_model
-from blr.compressor.loading.native import native_class
+from blr.compressor.loading.native import meta_model, native_class
 from blr.compressor.loading.vendor import code_files
 from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.modeling.registry import auto_name, declared_keys, register
@@ -64,7 +62,8 @@ needs torch and transformers. Written by blr {version}; `blr verify` checks the 
 
 
 def plan_dense(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
-    """Every structured layer made dense. Raises InputError for tensors that would not load."""
+    """Plan an export with every structured layer made dense. Raises InputError for tensors that would
+    not load."""
     source, specs, dtype = checkpoint.source, checkpoint.specs, options.dtype
     register(source.model_type)  # tokenizers of the source are loaded by its model type
     config = dense_config(source, dtype)
@@ -79,7 +78,7 @@ def plan_dense(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
 
 
 def dense_config(source: Source, dtype: str | None) -> dict[str, Any]:
-    """config.json of the native model, with `dtype` (torch's name) if one is given."""
+    """Make config.json of the native model, with `dtype` (torch's name) if one is given."""
     config = inert(dict(source.config), declared_keys(source.model_type))
     if dtype is None:
         return config
@@ -87,7 +86,7 @@ def dense_config(source: Source, dtype: str | None) -> dict[str, Any]:
 
 
 def transposed_modules(checkpoint: Checkpoint) -> set[str]:
-    """Structured modules in the place of layers that store their weight [i, o], as GPT-2's do."""
+    """The structured modules whose dense layers store their weight as [i, o], as GPT-2's do."""
     model = meta_model(checkpoint.source)
     modules = dict(model.named_modules())
     named = module_names(model, checkpoint.specs)
@@ -95,8 +94,8 @@ def transposed_modules(checkpoint: Checkpoint) -> set[str]:
 
 
 def plan_plain(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
-    """Every low-rank layer as a pair, all others dense. Raises UsageError: no layer is low-rank;
-    InputError: tensors that would not load."""
+    """Plan an export with every low-rank layer as a pair, all others dense. Raises UsageError: no layer
+    is low-rank; InputError: tensors that would not load."""
     source, specs = checkpoint.source, checkpoint.specs
     pairs = {module: spec for module, spec in specs.items() if is_pair(spec)}
     rest = {module: spec for module, spec in specs.items() if module not in pairs}
@@ -116,29 +115,33 @@ def plan_plain(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
 
 
 def is_pair(spec: Spec) -> bool:
-    """Whether a layer becomes two matrices: low rank that is not in groups, packed or not."""
+    """Whether a layer becomes a pair: low rank that is not in groups, packed or not."""
     whole = spec.plain.low_rank()
     small = whole.parameters < whole.dense_parameters or spec.structure == LowRankSpec.structure
     return isinstance(whole, LowRankSpec) and whole.groups == 1 and small
 
 
 def plain_config(checkpoint: Checkpoint, pairs: dict[str, Spec], dtype: str | None) -> dict[str, Any]:
-    """config.json: our model type and classes, and the sizes of every pair."""
+    """Make config.json with our model type and classes, and the sizes of every pair."""
     source = replace(checkpoint.source, config=dense_config(checkpoint.source, dtype))
     config = structured_config(source.config, Plan([]))
-    config["blr"] = {"format": FORMAT, "pairs": {name: _sizes(spec) for name, spec in pairs.items()}}
+    config["blr"] = {
+        "format": FORMAT,
+        "pairs": {
+            name: {
+                "in_features": s.in_features,
+                "out_features": s.out_features,
+                "rank": s.shapes()["V"][-1],
+            }
+            for name, s in pairs.items()
+        },
+    }
     return config
-
-
-def _sizes(spec: Spec) -> dict[str, int]:
-    """What a `Pair` is made from."""
-    rank = spec.shapes()["V"][-1]
-    return {"in_features": spec.in_features, "out_features": spec.out_features, "rank": rank}
 
 
 def _small_files(
     source: Source, config: dict[str, Any], card: str, name: str, code: Mapping[str, bytes]
 ) -> dict[str, bytes | Path]:
-    """All but weights and manifest: `card` is the text of the model card, `name` the source's."""
+    """All files but weights and manifest. card: text of the model card. name: of the source."""
     card = card_front(source.folder, name, TAGS[:1]) + card
     return {**carried_files(source), "config.json": json_file(config), CARD: card.encode(), **code}

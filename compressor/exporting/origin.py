@@ -1,4 +1,4 @@
-"""Opens what is to be exported, a dense checkpoint or an output of `blr compress`, and checks it."""
+"""Opens and checks what is to be exported: a dense checkpoint or an output of `blr compress`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ AGAIN = "compress the model again with this version of blr"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is exported: `source` with the native configuration, `specs` by structured module.
-
-    `compressed` says that it has structured layers; `saved` by whom and from what it was saved, if
-    not by `blr compress`.
-    """
+    """A checkpoint to export. source: with the native configuration. specs: by structured module.
+    compressed: whether it has structured layers. saved: by whom and from what it was saved, if not by
+    `blr compress`."""
 
     source: Source
     specs: Mapping[str, Spec]
@@ -39,12 +37,9 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, allow_pickle: bool = False, scratch: Path | None = None) -> Checkpoint:
-    """The checkpoint in `folder`, its headers checked against its configuration.
-
-    Small files are compared with the manifest of an output; shards are as they are read.
-
-    Raises InputError: malformed, other than its manifest says, quantized, or exported already.
-    """
+    """Open the checkpoint in `folder` and check its headers and small files; shards are compared with
+    the manifest later, as they are read. Raises InputError for one that is malformed, other than its
+    manifest says, quantized, or exported already."""
     check_listed(folder, "small")
     source = open_source(folder, allow_pickle=allow_pickle, scratch=scratch)
     check_transformers(source, "blr export and blr heal take")
@@ -57,7 +52,7 @@ def open_checkpoint(folder: Path, allow_pickle: bool = False, scratch: Path | No
 
 
 def _specs(source: Source) -> dict[str, Spec]:
-    """Spec by module from config.blr. Raises InputError for anything malformed."""
+    """The spec of every module in config.blr. Raises InputError for anything malformed."""
     path = source.folder / "config.json"
     table = source.config.get("blr")
     if not isinstance(table, dict) or table.get("format") != FORMAT:
@@ -73,7 +68,7 @@ def _specs(source: Source) -> dict[str, Spec]:
     return {module: _spec(path, module, fields) for module, fields in layers.items()}
 
 
-def _spec(path: Path, module: str, fields: Any) -> Spec:
+def _spec(path: Path, module: str, fields: dict[str, Any]) -> Spec:
     try:
         spec = spec_from_dict(fields)
         sizes = [size for shape in spec.shapes().values() for size in shape]
@@ -93,7 +88,7 @@ def _saved(source: Source) -> str | None:
 
 
 def native_config(source: Source) -> dict[str, Any]:
-    """The configuration of the dense model that an output of ours came from."""
+    """The configuration of the dense model that was compressed."""
     names = source.config.get("architectures") or []
     config = {key: value for key, value in source.config.items() if key not in OUR_KEYS}
     return {

@@ -1,4 +1,4 @@
-"""What an export will write, from headers alone, and whether it loads: by shapes, then from files."""
+"""Plans an export from headers alone, and checks that it will load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 
 from blr.compressor import __version__
 from blr.compressor.base.device import pick_device
@@ -20,18 +20,18 @@ from blr.compressor.exporting.options import DEFAULT_CONTEXT, ExportOptions
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.quantizer import PackedHead, Quantizer, find_head, make_quantizer
 from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors, slower_layers
-from blr.compressor.loading.native import native_class, native_errors, read_context
-from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.native import native_class, native_errors, quiet_transformers, read_context
+from blr.compressor.modeling.modeling_blr import LAYOUT
 from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import register
-from blr.compressor.modeling.settings import LAYOUT, ExportSettings
+from blr.compressor.modeling.settings import ExportSettings
 from blr.compressor.output.files import check_fills, check_loads
 from blr.compressor.runtime.failures import CACHES
-from blr.compressor.structures.specs import KroneckerSpec, Spec, families
+from blr.compressor.structures.specs import KroneckerSpec, Shape, Spec, families
 
 
 def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> int | None:
-    """Tokens of context to prepare generation for; None for a model that does not generate.
+    """How many tokens of context to prepare generation for; None for a model that does not generate.
 
     Raises UsageError: a context for an encoder; CapabilityError: more than the model has positions;
     InputError: a model type or architecture that transformers does not have.
@@ -49,9 +49,9 @@ def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> i
     return asked or min(limit, default)
 
 
-def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> object:
-    """The class of the model of `config`, which tensors of `shapes` fill. Raises InputError when they do
-    not, or when transformers cannot build it."""
+def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> type:
+    """The model class of `config`. Raises InputError when tensors of `shapes` do not fill it, or when
+    transformers cannot build it."""
     with native_errors(source):
         register(source.model_type)
         cls = model_class(config["architectures"][0])
@@ -59,11 +59,11 @@ def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, A
     return cls
 
 
-def load_export(folder: Path, config: Mapping[str, Any], device: str = "auto") -> object:
-    """The model in `folder`, as stored, in evaluation mode; "auto": on the GPU if there is one."""
+def load_export(folder: Path, config: Mapping[str, Any], device: str = "auto") -> PreTrainedModel:
+    """Load the model in `folder` for evaluation. device: "auto" takes a GPU if there is one."""
     with quiet_transformers():
         model = model_class(config["architectures"][0]).from_pretrained(folder, dtype="auto")
-    return model.to(pick_device(device)).eval()
+    return model.to(pick_device(device)).eval()  # type: ignore[no-any-return]
 
 
 WHOLE, INT8 = CACHES
@@ -95,24 +95,24 @@ class ExportPlan:
 
     @property
     def context(self) -> int | None:
-        """Tokens that generation is prepared for, if it is."""
+        """How many tokens generation is prepared for; None if it is not."""
         return None if self.settings is None else self.settings.context
 
     @property
     def notes(self) -> list[str]:
-        """What must be said aloud."""
+        """Notes that the user must see."""
         slow = sum(map(without_kernels, self.checkpoint.specs.values()))
         said = f"{slow} layers of formats without kernels are unpacked by torch wherever they compute"
         return [said] if slow and self.settings is not None else []
 
     @property
     def plain(self) -> int:
-        """Structured layers that packing would not make smaller."""
+        """How many structured layers packing would not make smaller."""
         return 0 if self.settings is None else len(self.settings.plain)
 
     @property
     def untied_bytes(self) -> int:
-        """Of a packed head that was the embedding."""
+        """The bytes of a packed head that was the embedding before."""
         head = self.quantizer.head if self.quantizer is not None else None
         if head is None or not head.tied:
             return 0
@@ -121,17 +121,17 @@ class ExportPlan:
 
 
 def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
-    """Layers in kernel layout, packed or made dense as `options` and the table of the GPU say.
-
-    Raises BlrError for options that this model or machine has no use for, and for tensors that would
-    not load.
-    """
-    source, head = checkpoint.source, _find_head(checkpoint, options)
+    """Plan an export with layers in kernel layout, packed or made dense as `options` and the table of
+    the GPU say. Raises BlrError for options that this model or machine has no use for, and for tensors
+    that would not load."""
+    source, kind = checkpoint.source, options.quantize_head
+    head = None if kind is None else _find_head(checkpoint, kind)
     densified = _densified(checkpoint, options, head)
     kept = {module: spec for module, spec in checkpoint.specs.items() if module not in densified}
     staying = replace(checkpoint, specs=kept)
     context = export_context(checkpoint, options.context, DEFAULT_CONTEXT)
-    _check_kind(checkpoint, options.kind, generates=context is not None)
+    if options.kind == "pt2":
+        check_pt2(source.model_type, generates=context is not None)
     quantizer = _make_quantizer(staying, options, head)
     packed = {} if quantizer is None else quantizer.settings()
     cache = _cache(checkpoint, options, generates=context is not None)
@@ -146,15 +146,9 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     return ExportPlan(staying, *stored, *how, settings, quantizer)
 
 
-def _check_kind(checkpoint: Checkpoint, kind: str, generates: bool) -> None:
-    """Raise CapabilityError where a forward pass of `kind` cannot be written."""
-    if kind == "pt2":
-        check_pt2(checkpoint.source.model_type, generates)
-
-
 def _cache(checkpoint: Checkpoint, options: ExportOptions, generates: bool) -> str:
-    """What the runtime keeps of keys and values: as asked, else as the checkpoint does. Raises
-    UsageError where it is asked of a model that generates no text."""
+    """How the runtime keeps keys and values: as asked, else as the checkpoint does. Raises UsageError
+    where that is asked for a model that generates no text."""
     asked = options.kv_quantize
     if asked is not None and not generates:
         raise UsageError(f"--kv-quantize {asked}: this model generates no text, leave the option out")
@@ -165,24 +159,22 @@ def _cache(checkpoint: Checkpoint, options: ExportOptions, generates: bool) -> s
 def _densified(
     checkpoint: Checkpoint, options: ExportOptions, head: PackedHead | None
 ) -> dict[str, Spec]:
-    """Structured layers that run slower than dense ones; a head that is packed stays as it is."""
+    """The structured layers that run slower than dense ones, but for a head that is packed."""
     if options.quantize:
         return {}
     found = slower_layers(checkpoint, options.target, options.batch, options.dtype)
     return {module: spec for module, spec in found.items() if head is None or module != head.module}
 
 
-def _find_head(checkpoint: Checkpoint, options: ExportOptions) -> PackedHead | None:
-    if options.quantize_head is None:
-        return None
-    head = find_head(checkpoint.source, checkpoint.specs, options.quantize_head)
+def _find_head(checkpoint: Checkpoint, kind: str) -> PackedHead:
+    head = find_head(checkpoint.source, checkpoint.specs, kind)
     if head.weight is None:
-        _refuse_packed(checkpoint, [head.module], f"--quantize-head {options.quantize_head}")
+        _refuse_packed(checkpoint, [head.module], f"--quantize-head {kind}")
     return head
 
 
 def _refuse_packed(checkpoint: Checkpoint, modules: Iterable[str], option: str) -> None:
-    """Raise UsageError when one of `modules` is stored in few bits already."""
+    """Raise UsageError if one of `modules` is stored in few bits already."""
     packed = [module for module in modules if checkpoint.specs[module].quantized]
     if packed:
         raise UsageError(

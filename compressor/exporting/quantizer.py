@@ -14,35 +14,35 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from blr.compressor.base.errors import InputError, NumericsError, UsageError
 from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.exporting.pack import parse_kind
 from blr.compressor.fitting.rounding import PRODUCT, Quantized, quantize_dense, quantize_factors
-from blr.compressor.loading.discover import family_of, meta_model
+from blr.compressor.loading.native import family_of, meta_model
 from blr.compressor.modeling.modeling_blr import module_names
-from blr.compressor.recipe.architectures import Family, find_family
+from blr.compressor.recipe.architectures import find_family
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
 from blr.kernels.decode.quantized.formats import GROUP
 
+KINDS = {"int4": 4, "int8": 8}  # kinds that layers are packed to, and their bits
 Parts = dict[str, tuple[str, tuple[int, ...]]]  # name in the module -> safetensors dtype and shape
 
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """A dense weight that is quantized: `entry` is [in, out] if `transposed`, else [out, in]."""
+    """A dense weight to quantize. entry: its tensor, [in, out] if `transposed`, else [out, in]."""
 
     entry: TensorEntry
     transposed: bool
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[out, in]."""
+        """The shape [out, in]."""
         rows, columns = self.entry.shape
         return (columns, rows) if self.transposed else (rows, columns)
 
 
 @dataclass(frozen=True)
 class PackedHead:
-    """The output head, packed to a `kind` of its own. `weight` is None for a structured head, and the
-    embedding's for a `tied` one, which is stored as a copy."""
+    """An output head that is packed by itself. kind: int4 or int8. weight: the tensor that it is made
+    from; None for a structured head. tied: whether that is the embedding's, which stays as it is."""
 
     module: str
     kind: str
@@ -52,7 +52,7 @@ class PackedHead:
 
 @dataclass
 class Quantizer:
-    """What is packed of `source`, and the packed tensors of the layer that was asked for last.
+    """Packs layers of `source`, and holds the packed tensors of the layer that was asked for last.
 
     Attributes:
         specs, dense: by module, the structured and the dense layers, the head among them.
@@ -73,19 +73,18 @@ class Quantizer:
     _last: tuple[str, Quantized] | None = None
 
     def bits(self, module: str) -> int:
-        """8 or 4."""
-        if self.head is not None and self._is_head(module):
-            return parse_kind(self.head.kind)
-        return parse_kind(self.kind or "")
+        """The bits, 8 or 4, in which a layer is packed."""
+        kind = self.head.kind if self.head is not None and self._is_head(module) else self.kind
+        return KINDS[kind or ""]
 
     def settings(self) -> dict[str, Any]:
-        """What `ExportSettings` says of packed layers."""
+        """The fields of `ExportSettings` on packed layers."""
         dense = {m: list(layer.shape) for m, layer in self.dense.items() if not self._is_head(m)}
         head = {self.head.module: self.packing(self.head.module).to_dict()} if self.head else {}
         return {"quantize": self.kind, "dense": dense, "plain": self.plain, "head": head}
 
     def sizes(self, module: str) -> tuple[int, int]:
-        """Bytes of a layer as it would be stored without packing, and packed."""
+        """The bytes of a layer without packing, and packed."""
         if module in self.dense:
             entries = {"weight": self.dense[module].entry}
         else:
@@ -100,27 +99,27 @@ class Quantizer:
         return before, packed
 
     def copies(self, entry: TensorEntry) -> bool:
-        """Whether `entry` is an embedding that the head is made from and is itself stored too."""
+        """Whether `entry` is an embedding that is stored and that the head is also made from."""
         return self.head is not None and self.head.tied and self.head.weight is entry
 
     def _is_head(self, module: str) -> bool:
         return self.head is not None and self.head.module == module
 
     def packing(self, module: str) -> QuantizedSpec:
-        """How a layer is packed."""
+        """The spec by which a layer is packed."""
         if module in self.specs:
             return QuantizedSpec(self.specs[module], self.bits(module))
         outputs, inputs = self.dense[module].shape
         return QuantizedSpec(DenseSpec(inputs, outputs), self.bits(module))
 
     def parts(self, module: str, factor: str, dtype: str) -> Parts:
-        """What is stored of one factor of a structured layer, or of a dense "weight", with scales of
-        `dtype`; scales first, which are wider."""
+        """The stored tensors of a structured layer's factor, or of a dense "weight", with scales of
+        `dtype`; scales, which are wider, come first."""
         stored = self.packing(module).packed_parts(factor)
         return {name: (kind or dtype, shape) for name, (shape, kind) in stored.items()}
 
     def tensor(self, module: str, part: str) -> torch.Tensor:
-        """One stored tensor of a layer. Raises NumericsError when scales are not finite."""
+        """Make a stored tensor of a layer. Raises NumericsError when scales are not finite."""
         if self._last is None or self._last[0] != module:
             self._last = None  # the layer before goes first
             try:
@@ -131,7 +130,7 @@ class Quantizer:
         return self._last[1].tensors[part]
 
     def mean_errors(self) -> dict[str, float]:
-        """Layer type to the mean of its errors."""
+        """The mean error of each layer type."""
         family, found = find_family(self.source.model_type), dict[str, list[float]]()
         for module, error in self.errors.items():
             kind = family.layer_type(module) if family else None
@@ -159,8 +158,8 @@ def make_quantizer(
     dtype: str | None,
     head: PackedHead | None = None,
 ) -> Quantizer:
-    """For all linear layers of `source`, the structured ones and the dense ones of its family, or for
-    `head` alone if `kind` is None. Raises InputError when there are none."""
+    """Make the quantizer of all linear layers of `source`, structured ones and dense ones of its family,
+    or of the `head` alone if `kind` is None. Raises InputError when there are none."""
     packed = dict(specs) if kind else {}
     dense = _dense_layers(source, packed) if kind else {}
     if head is not None and head.weight is None:
@@ -171,7 +170,7 @@ def make_quantizer(
 
 
 def _without_larger(quantizer: Quantizer) -> Quantizer:
-    """`quantizer` less the layers that it would not make smaller: rows far shorter than a group. Raises
+    """Take out the layers that would not get smaller: their rows are far shorter than a group. Raises
     InputError when none is left."""
     own = {quantizer.head.module} if quantizer.head else set()
     sizes = {m: quantizer.sizes(m) for m in (*quantizer.specs, *quantizer.dense) if m not in own}
@@ -188,7 +187,7 @@ def _without_larger(quantizer: Quantizer) -> Quantizer:
 
 
 def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> PackedHead:
-    """The output head of a causal language model, from headers, to be packed to `kind`.
+    """Find the output head of a causal language model, from headers, to be packed to `kind`.
 
     Args:
         specs: the structured modules, which the head may be one of.
@@ -201,7 +200,7 @@ def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> PackedHea
     structured = next((stored for stored, n in module_names(model, specs).items() if n == name), None)
     if structured is not None:
         return PackedHead(structured, kind, None, tied=False)
-    shape = tuple(model.get_submodule(name).weight.shape)
+    shape = tuple(model.get_submodule(name).get_parameter("weight").shape)
     alike = {
         entry.name.removesuffix(".weight"): entry
         for entry in source.entries.values()
@@ -220,7 +219,8 @@ def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> PackedHea
 
 
 def _head_module(model: Any, kind: str) -> str:
-    """Name of the output head in a model on the meta device. Raises UsageError."""
+    """The name of the output head in a model on the meta device. Raises UsageError if there is none to
+    pack."""
     head, known = model.get_output_embeddings(), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     name = next((n for n, module in model.named_modules() if module is head), "")
     others = model.all_tied_weights_keys.keys() - {f"{name}.weight"}
@@ -237,24 +237,18 @@ def _head_module(model: Any, kind: str) -> str:
 
 
 def _dense_layers(source: Source, specs: Mapping[str, Spec]) -> dict[str, DenseLayer]:
-    """Dense layers of the family. Raises InputError when there is no layer at all."""
+    """The dense layers that the model's family lists, so no heads. Raises InputError when there is no
+    layer at all, structured or dense."""
     family = family_of(source)
-    dense = {m: DenseLayer(e, family.transposed) for m, e in _weights(source, family).items()}
+    dense = {
+        module: DenseLayer(entry, family.transposed)
+        for entry in source.entries.values()
+        if entry.name.endswith(".weight") and len(entry.shape) == 2 and entry.is_float
+        if family.layer_type(module := entry.name.removesuffix(".weight"))
+    }
     if not specs and not dense:
         raise InputError(
             f"{source.folder}: no linear layer of floating-point weights to quantize; "
             "leave --quantize out"
         )
     return dense
-
-
-def _weights(source: Source, family: Family) -> dict[str, TensorEntry]:
-    """Dense weights by module: matrices of layers that the family lists, so not of heads."""
-    return {
-        entry.name.removesuffix(".weight"): entry
-        for entry in source.entries.values()
-        if entry.name.endswith(".weight")
-        and len(entry.shape) == 2
-        and entry.is_float
-        and family.layer_type(entry.name.removesuffix(".weight"))
-    }

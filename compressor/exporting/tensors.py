@@ -1,4 +1,4 @@
-"""The tensors of an export, each made from one stored tensor when its turn to be written comes."""
+"""Plans the tensors of an export. Each is made from stored ones when its turn to be written comes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ from blr.compressor.structures.specs import (
     PivotedSpec,
     Spec,
     Stored,
-    leaves,
     stored_names,
 )
 from blr.compressor.workspace.shards import Slot
@@ -39,17 +37,15 @@ from blr.kernels.common.orders import Order, order_of
 from blr.kernels.common.tables import prefers_dense
 from blr.kernels.fp8.reference import LARGEST
 
-SUFFIX = "_kernel"
-
 
 def stored_name(factor: str) -> str:
-    """``V`` -> ``V_kernel``, ``factors.0`` -> ``factors_kernel.0``."""
+    """What an export calls a factor in kernel layout: ``V_kernel``, ``factors_kernel.0``."""
     stem, dot, index = factor.partition(".")
-    return f"{stem}{SUFFIX}{dot}{index}"
+    return f"{stem}_kernel{dot}{index}"
 
 
 def orders(spec: Spec) -> dict[str, Order]:
-    """Factor to the order of its axes in kernel layout, as ``{"U": (0, 1), "V": (1, 0)}``."""
+    """The order of every factor's axes in kernel layout, as ``{"U": (0, 1), "V": (1, 0)}``."""
     return {name: order_of(name, len(shape)) for name, shape in spec.shapes().items()}
 
 
@@ -61,8 +57,8 @@ LINEAR: dict[str, Order] = {"U": (0, 1), "V": (1, 0)}  # axes of factors as weig
 
 @dataclass(frozen=True)
 class Tensors:
-    """`slots` in the order of the source; `make` computes the tensors that are not plain copies. The
-    entry of a computed tensor has its own name, dtype and shape, and no place in a file."""
+    """The planned tensors. slots: in the order of the source. make: functions that compute those tensors
+    which are no plain copies; their entries have a name, dtype and shape, but no place in a file."""
 
     slots: list[Slot]
     make: dict[TensorEntry, Make]
@@ -70,7 +66,8 @@ class Tensors:
     def add(
         self, source: Source, name: str, entry: TensorEntry, dtype: str, order: Order | None = None
     ) -> None:
-        """One stored tensor: as it is, or cast to `dtype` (safetensors') with its axes in `order`."""
+        """Add a stored tensor, as it is or cast to `dtype` (safetensors' name) with its axes in
+        `order`."""
         if order in (None, tuple(range(len(entry.shape)))) and dtype == entry.dtype:
             self.slots.append(Slot(name, entry))
             return
@@ -78,7 +75,7 @@ class Tensors:
         self._made(name, dtype, shape, entry.file, partial(_convert, source, entry, order, dtype))
 
     def add_packed(self, quantizer: Quantizer, module: str, factor: str, dtype: str) -> None:
-        """One factor or dense weight, packed, with scales of `dtype`."""
+        """Add a factor or dense weight, packed, with scales of `dtype`."""
         file = quantizer.source.shards[0]
         for part, (stored, shape) in quantizer.parts(module, factor, dtype).items():
             make = partial(quantizer.tensor, module, part)
@@ -87,7 +84,7 @@ class Tensors:
     def add_dense(
         self, source: Source, module: str, spec: Spec, dtype: str, transposed: bool = False
     ) -> None:
-        """The weight [o, i] of a structured layer, stored [i, o] if `transposed`, of `dtype`."""
+        """Add the dense weight [o, i] of a structured layer in `dtype`, as [i, o] if `transposed`."""
         make = partial(dense_weight, source, module, spec, TORCH_NAMES[dtype])
         shape = (spec.out_features, spec.in_features)
         if transposed:
@@ -97,8 +94,8 @@ class Tensors:
     def add_paired(
         self, source: Source, module: str, spec: Spec, entry: TensorEntry, dtype: str
     ) -> None:
-        """One factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i]; of a
-        packed one at its scale, of pivot rows with the rows of U that are theirs."""
+        """Add a factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i]:
+        unpacked, and with the rows that pivots stand for."""
         part = entry.name.removeprefix(f"{module}.")
         factor, whole = part.removesuffix(SCALE), spec.plain.low_rank()
         if factor not in LINEAR:
@@ -117,12 +114,12 @@ class Tensors:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name to shape of everything that is written."""
+        """The shape of every tensor by name."""
         return {slot.name: slot.origin.shape for slot in self.slots}
 
     @property
     def nbytes(self) -> int:
-        """Of everything that is written."""
+        """The bytes of all tensors."""
         return sum(slot.origin.nbytes for slot in self.slots)
 
 
@@ -135,7 +132,7 @@ def plan_tensors(
     transposed: Collection[str] = (),
     paired: Mapping[str, Spec] | None = None,
 ) -> Tensors:
-    """What an export of `source` stores, from headers alone.
+    """Plan the tensors of an export of `source`, from headers alone.
 
     Args:
         specs: structured module to its spec, as on disk.
@@ -182,13 +179,13 @@ def check_products(
     source: Source, specs: Mapping[str, Spec], dtype: str | None, norms: Mapping[str, float]
 ) -> None:
     """Raise NumericsError for a structured layer whose weight the stored dtype cannot hold, InputError
-    for one whose indices are none.
+    for invalid indices.
 
     Args:
         dtype: torch's name of what is stored, None for the factors' own. norms: of factors, by name.
     """
     for module, whole in specs.items():
-        for part, spec in leaves(whole):
+        for part, spec in whole.parts():
             prefix = f"{module}.{part}." if part else f"{module}."
             entries = {name: source.entries[f"{prefix}{name}"] for name in spec.stored()}
             floats = [entry for entry in entries.values() if entry.is_float]
@@ -204,8 +201,8 @@ def check_products(
 
 
 def _largest(spec: Spec, entry: TensorEntry, prefix: str) -> float:
-    """By what the norm of a stored tensor is multiplied to bound that of its factor: scales stand for
-    groups of numbers."""
+    """The number by which the norm of a stored tensor is multiplied to bound that of its factor. It is
+    above 1 for scales, which stand for groups of numbers."""
     packing = spec.packing
     if packing is None or entry.name.removeprefix(prefix) in spec.shapes():
         return 1.0
@@ -216,19 +213,20 @@ def _largest(spec: Spec, entry: TensorEntry, prefix: str) -> float:
 
 
 def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterator[Bytes]:
-    """The bytes of one planned tensor, in pieces. Raises NumericsError for a value that the new dtype
-    does not hold."""
+    """Yield the bytes of a planned tensor in pieces. Raises NumericsError for a value that the new dtype
+    cannot hold."""
     if entry not in tensors.make:
         yield from source.read_bytes(entry)
         return
-    made: Any = tensors.make[entry]().contiguous().reshape(-1).view(torch.uint8).numpy()
-    data = memoryview(made)  # of which numpy's stubs for Python 3.11 know nothing
+    flat = tensors.make[entry]().contiguous().reshape(-1).view(torch.uint8)
+    data = memoryview(flat.numpy())  # type: ignore[arg-type] # stubs of numpy for Python 3.11
     for start in range(0, len(data), CHUNK):
         yield data[start : start + CHUNK]
 
 
 def _factors(source: Source, specs: Mapping[str, Spec]) -> dict[str, tuple[str, str]]:
-    """Stored name of every factor to its module and its name there, all checked."""
+    """The module of every stored factor and its name there, by name on disk. Raises InputError for a
+    factor that is missing or malformed."""
     found = {}
     for module, spec in specs.items():
         for name, stored in spec.stored().items():
@@ -238,8 +236,8 @@ def _factors(source: Source, specs: Mapping[str, Spec]) -> dict[str, tuple[str, 
 
 
 def relaid_name(spec: Spec, name: str) -> tuple[str, Order | None]:
-    """What an export calls a stored tensor of a layer, and the order of its axes there; packed ones are
-    in kernel layout already."""
+    """What an export calls a stored tensor of a layer, and its order of axes there. Packed tensors and
+    indices stay as they are."""
     if len(spec.parts()) > 1:
         part, _, own = name.partition(".")
         relaid, order = relaid_name(dict(spec.parts())[part], own)
@@ -281,8 +279,8 @@ def _convert(source: Source, entry: TensorEntry, order: Order | None, dtype: str
 
 
 def in_order(group: list[Slot], slots: list[Slot]) -> list[Slot]:
-    """The tensors of a shard in the order of `slots`, where that leaves each aligned to its elements.
-    So the tensors of a layer, which are computed together, are written together."""
+    """Order the tensors of a shard as in `slots`, so that those of a layer, which are computed together,
+    are written together; but not where that would leave one unaligned to its elements."""
     if any(slot.origin.nbytes % 8 for slot in group):
         return group
     position = {slot.name: n for n, slot in enumerate(slots)}
@@ -290,11 +288,9 @@ def in_order(group: list[Slot], slots: list[Slot]) -> list[Slot]:
 
 
 def slower_layers(checkpoint: Checkpoint, gpu: str, batch: int, dtype: str | None) -> dict[str, Spec]:
-    """Structured modules that the table of `gpu` (as `blr tune` writes it) says to run dense when
-    decoding 1 to `batch` tokens. Only in models of the decoding runtime, whose weights are [o, i].
-
-    dtype: torch's name of what is stored, None for the factors' own.
-    """
+    """The structured modules that run faster dense when decoding 1 to `batch` tokens, by the table of
+    `gpu` that `blr tune` writes. Only models of the decoding runtime have any. dtype: torch's name of
+    the stored dtype, None for the factors' own."""
     source = checkpoint.source
     if source.model_type not in FAMILIES:
         return {}
@@ -311,7 +307,7 @@ def slower_layers(checkpoint: Checkpoint, gpu: str, batch: int, dtype: str | Non
 
 
 def dense_weight(source: Source, module: str, spec: Spec, dtype: str) -> Tensor:
-    """[o, i] of a structured layer, multiplied out in float32 or better and rounded once."""
+    """The dense weight [o, i] of a structured layer, computed in float32 or better and rounded once."""
     tensors = {name: source.load_tensor(source.entries[f"{module}.{name}"]) for name in spec.stored()}
     exact = any(tensor.dtype == torch.float64 for tensor in tensors.values())
     wide = torch.float64 if exact else torch.float32

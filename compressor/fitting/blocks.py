@@ -39,9 +39,8 @@ from blr.compressor.fitting.block_passes import (
     in_place_of,
     parted,
 )
-from blr.compressor.loading.discover import meta_model
 from blr.compressor.loading.loader_names import merged_names, renamed
-from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.native import meta_model, quiet_transformers
 from blr.compressor.loading.streamed import Parts
 from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.planning.training_sizes import STATES

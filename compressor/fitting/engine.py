@@ -26,8 +26,8 @@ from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
 from blr.compressor.fitting.student import FitRun
 from blr.compressor.fitting.weighted import is_whole
-from blr.compressor.loading.compute_dtype import load_computing
-from blr.compressor.loading.discover import family_of
+from blr.compressor.loading.load import load_computing
+from blr.compressor.loading.native import family_of
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.rank_caches import cache_notes
 from blr.compressor.planning.training_sizes import (

@@ -38,8 +38,6 @@ from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,
     DenseSpec,
-    LowRankSpec,
-    PivotedSpec,
     QuantizedSpec,
     Spec,
     stored_names,
@@ -119,11 +117,11 @@ def round_layer(
     structure. Raises NumericsError for scales that are not finite in `dtype`."""
     if isinstance(spec, CorrectedSpec):
         return _corrected(weight, spec, metric, dtype, fit)
-    if isinstance(spec, QuantizedSpec):
-        factors = {"weight": weight} if isinstance(spec.of, DenseSpec) else fit(weight, spec.of)
-        return round_factors(
-            turned(spec.of, factors) if spec.fp8 else dict(factors), spec, metric, dtype
-        )
+    if (packing := spec.packing) is not None:
+        plain = spec.plain
+        factors = {"weight": weight} if plain.structure == DenseSpec.structure else fit(weight, plain)
+        factors = turned(plain, factors) if packing.fp8 else dict(factors)
+        return round_factors(factors, packing, metric, dtype)
     factors = fit(weight, spec)
     return {n: factor.to(dtype).contiguous() for n, factor in factors.items() if n in spec.shapes()} | {
         name: factors[name] for name in spec.indices()
@@ -134,7 +132,7 @@ def round_factors(
     factors: dict[str, Tensor], spec: QuantizedSpec, metric: Metric | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The same of canonical factors that are there, of a dense layer its ``weight`` alone."""
-    if not isinstance(spec.of, DenseSpec):
+    if spec.structure != DenseSpec.structure:
         found = quantize_factors(spec, factors, dtype, metric)
         return found.tensors | found.latents
     if metric is None:
@@ -180,7 +178,7 @@ def quantize_factors(
         dtype = scale_dtype or factors[name].dtype
         if name == solved:
             factor, stored = _solved(spec, back, product, metric, dtype)
-        elif metric is not None and isinstance(spec.of, PivotedSpec):
+        elif metric is not None and STRUCTURES[spec.structure].pivots:
             rows = to_matrix(spec, name, exact[name])  # outputs themselves, as those of a dense weight
             stored, latent = _by_compensation(rows, metric, name, spec, dtype)
             factor = from_rows(spec, name, latent)
@@ -220,13 +218,8 @@ def _start(fit: FitFactors, weight: Tensor, spec: Spec) -> Mapping[str, Tensor]:
     """Factors of a correction: of BLAST those of low rank, whose terms do not cancel each other."""
     if not isinstance(spec, BlastSpec):
         return fit(weight, spec)
-    found = fit(weight, start_of(spec))
+    found = fit(weight, spec.start())
     return from_low_rank(found["U"], found["V"], spec)
-
-
-def start_of(spec: BlastSpec) -> LowRankSpec:
-    """The low rank from which a correction by BLAST starts."""
-    return LowRankSpec(spec.in_features, spec.out_features, spec.rank)
 
 
 def _is_solved(spec: QuantizedSpec) -> bool:
@@ -248,7 +241,7 @@ def _solved(
     weighted = Z if metric is None else metric.gram.to(Z) @ Z
     normal = Z.mT @ weighted
     rows = weight.unflatten(0, (*Z.shape[:-2], -1))
-    if isinstance(spec.of, PivotedSpec):
+    if STRUCTURES[spec.structure].pivots:
         rows = other_rows(weight, rounded)
     left = solve_spd(normal, rows @ weighted)  # [..., o, K]
     if spec.tile(LAST):

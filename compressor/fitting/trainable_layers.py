@@ -22,7 +22,7 @@ from blr.compressor.structures.latent import GroupPlace, Latent, Plain, Trained
 from blr.compressor.structures.packing import from_matrix, to_matrix
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import factors_of, part_of
-from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec, stored_names
+from blr.compressor.structures.specs import DenseSpec, Spec, stored_names
 from blr.kernels.decode.quantized.reference import pack
 
 PLAIN = ("svd", "pivoted")  # whose two products are as large as they are few
@@ -54,13 +54,13 @@ class Twin:
     def stored(self, dtype: torch.dtype, metric: Metric | None = None) -> dict[str, Tensor]:
         """As of ``spec.stored()``, unpacked numbers in `dtype`; factors in float8 are rounded only here,
         in the `metric` of the layer's inputs."""
-        if isinstance(self.spec, CorrectedSpec):
+        if self.spec.corrected:
             halves = ((name, _half(self, name, part)) for name, part in self.spec.parts())
             return {f"{n}.{k}": t for n, half in halves for k, t in half.stored(dtype).items()}
-        if isinstance(self.spec, QuantizedSpec) and self.spec.fp8:
+        if (packing := self.spec.packing) is not None and packing.fp8:
             factors = {name: part.parameter.detach().float() for name, part in self.parts.items()}
             factors |= {name: self.module.get_buffer(name) for name in self.spec.indices()}
-            return round_factors(factors, self.spec, metric, dtype)
+            return round_factors(factors, packing, metric, dtype)
         found: dict[str, Tensor] = {}
         for name, part in self.parts.items():
             if isinstance(part, Plain):
@@ -87,7 +87,7 @@ class Twin:
 def make_twin(spec: Spec, tensors: Mapping[str, Tensor], bias: Tensor | None = None) -> Twin:
     """The twin of a stored layer, in float32 on the device of its `tensors`: those of ``spec.stored()``,
     and the latent numbers where they are known."""
-    if isinstance(spec, CorrectedSpec):
+    if spec.corrected:
         halves = {name: make_twin(part, part_of(tensors, name)) for name, part in spec.parts()}
         module: nn.Module = Sum(halves["base"].module, halves["correction"].module)
         parts = {f"{n}.{k}": part for n, half in halves.items() for k, part in half.parts.items()}
@@ -109,7 +109,7 @@ def _half(twin: Twin, name: str, spec: Spec) -> Twin:
 def _plain_module(spec: Spec, factors: dict[str, Tensor]) -> nn.Module:
     plain = spec.plain
     with torch.device("meta"):
-        if isinstance(plain, DenseSpec):
+        if plain.structure == DenseSpec.structure:
             module: nn.Module = nn.Linear(plain.in_features, plain.out_features, bias=False)
         else:
             module = StructuredLinear(plain, bias=False)
@@ -118,12 +118,13 @@ def _plain_module(spec: Spec, factors: dict[str, Tensor]) -> nn.Module:
 
 
 def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> Trained:
-    if not isinstance(spec, QuantizedSpec) or spec.fp8 or (form := spec.format_of(name)) is None:
+    packing = spec.packing
+    if packing is None or packing.fp8 or (form := packing.format_of(name)) is None:
         return Plain(parameter)
-    place = GroupPlace(partial(to_matrix, spec, name), partial(from_matrix, spec, name))
+    place = GroupPlace(partial(to_matrix, packing, name), partial(from_matrix, packing, name))
     scale = tensors[stored_names(name)[1]]
     latent = tensors.get(latent_name(name))
-    dtype, curved = scale.dtype, spec.curved
+    dtype, curved = scale.dtype, packing.curved
     return Latent(
         *(parameter, *form, place), scale=scale, latent=latent, scale_dtype=dtype, curved=curved
     )

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.structures.bank import Banks
-from blr.compressor.structures.latent import Trained
+from blr.compressor.structures.latent import Banks, Trained
 from blr.kernels.common.capturing import Captured, own_stream
 
 WARM_UP = 2  # eager passes before a capture

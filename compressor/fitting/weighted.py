@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blr.compressor.base.device import moved
 from blr.compressor.fitting.factorize import LayerJob, keep_factors, layer_errors
-from blr.compressor.fitting.rounding import Metric, is_latent, round_layer, start_of
+from blr.compressor.fitting.rounding import Metric, is_latent, round_layer
 from blr.compressor.structures.base import Fit, FitOptions, relative_error
 from blr.compressor.structures.blast import is_shared
 from blr.compressor.structures.linalg import (
@@ -25,11 +25,8 @@ from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import (
     BlastSpec,
-    CorrectedSpec,
     KroneckerSpec,
     LowRankSpec,
-    PivotedSpec,
-    QuantizedSpec,
     Spec,
 )
 
@@ -132,7 +129,7 @@ def _fit(job: LayerJob, spec: Spec, target: Tensor, gram: Tensor, outputs: Outpu
     """Fit the target with its outputs weighted, then take the weights out of the factors again: low rank
     by the whole metric in closed form, groups of output rows each by their block; others by its
     diagonal, which scales rows."""
-    if isinstance(spec, PivotedSpec):
+    if spec.low_rank() is not spec:
         fit = _fit(job, spec.low_rank(), target, gram, outputs)
         fit.tensors = from_low_rank(fit.tensors["U"], fit.tensors["V"])
         return fit
@@ -167,31 +164,19 @@ def metric_for(spec: Spec, information: Tensor) -> Tensor:
 
 def is_whole(spec: Spec) -> bool:
     """Whether a fit takes all of the Fisher information of its outputs, as low rank does."""
-    return isinstance(_solved(spec), LowRankSpec)
+    return spec.fitted().structure == LowRankSpec.structure
 
 
 def fitted_together(job: LayerJob) -> bool:
     """Whether the layer is so large that processes share its fit rather than the layers of a group."""
-    spec = _solved(job.planned.spec)
+    spec = job.planned.spec.fitted()
     if not isinstance(spec, BlastSpec) or job.planned.solver == "precgd":
         return False
     return is_shared(spec, fitting_dtype(job.device).itemsize)
 
 
-def _solved(spec: Spec) -> Spec:
-    """The plain structure that is fitted: of pivots, and of a correction by BLAST, a low rank."""
-    if isinstance(spec, QuantizedSpec):
-        return _solved(spec.of)
-    if isinstance(spec, PivotedSpec):
-        return spec.low_rank()
-    if not isinstance(spec, CorrectedSpec):
-        return spec
-    found = _solved(spec.correction)
-    return start_of(found) if isinstance(found, BlastSpec) else found
-
-
 def _options(job: LayerJob, spec: Spec) -> FitOptions:
-    slow = isinstance(spec, BlastSpec) and job.device.type == "cpu"
+    slow = spec.structure == BlastSpec.structure and job.device.type == "cpu"
     if slow and job.options.rounds is None:
         return replace(job.options, rounds=CPU_ROUNDS)
     return job.options

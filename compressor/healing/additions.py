@@ -32,7 +32,8 @@ def holds_sum(layer: Any) -> bool:
 
 
 def _extends(spec: Spec) -> bool:
-    return (isinstance(spec, LowRankSpec) and spec.groups == 1) or isinstance(spec, BlastSpec)
+    known = (LowRankSpec.structure, BlastSpec.structure)
+    return spec.structure in known and getattr(spec, "groups", 1) == 1
 
 
 def growth(specs: Collection[Spec], rank: int) -> list[str]:
@@ -106,12 +107,12 @@ def product_of(masters: Tensors, name: str) -> tuple[Tensor, Tensor] | None:
 
 def extended(factor: Tensor, spec: Spec, name: str, B: Tensor, A: Tensor) -> Tensor:
     """The factor `name` of the weight plus ``B A``: r' more columns, float64."""
-    rank, blocks = A.shape[0], spec.blocks if isinstance(spec, BlastSpec) else 1
+    rank, blocks = A.shape[0], getattr(spec, "blocks", None)
     if name == "S":
-        added = B.new_ones(blocks, blocks, rank)
+        added = B.new_ones(len(factor), len(factor), rank)
     else:
         added = {"U": B, "V": A.mT}[name]
-        added = added.unflatten(0, (blocks, -1)) if isinstance(spec, BlastSpec) else added
+        added = added.unflatten(0, (blocks, -1)) if blocks else added
     return torch.cat((factor.double(), added), -1)
 
 

@@ -19,8 +19,7 @@ from blr.compressor.fitting.trainer import TrainedSet
 from blr.compressor.healing.additions import add_products, attach, is_addition
 from blr.compressor.healing.sharding import Sharding, Slice
 from blr.compressor.healing.trained_parameters import StoredNames, choose, kind_of
-from blr.compressor.loading.compute_dtype import load_computing
-from blr.compressor.loading.load import load_model
+from blr.compressor.loading.load import load_computing, load_model
 from blr.compressor.loading.native import continues_text
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.loading.training_kernels import fuse_trained

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from blr.compressor.base.errors import CapabilityError, UsageError
-from blr.compressor.base.packages import is_missing
+from blr.compressor.base.exhaustion import is_missing
 from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import first_line
 

@@ -16,8 +16,7 @@ from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.healing.additions import is_addition
 from blr.compressor.loading.loader_names import merged_names, renamed
-from blr.compressor.loading.native import native_errors
-from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.native import native_errors, quiet_transformers
 from blr.compressor.loading.streamed import empty_model
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import Numbered, module_names

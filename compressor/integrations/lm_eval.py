@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.base.errors import HubError, InputError
-from blr.compressor.base.exhaustion import raise_exhausted
-from blr.compressor.base.packages import check_packages
+from blr.compressor.base.exhaustion import check_packages, raise_exhausted
 from blr.compressor.base.quoting import named_line, quote
 
 
 @dataclass(frozen=True)
 class Asked:
-    """`names` of tasks or groups, also of files in `path`; `shots` in a prompt; `limit` documents
-    each."""
+    """`names` of tasks, also in files of `path`; `shots` in a prompt, a `limit` of documents."""
 
     names: list[str]
     path: Path | None = None
@@ -40,10 +38,11 @@ def check_installed() -> None:
 
 
 def run_tasks(model: Any, tokenizer: Any, asked: Asked, batch: int = 8) -> Scores:
-    """Score a causal model, `batch` requests at once. Raises CapabilityError: no lm_eval; InputError:
-    unknown or broken tasks; HubError: no data."""
+    """Score a causal model. Raises CapabilityError without lm_eval, InputError for unknown or broken
+    tasks, HubError without data."""
     check_installed()
-    _be_quiet()
+    os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
@@ -64,7 +63,17 @@ def run_tasks(model: Any, tokenizer: Any, asked: Asked, batch: int = 8) -> Score
         raise_exhausted(error)
         remedy = "check the task's file and data"
         raise InputError(f"{', '.join(names)}: {named_line(error)}; {remedy}") from error
-    return _scores(found, lm_eval.__version__)
+    tasks = {
+        task: {
+            key.removesuffix(",none").replace(",", "_"): float(value)
+            for key, value in row.items()
+            if isinstance(value, int | float) and "," in key and "_stderr" not in key
+        }
+        for task, row in found["results"].items()
+    }
+    samples = {task: int(n["effective"]) for task, n in (found.get("n-samples") or {}).items()}
+    shots = {task: int(n) for task, n in (found.get("n-shot") or {}).items()}
+    return Scores(tasks, samples, shots, lm_eval.__version__)
 
 
 def _manager(names: list[str], path: Path | None) -> object:
@@ -83,22 +92,3 @@ def _manager(names: list[str], path: Path | None) -> object:
         f"{quote(missing, 160)[1:-1]}: no such task; expected names of lm_eval (`lm_eval ls tasks`) "
         "or of files in --tasks-path"
     )
-
-
-def _scores(found: dict[str, Any], version: str) -> Scores:
-    tasks = {
-        task: {
-            key.removesuffix(",none").replace(",", "_"): float(value)
-            for key, value in row.items()
-            if isinstance(value, int | float) and "," in key and "_stderr" not in key
-        }
-        for task, row in found["results"].items()
-    }
-    samples = {task: int(n["effective"]) for task, n in (found.get("n-samples") or {}).items()}
-    shots = {task: int(n) for task, n in (found.get("n-shot") or {}).items()}
-    return Scores(tasks, samples, shots, version)
-
-
-def _be_quiet() -> None:
-    os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)

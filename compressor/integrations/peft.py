@@ -45,10 +45,8 @@ class StructuredLora(LoraLinear):
     def update_layer(
         self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any
     ) -> None:
-        """As of peft; what an initialization would take out of a dense weight leaves the factors.
-
-        Raises ValueError for an initialization that the layer's structure cannot follow.
-        """
+        """As of peft; an initialization that changes a dense weight changes the factors. Raises
+        ValueError if the structure cannot follow."""
         way, layer = str(config.init_lora_weights).lower(), self.get_base_layer()
         if way in KEEP:
             super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
@@ -72,11 +70,8 @@ class StructuredLora(LoraLinear):
         return a.get_parameter("weight"), b.get_parameter("weight")
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add the adapters into the factors, whose rank grows by theirs.
-
-        Raises ValueError for an adapter that is more than ``B A``, for NaN (if `safe_merge`), and as
-        `add_product`.
-        """
+        """Add the adapters into the factors, whose rank grows. Raises ValueError for another adapter
+        than ``B A``, for NaN (if `safe_merge`), and as `add_product`."""
         for name in check_adapters_to_merge(self, adapter_names):
             if name not in self.lora_A:
                 continue
@@ -109,7 +104,9 @@ class StructuredLoraModel(LoraModel):
         named = peft_config.target_modules
         if isinstance(named, str) and named.lower() == ALL:
             found: Any = _maybe_include_all_linear_layers(peft_config, model)
-            peft_config.target_modules = {*found.target_modules, *_outside_of_adapters(model, layers)}
+            around = {name for name, m in model.named_modules() if isinstance(m, StructuredLora)}
+            outer = {name for name in layers if name.removesuffix(".base_layer") not in around}
+            peft_config.target_modules = {*found.target_modules, *around, *outer}
 
     @staticmethod
     def _create_new_module(
@@ -127,12 +124,6 @@ class StructuredLoraModel(LoraModel):
                 check_takes_products(module.get_base_layer())
 
 
-def _outside_of_adapters(model: nn.Module, layers: set[str]) -> set[str]:
-    """Names of layers and of adapters around them, not of the layers inside."""
-    around = {name for name, module in model.named_modules() if isinstance(module, StructuredLora)}
-    return around | {name for name in layers if name.removesuffix(".base_layer") not in around}
-
-
 def register() -> None:
     """Make peft take structured layers; names by default are those of the native model type."""
     PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = StructuredLoraModel
@@ -145,8 +136,7 @@ def register() -> None:
 
 
 def _refusing(inject: Any) -> Any:
-    """`inject_adapter` of peft's tuners, which raises ValueError where one was to adapt layers of ours
-    and passed them over, as some do with what is no `nn.Linear`."""
+    """`inject_adapter` that raises ValueError if layers of blr were to be adapted and are not."""
 
     @wraps(inject)
     def inject_adapter(self: Any, model: nn.Module, *arguments: Any, **options: Any) -> None:
@@ -191,13 +181,8 @@ def described(layer: Any) -> str:
 
 @torch.no_grad()
 def add_product(layer: Any, B: Tensor, A: Tensor) -> None:
-    """Add ``B A`` to the weight of a layer: r' more columns of its factors.
-
-    Args:
-        B: [o, r']. A: [r', i].
-
-    Raises ValueError as `check_takes_products`.
-    """
+    """Add ``B A``, [o, r'] and [r', i], to a layer: r' more columns of its factors. Raises ValueError as
+    `check_takes_products`."""
     check_takes_products(layer)
     added: dict[str, Tensor] = {"U": B, "V": A.mT}
     if "S" in layer.held:

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor.base.errors import InputError, UsageError, VerifyError
-from blr.compressor.base.packages import check_packages
+from blr.compressor.base.exhaustion import check_packages
 from blr.compressor.base.quoting import first_line
 
 
 @dataclass(frozen=True)
 class Signer:
-    """Who is to have signed: the owner of a public key (PEM), or an identity that an OpenID `issuer`
-    vouched for to sigstore."""
+    """Who must have signed: the owner of a key, or an identity that an `issuer` vouched for."""
 
     key: Path | None = None
     identity: str | None = None
@@ -29,8 +28,8 @@ class Signer:
 
 
 def verify_signature(folder: Path, signature: Path, signer: Signer) -> None:
-    """Check that `signer` signed every file of `folder`. Raises CapabilityError: no model_signing;
-    InputError: no signature or key that can be read; VerifyError: another signer, or other files."""
+    """Check the signature of all files. Raises CapabilityError without model_signing, InputError for an
+    unreadable signature or key, VerifyError for another signer or other files."""
     check_packages("--signature", "model_signing", extra="sign")
     for path in filter(None, (signature, signer.key)):
         if not path.is_file():

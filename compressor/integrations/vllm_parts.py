@@ -1,13 +1,23 @@
-"""The part of a layer that one process of a server holds, as a module that computes with it."""
+"""The part of a structured layer in one process of a server: its share of the factors, and its product.
+
+A server splits a layer by its outputs (q, k, v, gate, up) or by its inputs (o, down): a cut of U or V
+along one axis, and of what couples blocks. Inputs leave a sum over the processes, which for plain low
+rank is taken behind V: r numbers a token in place of o.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.integrations.vllm_split import Share, local, local_shapes, sums_in_rank_space
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.modeling.float8 import is_float8, prepare_layer
+from blr.compressor.modeling.layers import layer_of
+from blr.compressor.modeling.splitting import AXES
 from blr.compressor.structures.specs import KroneckerSpec, LowRankSpec, Shape, Spec
 from blr.kernels.common.layout import relaid
 from blr.kernels.common.orders import order_of
@@ -23,16 +33,10 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class Part(nn.Module):
-    """What `share` holds of the layer called `name`: parameters named as on disk, "." as "_".
+    """The part `share` of the layer `name` [o, i]: parameters named as on disk, "." as "_".
 
-    Whole layers and those cut by outputs of low rank run on our kernels; blocks that are cut are
-    batched products of torch.
-
-    Args:
-        spec: of nothing packed; None for a dense weight. shape: [o, i] of the whole layer.
-
-    Raises:
-        CapabilityError: as `local_shapes`.
+    Whole layers, and low-rank ones cut by outputs, run on blr's kernels; other cuts are batched
+    products. `spec` is None for a dense weight. Raises CapabilityError as `local_shapes`.
     """
 
     def __init__(
@@ -40,7 +44,8 @@ class Part(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.spec, self.share = name, spec, share
-        self.in_rank_space = sums_in_rank_space(spec, share)
+        plain = isinstance(spec, LowRankSpec) and spec.groups == 1
+        self.in_rank_space = plain and share.side == "in" and share.size > 1
         self.loaded: set[str] = set()
         self.names = list(shapes := local_shapes(name, spec, shape, share))
         for factor, size in shapes.items():
@@ -52,10 +57,7 @@ class Part(nn.Module):
         return factor.replace(".", "_")
 
     def load(self, factor: str, whole: Tensor) -> None:
-        """Take this part of a factor as a checkpoint holds it.
-
-        Raises ValueError for a factor that the layer lacks, or of another shape.
-        """
+        """Take this part of a factor. Raises ValueError for an unknown factor or a wrong shape."""
         if factor not in self.names:
             raise ValueError(f"{self.name}.{factor}: expected one of {', '.join(self.names)}")
         mine, found = self._get(factor), local(self.name, self.spec, factor, whole, self.share)
@@ -73,8 +75,7 @@ class Part(nn.Module):
             factor.data = relaid(factor.data, order_of(name, factor.dim()))
 
     def forward(self, x: Tensor, reduce: Reduce) -> Tensor:
-        """[..., i'] -> [..., o'] without bias; a part of a sum where inputs are cut, unless it is taken
-        by `reduce` in between (`in_rank_space`)."""
+        """[..., i'] -> [..., o'], no bias; with cut inputs a part of a sum unless `reduce` takes it."""
         factors = [self._get(name) for name in self.names]
         if self.spec is None:
             return nn.functional.linear(x, *factors)
@@ -125,3 +126,105 @@ def product(parts: Sequence[nn.Module], x: Tensor, reduce: Reduce) -> Tensor:
         return torch.cat(lowrank_group(x, Us, Vs), -1)
     found = [part(x, reduce) for part in parts]
     return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+class PackedPart(Part):
+    """A layer in few bits or with pivots, held whole. Raises CapabilityError for several processes,
+    which would cut groups that share a scale."""
+
+    def __init__(self, name: str, spec: Spec, share: Share, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        check_whole(name, spec, share)
+        self.name, self.spec, self.share = name, spec, share
+        self.layer = layer_of(spec, bias=False).to(dtype).requires_grad_(False)
+        self.names = list(spec.stored())
+        self.loaded, self.in_rank_space = set(), False
+
+    def path(self, factor: str) -> str:
+        """Where in the module a stored tensor is."""
+        return f"layer.{factor}"
+
+    def _get(self, name: str) -> Tensor:
+        found: Tensor = self.layer.state_dict(keep_vars=True)[name]
+        return found
+
+    def relayout_(self) -> None:
+        """Make what products of float8 take beside the weights."""
+        for layer in self.layer.modules():
+            if is_float8(layer):
+                prepare_layer(layer)
+
+    def forward(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        """[..., i] -> [..., o] without bias; nothing is left to `reduce`."""
+        found: Tensor = self.layer(x)
+        return found
+
+
+def make_part(name: str, spec: Spec | None, shape: Shape, share: Share, dtype: torch.dtype) -> Part:
+    """What `share` holds of a layer, as `Part` and `PackedPart` say."""
+    if spec is not None and (spec.quantized or spec.indices()):
+        return PackedPart(name, spec, share, dtype)
+    return Part(name, spec, shape, share, dtype)
+
+
+Side = Literal["out", "in"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part `rank` of `size` equal ones of a layer's outputs or inputs."""
+
+    side: Side = "out"
+    rank: int = 0
+    size: int = 1
+
+
+def local_shapes(name: str, spec: Spec | None, shape: Shape, share: Share) -> dict[str, Shape]:
+    """Shapes of the factors that `share` holds. Raises CapabilityError for a structure that is not
+    split, or blocks that the processes do not divide."""
+    found = {}
+    for factor, whole in ({"weight": shape} if spec is None else spec.shapes()).items():
+        axis = _axis(name, spec, factor, share)
+        if axis is not None and (whole[axis] % share.size or _blocks(spec) % share.size):
+            raise CapabilityError(
+                f"{name}: {spec.describe() if spec else 'dense'} over {share.size} processes; expected "
+                "blocks that they divide; take fewer, or compress with --blocks a multiple of them"
+            )
+        found[factor] = tuple(n // share.size if k == axis else n for k, n in enumerate(whole))
+    return found
+
+
+def check_whole(name: str, spec: Spec, share: Share) -> None:
+    """Raise CapabilityError where `share` is but a part of a layer that is held whole."""
+    if share.size > 1:
+        raise CapabilityError(
+            f"{name}: {spec.structure} {spec.describe()} over {share.size} processes; expected factors "
+            "in the model's dtype and no pivots; serve it in one process"
+        )
+
+
+def local(name: str, spec: Spec | None, factor: str, whole: Tensor, share: Share) -> Tensor:
+    """The part of a factor that `share` holds: a view."""
+    axis = _axis(name, spec, factor, share)
+    if axis is None:
+        return whole
+    width = whole.shape[axis] // share.size
+    return whole.narrow(axis, share.rank * width, width)
+
+
+def _axis(name: str, spec: Spec | None, factor: str, share: Share) -> int | None:
+    kind = "dense" if spec is None else spec.structure
+    if isinstance(spec, LowRankSpec) and spec.groups > 1:
+        kind = f"groups {spec.side}"
+    if share.size == 1:
+        return None
+    if kind not in AXES:
+        raise CapabilityError(
+            f"{name}: structure {kind!r} over {share.size} processes; expected one of "
+            f"{', '.join(sorted(AXES))}; serve it in one process"
+        )
+    return AXES[kind][share.side].get(factor)
+
+
+def _blocks(spec: Spec | None) -> int:
+    return getattr(spec, "blocks", 0)

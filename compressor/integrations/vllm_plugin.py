@@ -26,9 +26,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.integrations.vllm_packed import make_part
-from blr.compressor.integrations.vllm_parts import pack, product, shares_input
-from blr.compressor.integrations.vllm_split import Share
+from blr.compressor.integrations.vllm_parts import Share, make_part, pack, product, shares_input
 from blr.compressor.structures.specs import Spec, spec_from_dict
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -47,8 +45,7 @@ def register() -> None:
 
 
 class ServedConfig(QuantizationConfig):
-    """Says how each layer computes. `layers` is ``config.blr["layers"]``, by names on disk; `merged`
-    is a model's `packed_modules_mapping`."""
+    """Says how each layer computes: ``config.blr["layers"]``, and `packed_modules_mapping`."""
 
     def __init__(self, layers: dict[str, dict[str, Any]], merged: dict[str, list[str]]) -> None:
         super().__init__()
@@ -76,17 +73,14 @@ class ServedConfig(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """Ours for a layer with a structured member. Raises CapabilityError for no linear layer."""
         if isinstance(layer, LinearBase):
-            members = self._members(prefix)
+            parent, _, merged = prefix.rpartition(".")
+            members = [f"{parent}.{name}" for name in self.packed_modules_mapping.get(merged, [merged])]
             if any(name in self.specs for name in members):
                 return ServedMethod({name: self.specs.get(name) for name in members})
             return UnquantizedLinearMethod()
         if prefix in self.specs:
             raise CapabilityError(f"{prefix}: found a structured {type(layer).__name__}; {INSTEAD}")
         return None
-
-    def _members(self, prefix: str) -> list[str]:
-        parent, _, name = prefix.rpartition(".")
-        return [f"{parent}.{member}" for member in self.packed_modules_mapping.get(name, [name])]
 
 
 class ServedMethod(LinearMethodBase):
@@ -149,18 +143,13 @@ def load_weights(layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterable[
             layer.weight_loader(layer.bias, *given)
             yield name
         else:
-            index = _index(shard)
+            index = "qkv".index(shard) if isinstance(shard, str) else shard or 0
             layer.parts[index].load(name, tensor)
             yield f"parts.{index}.{layer.parts[index].path(name)}"
 
 
-def _index(shard: str | int | None) -> int:
-    return "qkv".index(shard) if isinstance(shard, str) else shard or 0
-
-
 def _share(layer: Any, outputs: int, width: int) -> Share:
-    """What this process holds of a layer with `outputs`, `width` of them: heads of k and v that are
-    fewer than processes are held by several."""
+    """The share of a layer here, `width` of `outputs`; several processes may hold one head."""
     if isinstance(layer, RowParallelLinear):
         return Share("in", layer.tp_rank, layer.tp_size)
     size = outputs // width

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ _NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d{0,8})(?=\.)")
 
 
 def open_checked(folder: Path, allow_pickle: bool = False, scratch: Path | None = None) -> Source:
-    """`open_source` of a dense checkpoint, as transformers reads it. Raises InputError, also for a
-    checkpoint that is an output of ours already."""
+    """Open a dense checkpoint as transformers reads it. Raises InputError, also for an output of blr."""
     source = open_source(folder, allow_pickle=allow_pickle, scratch=scratch)
     check_dense(folder, source.model_type)
     check_unquantized(source)
@@ -32,11 +31,8 @@ def open_checked(folder: Path, allow_pickle: bool = False, scratch: Path | None 
 
 
 def read_as_loaded(source: Source) -> Source:
-    """A dense checkpoint as transformers reads it (`loading/loader_names.py`), which is asked where the
-    names are not those that its class saves.
-
-    Raises InputError for tensors that are not those of config.json.
-    """
+    """Ask transformers which tensors are the model's, where their names are not the usual ones. Raises
+    InputError for tensors that config.json does not describe."""
     if source.library is TRANSFORMERS and not is_usual(source):
         from blr.compressor.loading.loader_names import taken  # imports torch
 
@@ -47,7 +43,7 @@ def read_as_loaded(source: Source) -> Source:
 
 
 def check_dense(folder: Path, model_type: str) -> None:
-    """Raise InputError for an output of ours."""
+    """Raise InputError for an output of blr."""
     if model_type.startswith(OURS):
         raise InputError(
             f"{folder}: model type {model_type!r} is already compressed by blr; "
@@ -56,7 +52,7 @@ def check_dense(folder: Path, model_type: str) -> None:
 
 
 def check_transformers(source: Source, what: str) -> None:
-    """Raise InputError for a model of another library; `what` says what takes those of transformers."""
+    """Raise InputError for a model of another library; `what` begins the sentence on what is taken."""
     if source.library is not TRANSFORMERS:
         raise InputError(
             f"{source.folder}: found {source.model_type}, a model of {source.library.name}; "
@@ -65,8 +61,8 @@ def check_transformers(source: Source, what: str) -> None:
 
 
 def check_unquantized(source: Source) -> None:
-    """Raise InputError for a checkpoint whose config says that its weights are quantized. Its loader
-    would quantize the structured layers as well, and packed weights are no matrices."""
+    """Raise InputError for quantized weights: packed ones are no matrices, and their loader would
+    quantize structured layers as well."""
     settings = source.config.get("quantization_config")
     if settings:
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
@@ -76,7 +72,7 @@ def check_unquantized(source: Source) -> None:
 
 
 def is_usual(source: Source) -> bool:
-    """Whether `source` has the tensors that its class saves by default, all of them and no other."""
+    """Whether `source` has exactly the tensors that its class saves by default."""
     named = source.config.get("architectures") or []
     layout = layouts().get(named[0]) if len(named) == 1 else None
     if layout is None or source.model_type not in layout["model_types"]:
@@ -84,7 +80,10 @@ def is_usual(source: Source) -> bool:
     expected = {*_names(layout["names"]), *_names(layout["inside"], f"{layout['block']}.")}
     if "head" in layout and source.config.get(TIES, layout["ties"]) is False:
         expected.add(layout["head"])
-    found = _numbered(source.entries)
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for name in source.entries:
+        numbers = tuple(int(number) for number in _NUMBER.findall(name))
+        found.setdefault(_NUMBER.sub("#", name), set()).add(numbers)
     counts = {max(first for first, *_ in numbers) for numbers in found.values() if () not in numbers}
     return found.keys() == expected and len(counts) == 1 and all(map(_is_whole, found.values()))
 
@@ -101,23 +100,14 @@ def _names(words: str, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{module}.{bias}"
 
 
-def _numbered(names: Collection[str]) -> dict[str, set[tuple[int, ...]]]:
-    """The numbers in `names`, by the name without them."""
-    found: dict[str, set[tuple[int, ...]]] = {}
-    for name in names:
-        numbers = tuple(int(number) for number in _NUMBER.findall(name))
-        found.setdefault(_NUMBER.sub("#", name), set()).add(numbers)
-    return found
-
-
 def _is_whole(numbers: set[tuple[int, ...]]) -> bool:
-    """Whether every number from 0 on is there, of several beside each of the others."""
+    """Whether every number from 0 on occurs, in each combination."""
     counts = [max(column) + 1 for column in zip(*numbers, strict=True)]
     return len(numbers) == math.prod(counts)  # of distinct ones, so none is left out
 
 
 @cache
 def layouts() -> dict[str, dict[str, Any]]:
-    """What `configs/usual.yaml` says, by class."""
+    """The tables of `configs/usual.yaml` by class."""
     table = read_config_table("usual.yaml")
     return {name: layout for layout in table for name in layout["classes"]}

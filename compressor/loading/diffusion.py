@@ -17,8 +17,7 @@ from blr.compressor.checkpoint.config import DIFFUSERS, REMEDY
 from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.loading.native import native_errors
-from blr.compressor.loading.quiet_libraries import quiet_diffusers
+from blr.compressor.loading.native import native_errors, quiet_diffusers
 from blr.compressor.loading.smoke_run import NO_CHECK, Trial, check_model, refuse_model, trial_of
 from blr.compressor.workspace.manifest import check_listed
 
@@ -27,14 +26,14 @@ LATENT, CAPTION = 16, 8  # rows and columns, tokens of text, that a model is tri
 
 
 def load_diffusion(folder: Path, *, dtype: str | None = None, device: str = "auto") -> Any:
-    """The model of diffusers in an output of ours, compared with its manifest, in evaluation mode.
+    """Load the model of diffusers in an output of blr, in evaluation mode, after comparing it with its
+    manifest.
 
     Args:
         dtype: name of a torch dtype, as "bfloat16"; None: as stored. device: "auto" or a torch device.
 
-    Raises CapabilityError: diffusers is not installed, no such device; InputError: no output of a
-    diffusion model, or other bytes than the manifest lists; NumericsError: weights that are not finite,
-    or factors that overflow.
+    Raises CapabilityError without diffusers or the device, InputError for another folder or other bytes,
+    NumericsError for weights that are not finite or factors that overflow.
     """
     check_listed(folder, "all")
     source = open_source(folder)
@@ -46,7 +45,7 @@ def load_diffusion(folder: Path, *, dtype: str | None = None, device: str = "aut
 
 
 def load_written(folder: Path) -> object:
-    """The model in a folder that was just written, as stored."""
+    """Load the model of a folder that was just written, as stored."""
     return _structured(open_source(folder), None)
 
 
@@ -58,10 +57,9 @@ def _structured(source: Source, dtype: str | None) -> Any:
 
 
 def dense_model(source: Source, *, meta: bool = False) -> Any:
-    """The dense model in `source`, as stored, in evaluation mode; with `meta` without its weights.
+    """Load the dense model in `source`, as stored; with `meta` without its weights.
 
-    Raises CapabilityError: diffusers is not installed; InputError: a class that it does not have, or
-    tensors that are not those of the class.
+    Raises CapabilityError without diffusers; InputError for an unknown class, or tensors of another one.
     """
     cls = dense_class(source)
     config = {**source.config, DIFFUSERS.kind: source.model_type}
@@ -76,7 +74,7 @@ def dense_model(source: Source, *, meta: bool = False) -> Any:
 
 
 def misfit(model: Any, shapes: dict[str, tuple[int, ...]]) -> str:
-    """The tensors by which `shapes` differ from what `model` stores, in words; empty if none do."""
+    """Name the tensors in which `shapes` differ from those of `model`; empty if none do."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for kind, names in (
         ("missing", expected.keys() - shapes.keys()),
@@ -89,7 +87,6 @@ def misfit(model: Any, shapes: dict[str, tuple[int, ...]]) -> str:
 
 
 def dense_class(source: Source) -> Any:
-    """The class of diffusers that `source` names. Raises as `dense_model`."""
     diffusers = _diffusers(source)
     named = getattr(diffusers, source.model_type, None)
     if not isinstance(named, type) or not issubclass(named, diffusers.ModelMixin):
@@ -99,7 +96,7 @@ def dense_class(source: Source) -> Any:
 
 
 def structured_class(name: str, source: Source) -> Any:
-    """Ours of that name. Raises as `dense_model`."""
+    """The structured class called `name`. Raises as `dense_model`."""
     _diffusers(source)
     from blr.compressor.modeling.diffusion import diffusion_class
 
@@ -121,7 +118,7 @@ def _diffusers(source: Source) -> Any:
 
 
 def stored_dtype(source: Source) -> torch.dtype:
-    """That of most of its weights."""
+    """The dtype of most bytes of the weights."""
     sizes: dict[str, int] = {}
     for entry in source.entries.values():
         if entry.is_float:
@@ -130,8 +127,8 @@ def stored_dtype(source: Source) -> torch.dtype:
 
 
 def diffusion_trial(model: object, where: object) -> Trial:
-    """What `model` makes of a random latent image, a time step, and a class or a text. Raises
-    InputError for a model that does not run on them, NumericsError for no finite result."""
+    """Run `model` on a random latent image, a time step, and a class or a text. Raises InputError if it
+    does not run, NumericsError for no finite result."""
     try:
         with quiet_diffusers():
             return trial_of(model, trial_inputs(model), "a latent image at one time step", where)
@@ -141,7 +138,7 @@ def diffusion_trial(model: object, where: object) -> Trial:
 
 
 def trial_inputs(model: Any) -> dict[str, Any]:
-    """Arguments of a model: latents [1, c, h, w], time steps [1], classes [1] or a text [1, t, d]."""
+    """Small inputs: latents [1, c, h, w], time steps [1], classes [1] or a text [1, t, d]."""
     config, generator = model.config, torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loads dense and structured checkpoints for evaluation and generation."""
+"""Loads dense and structured checkpoints for evaluation and generation, in a dtype that they run in."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from blr.compressor.base.device import COMPUTED, pick_device
@@ -18,10 +19,14 @@ from blr.compressor.checkpoint.config import REMEDY
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading.checked import OURS, check_transformers, read_as_loaded
-from blr.compressor.loading.native import continues_text, has_encoder, sees_and_writes
-from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.native import (
+    continues_text,
+    has_encoder,
+    quiet_transformers,
+    sees_and_writes,
+)
 from blr.compressor.loading.sidecar_files import VOCABULARIES, check_defaults, check_generation
-from blr.compressor.loading.smoke_run import check_model
+from blr.compressor.loading.smoke_run import check_model, plain_tokens
 from blr.compressor.loading.tokenizer import REMEDY as TOKENIZER_REMEDY
 from blr.compressor.loading.tokenizer import check_tokenizer
 from blr.compressor.modeling import register
@@ -42,21 +47,18 @@ def load_model(
     trust: bool = False,
     verify: bool = True,
     progress: Progress | None = None,
-) -> Any:
-    """The model in `folder`, in evaluation mode, with every tensor in its place and finite.
+) -> PreTrainedModel:
+    """Load the model in `folder`, in evaluation mode, with every tensor in its place and finite.
 
     Args:
-        task: the Auto class, as "AutoModelForCausalLM".
-        dtype: one of `dtypes.COMPUTED`. device: "auto" or a torch device.
+        task: the Auto class, as "AutoModelForCausalLM". dtype: one of `COMPUTED`.
+        device: "auto" or a torch device.
         trust: run modeling code from the folder (never needed for outputs of blr).
         verify: hash what is read of an output of blr; sizes and headers are always compared.
-        progress: is told what of a dense checkpoint is left out, or read otherwise than it says.
+        progress: is told what of a dense checkpoint is left out or read otherwise than it says.
 
-    Raises:
-        UsageError, CapabilityError.
-        InputError: not a checkpoint for `task`, other bytes than the manifest lists, tensors that are
-            missing or left over.
-        NumericsError: weights that are not finite, or factors that overflow.
+    Raises UsageError, CapabilityError; InputError for no checkpoint of `task`, other bytes than the
+    manifest lists, tensors missing or left over; NumericsError for weights or factors that overflow.
     """
     if dtype not in COMPUTED:
         raise UsageError(f"dtype {dtype!r}: expected one of {', '.join(COMPUTED)}")
@@ -82,7 +84,7 @@ def load_model(
 
 
 def _as_loaded(source: Source, trust: bool) -> Source:
-    """A dense checkpoint of a class of transformers, as every command reads it; any other as it is."""
+    """A dense checkpoint of a class of transformers as every command reads it; any other unchanged."""
     own = trust and "auto_map" in source.config
     known = source.model_type in CONFIG_MAPPING and not source.model_type.startswith(OURS)
     if own or not known or source.config.get("quantization_config"):
@@ -122,7 +124,7 @@ def _from_pretrained(source: Source, task: str, dtype: str, trust: bool) -> Any:
 
 
 def _check_generates(source: Source) -> None:
-    """Raise InputError for a checkpoint whose class continues no text, such as an encoder."""
+    """Raise InputError for a class that continues no text, such as an encoder."""
     names = source.config.get("architectures") or []
     name = names[0].removeprefix(PREFIX) if names else None
     if name is not None and hasattr(transformers, name) and not continues_text(source):
@@ -133,9 +135,9 @@ def _check_generates(source: Source) -> None:
         refuse(source.folder, f"{name} of is_decoder false", "a decoder", "give the folder of one")
 
 
-def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> Any:
-    """The tokenizer in `folder`, tried on the start of `text` before. Raises InputError when it has
-    none that loads, or one that explodes."""
+def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> PreTrainedTokenizerBase:
+    """Load the tokenizer in `folder`, after a trial on the start of `text`. Raises InputError if it does
+    not load or fails the trial."""
     _open(folder)
     check_tokenizer(folder, text)
     try:
@@ -153,8 +155,8 @@ def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> Any:
 
 
 def _open(folder: Path) -> Source:
-    """Check the files of `folder`, and that its model type is known if it is one of ours. Raises
-    InputError as `open_source`: transformers would wait on a FIFO or unpickle."""
+    """Open `folder` with blr's model types registered. Raises InputError as `open_source`, and for an
+    unknown type: transformers alone would wait on a FIFO or unpickle."""
     register()
     source = open_source(folder)
     check_transformers(source, "text is read and written by")
@@ -165,3 +167,35 @@ def _open(folder: Path) -> Source:
         expected = "blr_ and one that this version of transformers has"
         refuse(folder / "config.json", found, expected, REMEDY)
     return source
+
+
+TOKENS = 4  # read to see whether a model runs
+
+
+def model_dtype(device: torch.device) -> str:
+    """bfloat16 on a GPU, float32 elsewhere."""
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def load_computing(
+    folder: Path, task: str, device: torch.device, dtype: str | None = None
+) -> PreTrainedModel:
+    """Load a model of text in `dtype` (by default `model_dtype`), or in float32 where it does not run in
+    that: some, as XLNet, multiply tensors of two dtypes."""
+    asked = dtype or model_dtype(device)
+    model = load_model(folder, task, dtype=asked, device=str(device))
+    if asked == "float32" or _runs(model):
+        return model
+    del model
+    return load_model(folder, task, dtype="float32", device=str(device))
+
+
+@torch.no_grad()
+def _runs(model: PreTrainedModel) -> bool:
+    ids = plain_tokens(model.config)[None, :TOKENS].to(model.device)
+    try:
+        model(input_ids=ids)
+    except Exception as error:  # whatever a model raises where dtypes meet
+        raise_exhausted(error)
+        return False
+    return True

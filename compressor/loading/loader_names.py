@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -24,8 +25,13 @@ from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.loading.native import check_type, made_config, native_class, native_errors
-from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.native import (
+    check_type,
+    made_config,
+    native_class,
+    native_errors,
+    quiet_transformers,
+)
 from blr.compressor.modeling.registry import auto_classes
 
 REMEDY = "take config.json and weights from the same model"
@@ -34,11 +40,11 @@ MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])  # steps of t
 
 
 def taken(source: Source) -> Source:
-    """`source` as transformers reads it: `entries` are the tensors of its class by the names that it
-    saves, `left` are all others; `config` names the class and ties what is one tensor.
+    """`source` as transformers reads it: `entries` by the names of its class, all other tensors in
+    `left`, `config` with the class and the ties that hold.
 
-    Raises InputError for a class that transformers has not, and for tensors that are missing, of
-    another shape or of blocks that config.json has not.
+    Raises InputError for an unknown class, and for tensors that are missing, of another shape or of
+    blocks that config.json does not count.
     """
     source = source if source.config.get("architectures") else _named(source)
     cls = native_class(source)
@@ -50,7 +56,7 @@ def taken(source: Source) -> Source:
     return _tied(_placed(source, keys), model, keys)
 
 
-def _loaded(source: Source, cls: Any) -> tuple[Any, dict[str, Any]]:
+def _loaded(source: Source, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = made_config(source)
     with native_errors(source):
         return load_empty(cls, None, config=config, state_dict=meta_tensors(source.entries.values()))
@@ -60,8 +66,8 @@ def _loaded(source: Source, cls: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _named(source: Source) -> Source:
-    """`source` with the class under `architectures` that has a place for the most of its tensors.
-    Raises InputError where every class of its model type lacks some."""
+    """Add the class with a place for most tensors to a config.json without `architectures`. Raises
+    InputError where every class of its model type lacks some."""
     check_type(source)
     left = {name: count for name in _candidates(source) if (count := _left(source, name)) is not None}
     if not left:
@@ -74,8 +80,7 @@ def _named(source: Source) -> Source:
 
 
 def _candidates(source: Source) -> list[str]:
-    """The classes of a model type, those that say most plainly what they are for first: what is no
-    decoder by its configuration fills masks."""
+    """The classes of a model type, the most likely task first (masked ones if no decoder)."""
     config = made_config(source)
     tasks = ["ForCausalLM", "ForSeq2SeqLM", "ForMaskedLM", ""]
     if getattr(config, "is_decoder", None) is False:
@@ -87,7 +92,7 @@ def _candidates(source: Source) -> list[str]:
 
 
 def _left(source: Source, name: str) -> int | None:
-    """How many tensors the class `name` has no place for; None if it lacks some."""
+    """How many tensors class `name` has no place for; None if it lacks some."""
     model, info = _loaded(source, getattr(transformers, name))
     if misfit(info, "missing", "mismatched"):
         return None
@@ -98,9 +103,8 @@ def _left(source: Source, name: str) -> int | None:
 # --- Its tensors ----------------------------------------------------------------------------------
 
 
-def _refuse_blocks(source: Source, model: Any, info: dict[str, Any]) -> None:
-    """Refuse tensors of blocks beyond those of config.json, unless the class ignores them by name: the
-    weights are then of another model."""
+def _refuse_blocks(source: Source, model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Refuse blocks beyond those that config.json counts, unless the class ignores them by name."""
     lists = {name: len(m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     for key in sorted(info["unexpected_keys"]):
         for dot in re.finditer(r"\.(\d+)\.", key):
@@ -130,9 +134,9 @@ def _placed(source: Source, keys: Keys) -> Source:
 # --- Which are one --------------------------------------------------------------------------------
 
 
-def _tied(source: Source, model: Any, keys: Keys) -> Source:
-    """`source` with tied weights under the name that they are tied to. One that is stored beside it with
-    other values is a weight of its own, whatever config.json says."""
+def _tied(source: Source, model: PreTrainedModel, keys: Keys) -> Source:
+    """`source` with tied weights under the name that they are tied to. A weight with values of its own
+    is stored apart, whatever config.json says."""
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     stored = {keys.key(name): name for name in source.entries}
     renamed = dict[str, str]()
@@ -150,7 +154,7 @@ def _tied(source: Source, model: Any, keys: Keys) -> Source:
 
 
 def _are_equal(source: Source, name: str, other: str) -> bool:
-    """Whether two stored tensors are the same, read only as far as they are."""
+    """Whether two stored tensors hold the same bytes."""
     one, two = source.entries[name], source.entries[other]
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
@@ -159,10 +163,10 @@ def _are_equal(source: Source, name: str, other: str) -> bool:
 
 
 def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple[str, str]]) -> Source:
-    """`source` whose config.json ties nothing, where tensors that it ties have values of their `own`.
+    """Untie `source`, some of whose tied weights have values of their `own`.
 
-    An encoder-decoder keeps its configuration: there the word also says how outputs are scaled, and
-    transformers finds at loading that the weights differ.
+    An encoder-decoder keeps its config.json: there the key also scales outputs, and transformers finds
+    the difference when it loads.
     """
     name, giving = own[0]
     said = (
@@ -180,16 +184,16 @@ def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple
 
 
 def _without_ties(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` that ties no weights, in none of its parts."""
+    """`config` without tied weights, in all its parts."""
     parts = {k: _without_ties(v) if isinstance(v, dict) else v for k, v in config.items()}
     return {**parts, **{key: False for key in TIES if key in parts}}
 
 
 class Keys:
-    """The names that `model` gives to stored tensors. `known` are those of its state; `transforms` are
-    what transformers does to tensors on the way."""
+    """The names in `model` of stored tensors. `known` is its state; `transforms` are the renamings and
+    merges of transformers' loader."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.known: dict[str, Any] = model.state_dict()
         self.transforms: Any = get_model_conversion_mapping(model)
         self._prefix = model.base_model_prefix
@@ -197,7 +201,7 @@ class Keys:
         self._converters = [t for t in self.transforms if isinstance(t, WeightConverter)]
 
     def key(self, name: str) -> str:
-        """The name in the model of the stored tensor `name`, or of the one that it becomes a part of."""
+        """The name in the model of a stored tensor, or of the tensor that it becomes a part of."""
         found = rename_source_key(name, self._renamings, self._converters, self._prefix, self.known)[0]
         if found in self.known:
             return found
@@ -205,8 +209,7 @@ class Keys:
 
 
 def meta_tensors(entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
-    """Tensors of the stored shapes and dtypes without data, by name; of any dtype where torch has no
-    bytes for the stored one, which fails when it is read."""
+    """Tensors of the stored shapes and dtypes without data (float32 for a dtype that torch lacks)."""
     return {
         entry.name: torch.empty(
             entry.shape, dtype=getattr(torch, TORCH_NAMES.get(entry.dtype, "float32")), device="meta"
@@ -215,9 +218,10 @@ def meta_tensors(entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
     }
 
 
-def load_empty(cls: Any, folder: Path | None, **options: object) -> tuple[Any, dict[str, Any]]:
-    """A model of class `cls` as transformers loads it, on the meta device, and what its loader says of
-    keys (`output_loading_info`)."""
+def load_empty(
+    cls: Any, folder: Path | None, **options: object
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model of class `cls` on the meta device, and the loader's `output_loading_info`."""
     with quiet_transformers():
         model, info = cls.from_pretrained(
             folder,
@@ -230,24 +234,25 @@ def load_empty(cls: Any, folder: Path | None, **options: object) -> tuple[Any, d
 
 
 def misfit(info: dict[str, Any], *kinds: str) -> str:
-    """The first of the `kinds` ("missing", …) of keys that a loader said something of; empty if none."""
+    """Name the first of the `kinds` ("missing", …) of wrong keys in a loader's report; empty if none."""
     for kind in kinds:
         if names := sorted(str(key) for key in info.get(f"{kind}_keys") or ()):
             return f"{kind} keys {quote(names[:3], 240)[1:-1]} of {len(names)}"
     return ""
 
 
-def renamed(model: Any, stored: Iterable[str]) -> dict[str, str]:
-    """Tensors on disk by what transformers calls them, where that is another name."""
+def renamed(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
+    """Stored names by the names in the model, where these differ."""
     renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
     names = ((rename_source_key(name, renamings, [])[0], name) for name in stored)
     return {name: old for name, old in names if name != old}
 
 
-def merged_names(model: Any, name: str, stored: Collection[str]) -> list[list[str]]:
-    """For a parameter `name` of `model` that holds what its checkpoint keeps apart, as the experts of a
-    layer: for every expert the tensors, named as in `module_names`, that are one upon another in its
-    part. Empty if it is made otherwise, or if some of it is not among `stored`."""
+def merged_names(model: PreTrainedModel, name: str, stored: Collection[str]) -> list[list[str]]:
+    """The stored tensors behind the merged parameter `name`, a list for each expert in order.
+
+    Empty if the parameter is made otherwise, or if some tensors are not among `stored`.
+    """
     for converter in get_model_conversion_mapping(model):
         target = next((t for t in getattr(converter, "target_patterns", ()) if name.endswith(t)), None)
         steps = [type(step).__name__ for step in getattr(converter, "operations", ())]

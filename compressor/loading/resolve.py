@@ -64,14 +64,14 @@ def resolve_model(
     weights: bool = True,
     stream: bool | None = False,
 ) -> Found:
-    """The local folder of `model`, downloaded if it is a hub id and not yet in the cache.
+    """Find the folder of `model`, downloading it if it is a hub id that is not in the cache.
 
-    Without `weights` no more than its config.json is downloaded. With `stream`, or where it is None and
-    the disk has no room, weights are fetched as they are read (`checkpoint/remote.py`).
+    Args:
+        weights: download them too; otherwise config.json alone.
+        stream: fetch weights as they are read (`checkpoint/remote.py`); None: where disks have no room.
 
-    Raises UsageError: a revision of a local folder; InputError: neither an existing folder nor the form
-    of a hub id; HubError: the hub cannot be reached, refuses, or has no such repository; StorageError:
-    the hub's cache is full.
+    Raises UsageError for a revision or `stream` of a local folder, InputError for neither a folder nor a
+    hub id, HubError for a hub that fails or refuses, StorageError for a full cache.
     """
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"  # for every library that is imported from here on
@@ -104,7 +104,7 @@ def _model_in(folder: Path) -> Path:
 
 
 def _folder(model: str) -> Path:
-    """What `model` is called as a path. Raises InputError for a name that libraries cannot take."""
+    """`model` as a path. Raises InputError for a name that libraries cannot take."""
     folder = Path(os.path.expanduser(model))
     if not is_text(str(folder)):
         found = f"a name that is no text in {sys.getfilesystemencoding()}"
@@ -114,8 +114,7 @@ def _folder(model: str) -> Path:
 
 
 def default_output(model: str, recipe: Recipe) -> Path:
-    """``<name>-<method>-cf<cf>-<kind>`` in the current folder, or with the base and the size of its
-    correction, or of a cache of ranks. Raises InputError as `resolve_model`."""
+    """The folder ``NAME-METHOD-cfCF`` in the current one, named after the settings of `recipe`."""
     own, name = recipe.own(), Path(os.path.abspath(_folder(model))).name
     base = f"-int{own.stored.base}" if own.stored.base else ""
     kind = f"-{own.stored.kind}" if own.stored.bits else ""
@@ -140,7 +139,7 @@ def is_offline() -> bool:
 def _download(
     repository: str, revision: str | None, offline: bool, patterns: list[str], stream: bool | None
 ) -> Found:
-    """What `repository` has on the hub; where it cannot be asked, what the cache has whole of it."""
+    """Get `repository` from the hub; if that cannot be reached, from a complete copy in the cache."""
     try:
         if offline:
             return _cached(repository, revision, patterns)
@@ -183,15 +182,14 @@ def _cached(repository: str, revision: str | None, patterns: list[str]) -> Found
 
 
 def _snapshot(repository: str, revision: str | None, patterns: list[str], **how: Any) -> Any:
-    """The folder of a commit in the hub's cache, or with `dry_run` what a download would take."""
+    """The folder of a commit in the hub's cache; with `dry_run` the files that a download would take."""
     from huggingface_hub import snapshot_download  # reads the environment: not before it is set
 
     return snapshot_download(repository, revision=revision, allow_patterns=patterns, **how)
 
 
 def _may_be_cached(error: Exception) -> bool:
-    """Whether the hub failed, and not what was asked of it: as for huggingface_hub itself, a revision
-    that it does not have is an error, and so is a disk without room."""
+    """Whether a copy in the cache may stand in: not for a missing revision or a full disk."""
     from huggingface_hub.errors import RevisionNotFoundError
 
     missing = any(isinstance(each, RevisionNotFoundError) for each in (error, error.__cause__))
@@ -199,8 +197,7 @@ def _may_be_cached(error: Exception) -> bool:
 
 
 def is_whole(folder: Path, patterns: list[str]) -> bool:
-    """Whether a folder of the hub's cache has the configuration and, if `patterns` ask for them, all
-    weights: a download that was stopped leaves some of them."""
+    """Whether a folder of the cache has config.json and, if `patterns` ask for them, all weights."""
     if not (folder / "config.json").is_file():
         return False
     if "*.safetensors" not in patterns:
@@ -213,7 +210,7 @@ def is_whole(folder: Path, patterns: list[str]) -> bool:
 
 
 def _hub_error(error: Exception, repository: str) -> BlrError:
-    """What `error` of the hub's client means to whoever asked for `repository`."""
+    """The error to report for an `error` of the hub's client."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -230,7 +227,7 @@ def _hub_error(error: Exception, repository: str) -> BlrError:
 
 
 def _of_pipeline(repository: str, revision: str | None, offline: bool, patterns: list[str]) -> list[str]:
-    """`patterns`, of a pipeline's repository those of its transformer alone."""
+    """`patterns`, narrowed to the transformer if the repository is a pipeline of diffusers."""
     from huggingface_hub import try_to_load_from_cache
 
     tops = ["config.json", PIPELINE]
@@ -246,8 +243,8 @@ def _of_pipeline(repository: str, revision: str | None, offline: bool, patterns:
 
 
 def _stays(repository: str, revision: str | None, patterns: list[str], stream: bool | None) -> bool:
-    """Say what a download takes, ahead of it; whether weights are to stay on the hub instead. Raises
-    StorageError where the hub's cache has no room and they must not."""
+    """Announce the download; whether the weights stay on the hub instead. Raises StorageError if they
+    must not and the cache has no room."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     files = _snapshot(repository, revision, patterns, dry_run=True)
@@ -274,10 +271,10 @@ def _stays(repository: str, revision: str | None, patterns: list[str], stream: b
 
 
 def stand_in(repository: str, revision: str | None, patterns: list[str]) -> tuple[Path, str]:
-    """The folder, with all but the weights of the model, and the commit.
+    """Make a folder of the model's files with headers in place of weights; the folder and the commit.
 
-    Raises HubError for a repository without safetensors, InputError for an index of other than plain
-    names, and what the hub's client raises.
+    Raises HubError for a repository without safetensors, InputError for an unsafe index, and what the
+    hub's client raises.
     """
     from huggingface_hub.constants import HF_HOME
 
@@ -292,7 +289,11 @@ def stand_in(repository: str, revision: str | None, patterns: list[str]) -> tupl
         if name.suffix not in WEIGHTS or len(name.parts) > 1:  # the cache may have some of them
             _put(folder / name, path.read_bytes())
     for shard in shards:
-        _put(folder / shard.name, _header(shard))
+        length = int.from_bytes(shard.fetch(0, min(8, shard.size)), "little")
+        if length > min(MAX_HEADER_BYTES, shard.size - 8):
+            found = f"found a header of {length} bytes, expected a safetensors file"
+            raise HubError(f"{shard.name}: {found}; {REMEDY}")
+        _put(folder / shard.name, bytes(shard.fetch(0, 8 + length)))
         STANDING_IN[folder / shard.name] = shard
     return folder, snapshot.name
 
@@ -314,18 +315,8 @@ def _shards(repository: str, snapshot: Path) -> list[RemoteShard]:
     return made
 
 
-def _header(shard: RemoteShard) -> bytes:
-    """All of a shard before its tensors."""
-    length = int.from_bytes(shard.fetch(0, min(8, shard.size)), "little")
-    if length > min(MAX_HEADER_BYTES, shard.size - 8):
-        found = f"found a header of {length} bytes, expected a safetensors file"
-        raise HubError(f"{shard.name}: {found}; {REMEDY}")
-    return bytes(shard.fetch(0, 8 + length))
-
-
 def _put(path: Path, data: bytes) -> None:
-    """Write a file whole, unless it is there: other processes of the run may read it. Raises
-    OutputError where something else is: a commit's files never change."""
+    """Write a file whole unless another process has. Raises OutputError for other contents there."""
     with storage_errors(path.parent), suppress(FileExistsError):
         write_stream(path, [data], new=True)
     found = b"" if os.path.islink(path) else bytes(read_whole(path, max(len(data), 1)))

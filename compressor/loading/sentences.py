@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.extras import MAX_BYTES, MODULE_WEIGHTS, MODULES
@@ -41,9 +42,12 @@ REMEDY = "evaluate it with sentence-transformers itself"
 
 @dataclass(frozen=True)
 class Sentences:
-    """`modes` of pooling, side by side; `length` in tokens at most, None for the model's; `lower` case
-    or as it is; `dense` layers in order; `prompt` before every sentence, whose tokens are pooled or not
-    (`pools_prompt`); `dimensions` of an embedding that are kept, None for all."""
+    """How sentences become embeddings.
+
+    `modes` of pooling are put side by side; `length` is the most tokens (None: the model's); `lower`
+    makes lower case; `dense` layers follow the pooling; `prompt` comes before every sentence, pooled or
+    not (`pools_prompt`); `dimensions` are kept (None: all).
+    """
 
     modes: tuple[str, ...] = ("mean",)
     length: int | None = None
@@ -54,20 +58,19 @@ class Sentences:
     dimensions: int | None = None
 
     def texts(self, sentences: list[str]) -> list[str]:
-        """What is given to the tokenizer."""
+        """The sentences as the tokenizer gets them."""
         texts = [self.prompt + sentence for sentence in sentences]
         return [text.lower() for text in texts] if self.lower else texts
 
-    def unpooled(self, tokenizer: Any) -> int:
-        """How many tokens at the start of every text are the prompt's and left out of the pooling."""
+    def unpooled(self, tokenizer: PreTrainedTokenizerBase) -> int:
+        """How many tokens of the prompt, at the start of every text, are left out of the pooling."""
         if self.pools_prompt or not self.prompt:
             return 0
         ids = tokenizer(self.texts([""]))["input_ids"][0]
         return len(ids) - (ids[-1] in tokenizer.all_special_ids)
 
     def embed(self, hidden: Tensor, mask: Tensor, unpooled: int = 0) -> Tensor:
-        """[n, d'] of hidden states [n, T, d] and their mask [n, T], padded on either side, without the
-        first `unpooled` tokens of each."""
+        """Embeddings [n, d'] of states [n, T, d] and mask [n, T], without the first `unpooled`."""
         if unpooled:
             mask = mask * (mask.cumsum(1) > unpooled)
         pooled = torch.cat([POOLING[mode](hidden, mask) for mode in self.modes], -1)
@@ -77,8 +80,7 @@ class Sentences:
 
 
 def read_sentences(folder: Path) -> Sentences:
-    """What the files of `folder` say. Raises InputError for modules that are not known here, and for a
-    prompt that is named and not there."""
+    """Read the settings in `folder`. Raises InputError for unknown modules or a missing prompt."""
     settings = _read(folder, LENGTH, needed=False)
     length, lower = settings.get("max_seq_length"), settings.get("do_lower_case") is True
     length = length if type(length) is int and length > 0 else None
@@ -87,7 +89,12 @@ def read_sentences(folder: Path) -> Sentences:
     for kind, path in _modules(folder):
         if kind == "Pooling":
             config = _read(folder, f"{path}/config.json")
-            modes, pools_prompt = _modes(folder, config), config.get("include_prompt") is not False
+            old = [mode for key, mode in OLD_MODES.items() if config.get(key) is True]
+            named = config.get("pooling_mode", old or "mean")
+            modes = (named,) if isinstance(named, str) else tuple(named)
+            if unknown := [mode for mode in modes if mode not in POOLING]:
+                refuse(folder / MODULES, f"pooling {quote(unknown[0], 40)}", ", ".join(POOLING), REMEDY)
+            pools_prompt = config.get("include_prompt") is not False
         elif kind == "Dense":
             dense.append(_dense(folder, path))
         elif kind not in ("Transformer", "Normalize"):  # cosines know no norm
@@ -99,7 +106,7 @@ def read_sentences(folder: Path) -> Sentences:
 
 
 def _prompt(folder: Path, settings: dict[str, Any]) -> str:
-    """The one that sentence-transformers puts before a sentence if none is asked for."""
+    """The prompt that sentence-transformers puts before a sentence by default."""
     name, prompts = settings.get("default_prompt_name"), settings.get("prompts")
     known = {"query": "", "document": "", **(prompts if type(prompts) is dict else {})}
     if name is None:
@@ -122,15 +129,6 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 def _read(folder: Path, name: str, needed: bool = True) -> dict[str, Any]:
     there = needed or os.path.lexists(folder / name)
     return read_json(inside(folder, name), MAX_BYTES) if there else {}
-
-
-def _modes(folder: Path, config: dict[str, Any]) -> tuple[str, ...]:
-    old = [mode for key, mode in OLD_MODES.items() if config.get(key) is True]
-    named = config.get("pooling_mode", old or "mean")
-    modes = (named,) if isinstance(named, str) else tuple(named)
-    if unknown := [mode for mode in modes if mode not in POOLING]:
-        refuse(folder / MODULES, f"pooling {quote(unknown[0], 40)}", ", ".join(POOLING), REMEDY)
-    return modes
 
 
 def _dense(folder: Path, path: str) -> Callable[[Tensor], Tensor]:
@@ -156,7 +154,7 @@ def _mean(hidden: Tensor, mask: Tensor, power: float = 1.0) -> Tensor:
 
 
 def _places(mask: Tensor) -> Tensor:
-    """Of real tokens, from 1 on; 0 for padding."""
+    """Places [m, w] of the tokens of each text, from 1 on; 0 for padding."""
     return mask.cumsum(1) * mask
 
 

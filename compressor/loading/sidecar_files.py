@@ -18,7 +18,7 @@ from blr.compressor.base.quoting import first_line, quote
 from blr.compressor.checkpoint.extras import MAX_JSON_BYTES, REMEDY, carried, is_number
 from blr.compressor.checkpoint.regular import inside, read_json, refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.native import quiet_transformers
 from blr.compressor.loading.tokenizer import PROBE, check_tokenizer
 from blr.compressor.modeling.modeling_blr import PREFIX
 from blr.compressor.workspace.strict_json import Told, fitted
@@ -65,8 +65,8 @@ TokenIds, Defaults = _settings("TokenIds", IDS), _settings("Defaults", DEFAULTS)
 
 
 def check_defaults(folder: Path) -> None:
-    """Refuse settings of generation_config.json, and tokens in config.json, of another type than
-    transformers takes. Raises InputError, one line."""
+    """Raise InputError for settings of generation_config.json, or token ids in config.json, of a type
+    that transformers does not take."""
     if (folder / GENERATION).exists():
         table = _read(folder, GENERATION)
         plain = {name: value for name, value in table.items() if not is_number(value)}
@@ -88,10 +88,10 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", 
 
 
 def check_carried(source: Source, config: Mapping[str, Any]) -> None:
-    """Find now what would fail when an output with `config` is checked after hours of work.
+    """Raise now what would fail when an output with `config` is checked after hours of work.
 
-    Raises InputError: a tokenizer that explodes or is none, a generation_config.json that loaders
-    refuse; OutputError: a tokenizer that cannot be carried over to the model type of `config`.
+    Raises InputError for a bad tokenizer or generation_config.json, OutputError for a tokenizer that
+    cannot be carried over to the model type of `config`.
     """
     check_tokenizer(source.folder)
     check_generation(source.folder)
@@ -111,7 +111,7 @@ def check_carried(source: Source, config: Mapping[str, Any]) -> None:
 
 
 def check_generation(folder: Path) -> None:
-    """Refuse defaults for generation that no model can be loaded with. Raises InputError."""
+    """Raise InputError for generation defaults that no model can be loaded with."""
     check_defaults(folder)
     path = folder / GENERATION
     if not os.path.exists(path):
@@ -126,12 +126,11 @@ def check_generation(folder: Path) -> None:
 
 
 def keep_tokenizer(source: Path, folder: Path) -> dict[str, tuple[int, str]]:
-    """Name the source's tokenizer class in tokenizer_config.json if it would not be found without it:
-    whoever does not run our code has a configuration of no type.
+    """Name the source's tokenizer class in tokenizer_config.json where it would not be found without
+    blr.
 
-    Returns what was rewritten (size, SHA-256).
-
-    Raises OutputError when the tokenizer still gives other ids, with our code or without.
+    Returns the size and SHA-256 of a file that was rewritten. Raises OutputError if the tokenizer still
+    gives other ids, with blr's code or without.
     """
     before = token_ids(source)
     if before is None or _same_ids(before, folder):
@@ -157,8 +156,8 @@ def _same_ids(expected: tuple[str, list[int]], folder: Path) -> bool:
 
 
 def token_ids(folder: Path, *, code: bool = True) -> tuple[str, list[int]] | None:
-    """Class name of the tokenizer in `folder` and its ids of a probing text. code: with our model type
-    known. None when it has no tokenizer, or one that does not load without code of its own."""
+    """Class name of the tokenizer in `folder` and its ids of a probing text; None if there is none, or
+    only one with code of its own. `code`: with blr's model types registered."""
     if not any((folder / name).exists() for name in VOCABULARIES):
         return None
     try:

@@ -9,13 +9,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.quoting import first_line, quote
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.numerics import check_finite, check_indices, check_product, norm
-from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.native import quiet_transformers
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.kernels.fp8.reference import is_number
 
@@ -25,32 +26,28 @@ NO_CHECK = "--no-check commits without having run anything"
 
 @dataclass(frozen=True)
 class Trial:
-    """An input and what a model makes of it. `what` says in words what was run."""
+    """An input and what a model makes of it; `what` describes the input in words."""
 
     inputs: dict[str, Any]
     expected: Tensor
     what: str
 
     def distance(self, model: object, where: object) -> float:
-        """Relative distance of what `model` computes from what is expected. Raises NumericsError for
-        numbers that are not finite."""
-        found, keep = self._results(model, where), self.expected.isfinite()
-        missed = (found - self.expected)[keep].norm()
-        return float(missed / self.expected[keep].norm().clamp_min(torch.finfo(missed.dtype).tiny))
-
-    def _results(self, model: Any, where: object) -> Tensor:
+        """Relative distance of the results of `model` from the expected ones. Raises NumericsError for
+        results that are not finite."""
         found, keep = run(model, self.inputs), self.expected.isfinite()
         if found.shape != self.expected.shape or not found[keep].isfinite().all():
             raise NumericsError(
                 f"{where}: found NaN or Inf in the results for {self.what}, where the model it was made "
                 f"from has finite numbers; choose another dtype or a lower --cf ({NO_CHECK})"
             )
-        return found
+        missed = (found - self.expected)[keep].norm()
+        return float(missed / self.expected[keep].norm().clamp_min(torch.finfo(missed.dtype).tiny))
 
 
-def first_trial(model: Any, where: object) -> Trial:
-    """Run `model` on the first input of its kind that it takes. Raises InputError when it takes none
-    that is known here, NumericsError for no finite result."""
+def first_trial(model: PreTrainedModel, where: object) -> Trial:
+    """Run `model` on the first of `candidates` that it takes. Raises InputError if it takes none,
+    NumericsError for no finite result."""
     reason = ""
     for inputs in candidates(model):
         try:
@@ -73,8 +70,8 @@ def refuse_model(model: object, where: object, reason: str) -> NoReturn:
 
 
 def trial_of(model: object, inputs: dict[str, Any], what: str, where: object) -> Trial:
-    """Run `model` on `inputs`, tensors or tables of tensors by argument. Raises NumericsError for no
-    finite result, and what the model raises."""
+    """Run `model` on `inputs`, which are `what`. Raises NumericsError for no finite result, and what the
+    model raises."""
     return _checked(Trial(inputs, run(model, inputs), what), where)
 
 
@@ -97,7 +94,7 @@ def run(model: Any, inputs: dict[str, Any]) -> Tensor:
     return next(t for t in result.to_tuple() if isinstance(t, Tensor) and t.is_floating_point()).float()
 
 
-def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
+def candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     """Inputs that a model of its kind might take, the plainest first."""
     taken = inspect.signature(model.forward).parameters
     made = {name: make(model) for name, make in _MAKERS.items() if name in taken}
@@ -114,8 +111,8 @@ def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
         yield known
 
 
-def _tokens(model: Any) -> Tensor | None:
-    """[1, `TOKENS`] at most, none of them special but a last one that ends the text."""
+def _tokens(model: PreTrainedModel) -> Tensor | None:
+    """Up to `TOKENS` random ids [1, n], none of them special but an end of text."""
     text = model.config.get_text_config()
     size = getattr(text, "vocab_size", None)
     if size is None:
@@ -131,8 +128,7 @@ def _tokens(model: Any) -> Tensor | None:
 
 
 def plain_tokens(config: Any) -> Tensor:
-    """Ids [n] of the text of a model's configuration, the first 65,536 at most, without special ones
-    and those that stand for images."""
+    """The first 65,536 ids [n] of a vocabulary at most, without special ones and images."""
     text = config.get_text_config()
     told = {**config.to_dict(), **text.to_dict()}
     ends = ("_token_id", "_token_index")
@@ -140,7 +136,7 @@ def plain_tokens(config: Any) -> Tensor:
     return torch.tensor([n for n in range(min(text.vocab_size, 1 << 16)) if n not in named] or [0])
 
 
-def _image(model: Any) -> Tensor | None:
+def _image(model: PreTrainedModel) -> Tensor | None:
     """[1, channels, height, width]"""
     config = getattr(model.config, "vision_config", model.config)
     size = getattr(config, "image_size", None)
@@ -150,7 +146,7 @@ def _image(model: Any) -> Tensor | None:
     return torch.randn(1, getattr(config, "num_channels", 3), *sides, generator=_generator())
 
 
-def _spectrum(model: Any) -> Tensor:
+def _spectrum(model: PreTrainedModel) -> Tensor:
     """[1, bands, frames]"""
     bands = getattr(model.config, "num_mel_bins", 80)
     frames = 2 * getattr(model.config, "max_source_positions", FRAMES // 2)
@@ -168,7 +164,7 @@ _WORDS = {"input_ids": "{} tokens", "pixel_values": "an image"}
 _WORDS |= {"input_values": "a sound", "input_features": "a spectrum"}
 
 
-def _cast(value: Any, model: Any) -> Any:
+def _cast(value: Any, model: PreTrainedModel) -> Any:
     if isinstance(value, dict):
         return {name: _cast(inner, model) for name, inner in value.items()}
     floating = isinstance(value, Tensor) and value.is_floating_point()
@@ -180,8 +176,8 @@ def _generator() -> torch.Generator:
 
 
 def check_model(model: nn.Module, where: object) -> None:
-    """Raise NumericsError for a loaded model with a tensor that is not finite, or a structured layer
-    whose factors multiply to values beyond its dtype. `where` names the checkpoint."""
+    """Raise NumericsError for a tensor that is not finite, or a structured layer whose factors multiply
+    to values beyond its dtype. `where` names the checkpoint."""
     for name, tensor in _stored(model):
         check_finite(tensor, f"{where}: tensor {name!r}", f"in {tensor.dtype}")
     for name, layer in model.named_modules():
@@ -190,7 +186,7 @@ def check_model(model: nn.Module, where: object) -> None:
 
 
 def check_layer(name: str, layer: Any) -> None:
-    """`check_product` of a `StructuredLinear`, quantized or not, in the dtype it computes in."""
+    """`check_product` of a structured layer in the dtype it computes in."""
     spec = layer.spec
     dtype = next(t.dtype for t in (*layer.parameters(), *layer.buffers()) if is_number(t))
 
@@ -203,7 +199,7 @@ def check_layer(name: str, layer: Any) -> None:
 
 
 def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and the buffers that a checkpoint stores: masks and positions may hold -inf."""
+    """Parameters and persistent buffers: others, as masks, may hold -inf."""
     yield from model.named_parameters()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading.loader_names import Keys, load_empty, meta_tensors
-from blr.compressor.loading.native import made_config, native_errors
-from blr.compressor.loading.quiet_libraries import quiet_transformers
+from blr.compressor.loading.native import made_config, native_errors, quiet_transformers
 from blr.compressor.modeling import register
 from blr.compressor.modeling.modeling_blr import PREFIX
 from blr.compressor.modeling.models import model_class
@@ -29,12 +29,9 @@ LISTS = nn.ModuleList, nn.Sequential
 WHOLE = 1 << 29  # bytes of weights that are loaded at once, as a user would; beyond, block by block
 
 
-def streamed_model(source: Source) -> Any:
-    """The model in `source`, dense or ours, in evaluation mode on the CPU and as stored: the weights of
-    a block are there while it runs, all others always.
-
-    Raises InputError for a configuration that it cannot be built from.
-    """
+def streamed_model(source: Source) -> PreTrainedModel:
+    """The model in `source`, dense or of blr, on the CPU as stored: a block's weights are in memory only
+    while it runs. Raises InputError for a configuration that it cannot be built from."""
     parts = Parts(source)
     parts.fill_rest()
     for name, block in parts.blocks.items():
@@ -43,8 +40,8 @@ def streamed_model(source: Source) -> Any:
     return parts.model
 
 
-def whole_model(source: Source) -> Any:
-    """As `streamed_model`, with all weights in memory at once."""
+def whole_model(source: Source) -> PreTrainedModel:
+    """The same model with all weights in memory."""
     parts = Parts(source)
     parts.fill_rest()
     with quiet_transformers():
@@ -53,16 +50,16 @@ def whole_model(source: Source) -> Any:
     return parts.model
 
 
-def empty_model(source: Source) -> Any:
-    """The model in `source`, dense or ours, all of it on the meta device."""
-    cls, config = _made_of(source)
+def empty_model(source: Source) -> PreTrainedModel:
+    """The model in `source`, dense or of blr, on the meta device."""
+    config, name = made_config(source), source.config["architectures"][0]
+    cls = model_class(name) if name.startswith(PREFIX) else getattr(transformers, name)
     tensors = meta_tensors(source.entries.values())
     return load_empty(cls, None, config=config, state_dict=tensors)[0].eval()
 
 
-def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> object:
-    """The model in an output, loaded as the README says, in `dtype`; beyond `WHOLE` bytes, block by
-    block and as stored."""
+def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """Load an output as the README says, in `dtype`; beyond `WHOLE` bytes block by block, as stored."""
     register()
     source = open_source(folder)
     if not is_small(source):
@@ -79,14 +76,7 @@ def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> object:
 
 def is_small(source: Source) -> bool:
     """Whether all of its weights may be in memory at once."""
-    return sum(entry.nbytes for entry in source.entries.values()) <= WHOLE
-
-
-def _made_of(source: Source) -> tuple[Any, Any]:
-    """The class that config.json names, and its configuration."""
-    config = made_config(source)
-    name = source.config["architectures"][0]
-    return (model_class(name) if name.startswith(PREFIX) else getattr(transformers, name)), config
+    return source.nbytes <= WHOLE
 
 
 def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -103,8 +93,8 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class Parts:
-    """The stored tensors of a `model` by the block that they belong to; "" is what belongs to none.
-    Raises InputError for a configuration that it cannot be built from."""
+    """The stored tensors of a `model` by block, "" for those of no block. Raises InputError for a
+    configuration that it cannot be built from."""
 
     def __init__(self, source: Source) -> None:
         with native_errors(source), quiet_transformers():
@@ -136,35 +126,30 @@ class Parts:
         convert_and_load_state_dict_in_model(self.model, state, settings)
 
     def fill_rest(self) -> None:
-        """Read what belongs to no block, make the buffers, and tie as transformers' loader does: to
-        whichever is stored, and nothing that is stored with other values."""
+        """Read what belongs to no block, make the buffers, and tie weights that are not stored apart."""
         with native_errors(self.source), quiet_transformers():
             self.fill("")
-            self.make_buffers()
+            for key, buffer in list(self.model.named_non_persistent_buffers()):
+                owner, _, leaf = key.rpartition(".")
+                module: Any = self.model.get_submodule(owner)
+                module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+                module._is_hf_initialized = False  # so that transformers fills it
+            self.model.initialize_weights()
             self.model.tie_weights(missing_keys=set(self.missing), recompute_mapping=False)
 
     def drop(self, part: str) -> None:
-        """Forget them."""
+        """Move the tensors of a part to the meta device."""
         for key in self.keys[part]:
             owner, _, leaf = key.rpartition(".")
-            module = self.model.get_submodule(owner)
+            module: Any = self.model.get_submodule(owner)
             held = module._parameters if leaf in module._parameters else module._buffers
             empty = torch.empty_like(held[leaf], device="meta")
             held[leaf] = nn.Parameter(empty, False) if held is module._parameters else empty
 
     def tensors(self, part: str) -> dict[str, torch.Tensor]:
-        """Those of a part as transformers keeps them, by name in the model, but what is not stored."""
+        """The stored tensors of a part by their names in the model."""
         self.fill(part)
         held = self.model.state_dict()
         found = {key: held[key] for key in self.keys[part] if held[key].device.type != "meta"}
         self.drop(part)
         return found
-
-    def make_buffers(self) -> None:
-        """Compute the buffers that no checkpoint stores."""
-        for key, buffer in list(self.model.named_non_persistent_buffers()):
-            owner, _, leaf = key.rpartition(".")
-            module = self.model.get_submodule(owner)
-            module._buffers[leaf] = torch.empty_like(buffer, device="cpu")
-            module._is_hf_initialized = False  # so that transformers fills it
-        self.model.initialize_weights()

@@ -15,11 +15,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blr.compressor.base.errors import CapabilityError, InputError
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.regular import POINTER, inside, read_whole, refuse, refuse_pointer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_BYTES = 64 * 2**20
 SECONDS = 10  # of CPU, and one more for each MiB of the file
@@ -61,30 +64,32 @@ print(json.dumps([len(text), len(plain), len(tokenizer.encode(text).ids)]))
 _sound: set[tuple[bytes, bytes]] = set()  # SHA-256 of tokenizers that passed, and what they encoded
 
 
-def check_ids(model: Any, ids: Any) -> None:
-    """Raise InputError for token ids, an integer tensor, that `model` has no embeddings for."""
+def check_ids(model: PreTrainedModel, ids: Any) -> None:
+    """Raise InputError for token ids that `model` has no embeddings for."""
     embeddings = model.get_input_embeddings()
     rows, most = getattr(embeddings, "num_embeddings", None), int(ids.max()) if ids.numel() else 0
     if rows is not None and most >= rows:
         found = f"token {most} of its tokenizer for a model with {rows} embeddings"
-        refuse(Path(model.name_or_path), found, f"tokens below {rows}", REMEDY)
+        refuse(Path(str(model.name_or_path)), found, f"tokens below {rows}", REMEDY)
 
 
-def encode_prompt(tokenizer: Any, text: str, model: Any) -> dict[str, Any]:
-    """Token ids and mask [1, w] of `text`, as a decoder continues them, on the device of `model`."""
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, text: str, model: PreTrainedModel
+) -> dict[str, Any]:
+    """Token ids and mask [1, w] of `text` on the device of `model`, without an end token."""
     found = tokenizer(text, return_token_type_ids=False, return_tensors="pt", verbose=False)
     return taken_by(model, found.to(model.device))
 
 
-def taken_by(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a tokenizer's results that the model has an argument for."""
+def taken_by(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `inputs` that the model has an argument for."""
     known = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in known}
 
 
-def encode_padded(tokenizer: Any, texts: list[str], longest: int) -> Any:
-    """Token ids and mask [m, w] of `texts`, cut at `longest` tokens and padded to the longest of them.
-    Raises InputError for a tokenizer without a token to pad with."""
+def encode_padded(tokenizer: PreTrainedTokenizerBase, texts: list[str], longest: int) -> Any:
+    """Token ids and mask [m, w] of `texts`, cut at `longest` tokens and padded. Raises InputError for a
+    tokenizer without a padding token."""
     if tokenizer.pad_token is None:
         raise InputError(
             f"{tokenizer.name_or_path}: the tokenizer has no padding token, expected one to read texts "
@@ -94,11 +99,10 @@ def encode_padded(tokenizer: Any, texts: list[str], longest: int) -> Any:
 
 
 def check_tokenizer(folder: Path, text: str = "") -> None:
-    """Encode a probing text, and the start of `text`, with the tokenizer.json of `folder`, if any: once
-    in a process for the same bytes and texts.
+    """Try tokenizer.json, if there is one, on a probing text and the start of `text`, once a process.
 
-    Raises InputError: it cannot be read, crashes, or needs more time, memory or tokens than any text
-    should; CapabilityError: no process can be started here.
+    Raises InputError if it cannot be read, crashes, or takes too much time, memory or tokens;
+    CapabilityError if no process can be started.
     """
     if not os.path.lexists(folder / "tokenizer.json"):
         return

@@ -41,12 +41,12 @@ several modules have carries its module's."""
 
 
 def code_files() -> dict[str, bytes]:
-    """File name to contents of everything that ``from_pretrained(…, trust_remote_code=True)`` runs."""
+    """The Python files of a checkpoint, by name."""
     return _verbatim(HOME)
 
 
 def diffusion_files() -> dict[str, bytes]:
-    """The same of a model of diffusers."""
+    """The same for a model of diffusers."""
     return _verbatim(HOME, DIFFUSION)
 
 
@@ -56,10 +56,10 @@ def _verbatim(*names: str) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Contents:
-    """What an export holds, by which it needs kernels.
+    """What an export holds, which decides on the kernels that it needs.
 
     structures: names of its specs. quantized: whether weights are in few bits. rows: sequences decoded
-    at once, 0 of a model that generates nothing.
+    at once, 0 for a model that generates nothing.
     """
 
     structures: frozenset[str]
@@ -67,7 +67,7 @@ class Contents:
     rows: int = 1
 
     def left_out(self) -> frozenset[str]:
-        """Modules and packages that it can do without."""
+        """Modules and packages that the export does without."""
         absent = {"decode.quantized.reference"}  # which no GPU runs
         if not self.quantized:
             absent |= {f"decode.quantized.{part}" for part in ("grouped", "launch")}
@@ -81,7 +81,7 @@ class Contents:
 
 
 def contents_of(specs: Iterable[Spec], settings: ExportSettings) -> Contents:
-    """Those of an export with layers of `specs`."""
+    """The contents of an export with layers of `specs`."""
     specs = list(specs)
     return Contents(
         structures=frozenset(name for spec in specs for name in families(spec)),
@@ -99,8 +99,7 @@ def exported_classes(auto_map: Mapping[str, str]) -> dict[str, str]:
 
 
 def runtime_files(contents: Contents) -> dict[str, bytes]:
-    """The files of a self-contained export. Raises BundleError for modules that cannot be joined (a
-    mistake in the sources)."""
+    """The files of a self-contained export. Raises BundleError, which is a bug."""
     return _bundled(contents.left_out())
 
 
@@ -113,8 +112,7 @@ def _bundled(left_out: frozenset[str]) -> dict[str, bytes]:
 
 
 def read_modules(roots: Iterable[str], left_out: frozenset[str] = frozenset()) -> dict[str, Module]:
-    """The modules that `roots` import, at the top or inside functions, and what these import. Raises
-    BundleError when a module of `left_out` is needed at the top of another."""
+    """All modules that `roots` import. Raises BundleError if the top of one needs one `left_out`."""
     found: dict[str, Module] = {}
     waiting = list(roots)
     while waiting:
@@ -128,7 +126,7 @@ def read_modules(roots: Iterable[str], left_out: frozenset[str] = frozenset()) -
 
 
 def assigned(roots: Mapping[str, str], modules: Mapping[str, Module]) -> dict[str, list[str]]:
-    """The modules of every file: each stands in the first that needs it at its top."""
+    """The modules of every file: each stands in the first file that needs it at its top."""
     starts = {file: [root] for file, root in roots.items()}
     starts[KERNELS] = [name for name in modules if name.startswith("blr.kernels.")]
     starts[RUNTIME] = list(modules)
@@ -146,7 +144,6 @@ def _within(module: str, packages: frozenset[str]) -> bool:
 
 @cache
 def _module(name: str) -> Module:
-    """Read once for the bundles of all exports, which leave it as it is."""
     return Module(name, _source(name))
 
 

@@ -10,7 +10,7 @@ from functools import cache
 
 @cache
 def register() -> None:
-    """Teach transformers and peft about structured checkpoints, once for this process.
+    """Let transformers and peft take structured checkpoints, once for this process.
 
     From then on ``AutoModelForCausalLM.from_pretrained(OUT)`` loads outputs of blr without remote code,
     as classes with kernels, and LoRA of peft, whenever that is imported, takes structured layers.

@@ -18,8 +18,8 @@ def after_import(package: str, run: Callable[[], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds one package, as the finders behind it do, and runs a function behind its own code. One of
-    those may be another of this kind: every copy of our modules in a process waits by itself."""
+    """Finds one package as the finders behind it do, and runs a function after the package's code.
+    Several may wait for one package: every copy of our modules in a process has its own."""
 
     def __init__(self, package: str, run: Callable[[], None]) -> None:
         self.package, self.run = package, run

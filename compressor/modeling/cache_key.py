@@ -1,8 +1,8 @@
-"""What is made for a model as it stands: a decoder, graphs.
+"""Keeps what is made for a model, a decoder or graphs, and makes it anew when the model changes.
 
-Both know addresses and what modules did when they were made; decoders have copies of some factors, too.
-Adapters that are put in or switched, a layer that is replaced, weights that move: they are made anew.
-Hooks are not called by them: see `is_watched`.
+Both know addresses of tensors and what modules did when they were made; decoders copy some factors, too.
+So they are made anew when adapters are added or switched, a layer is replaced, or weights move. They
+call no hooks: see `is_watched`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 CAPTURING = "transformers.utils.output_capturing"
@@ -22,15 +23,12 @@ _making = threading.RLock()  # a second thread waits for what the first makes
 
 
 class Check:
-    """A hook of ours, for passes by transformers: what is made for a model checks the same by itself."""
+    """A hook of ours for passes by transformers. Decoders and graphs check the same by themselves."""
 
 
 class Basis:
-    """The modules of a model, where its parameters and buffers lie, and what its adapters are set to.
-
-    Args:
-        values: the values of parameters and buffers count, too, as far as torch counts their changes.
-    """
+    """The state of a model: its modules, where its tensors lie, and what its adapters are set to.
+    values: whether the values of tensors count too, as far as torch counts their changes."""
 
     def __init__(self, model: nn.Module, values: bool = False) -> None:
         modules = list(model.modules())
@@ -38,7 +36,7 @@ class Basis:
         for module in modules:
             held += module._modules, module._parameters, module._buffers
         entries = [(found, name, value) for found in held for name, value in found.items()]
-        self.holders: list[dict[str, Any]] = [found for found, _, _ in entries]
+        self.holders: list[dict[str, object]] = [found for found, _, _ in entries]
         self.names = [name for _, name, _ in entries]
         self.values = [value for _, _, value in entries]
         self.tensors = [value for value in self.values if isinstance(value, Tensor)]
@@ -50,7 +48,7 @@ class Basis:
         self.settings = self._settings()
 
     def holds(self) -> bool:
-        """Whether all of it is there as it was."""
+        """Whether the model is still in this state."""
         if not all(map(is_, map(dict.get, self.holders, self.names), self.values)):
             return False
         if list(map(_place, self.tensors)) != self.places or self._settings() != self.settings:
@@ -62,15 +60,19 @@ class Basis:
         return [repr([own.get(name) for name in sorted(ADAPTER)]) for own in self.adapters]
 
     def is_watched(self, model: nn.Module) -> bool:
-        """Whether a call of a module of `model`, whose this is, is more than its class's forward: a
-        hook, another forward."""
+        """Whether a call of one of the modules of `model` does more than its class's forward: a hook, or
+        another forward."""
         if "forward" in model.__dict__ or any("forward" in own for own in self.own):
             return True
         found = [hook for hooks in self.hooks if hooks for hook in hooks.values()]
-        return not all(map(_is_inert, found))
+        # transformers leaves hooks once it was asked for hidden states, which act when it is asked again
+        return any(
+            not isinstance(hook, Check) and getattr(hook, "__module__", None) != CAPTURING
+            for hook in found
+        )
 
 
-def _place(tensor: Tensor) -> tuple[int, Any]:
+def _place(tensor: Tensor) -> tuple[int, torch.dtype]:
     return tensor.data_ptr(), tensor.dtype
 
 
@@ -78,31 +80,22 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _is_inert(hook: object) -> bool:
-    """Whether a hook changes nothing: a check of ours, or what transformers leaves on modules once it
-    was asked for hidden states, which acts where they are asked for again."""
-    return isinstance(hook, Check) or getattr(hook, "__module__", None) == CAPTURING
-
-
 @dataclass(frozen=True)
 class MadeFor:
-    """Something made for a model, and what it rests on. times: it was made, with those before it."""
+    """Something made for a model, the state that it depends on, and how often it has been made."""
 
     basis: Basis
     made: Any
     times: int
 
-    def __reduce__(self) -> Any:
-        """None in copies and pickles of the model: their weights lie elsewhere."""
+    def __reduce__(self) -> tuple[object, ...]:
+        """Become None in copies and pickles of the model, whose weights lie elsewhere."""
         return type(None), ()
 
 
 def held_for(model: nn.Module, name: str, make: Callable[[], Any], values: bool = False) -> MadeFor:
-    """What `make` gives, kept as `name` beside the model until something changes that it rests on.
-
-    Args:
-        values: it rests on copies of some weights.
-    """
+    """The result of `make`, kept as attribute `name` of the model until its state changes. values:
+    whether the result depends on the values of weights."""
     with _making:
         found: MadeFor | None = model.__dict__.get(name)
         if found is None or not found.basis.holds():

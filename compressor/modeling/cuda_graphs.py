@@ -1,26 +1,27 @@
-"""Forward passes of exported encoders as CUDA graphs.
+"""Replays forward passes of exported encoders as CUDA graphs.
 
-A small batch through an encoder is bound by launches. The first call with inputs of new shapes
-captures all of its kernels in a CUDA graph with buffers of its own; later calls copy the inputs in,
-replay the graph and return copies of the outputs. Threads take turns at buffers and graphs.
+Launches take longer than the computation of a small batch. The first call with inputs of new shapes
+captures its kernels in a CUDA graph with buffers of its own; later calls copy their inputs in, replay
+the graph and return copies of the outputs. Threads take turns.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from blr.compressor.modeling.cache_key import held_for
 from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.masks import is_full, unmasked
+from blr.compressor.modeling.modeling_blr import Mixin
 from blr.compressor.modeling.settings import export_settings, warn_once
 from blr.kernels.common.capturing import Captured, own_stream
 from blr.kernels.common.placing import on_gpu
@@ -28,55 +29,57 @@ from blr.kernels.common.placing import on_gpu
 MAX_GRAPHS = 16  # input shapes of an encoder kept at once
 MAX_REMADE = 8  # models made of other modules or weights than before, until no graph is made any more
 WARMUP = 2  # eager runs before a capture: libraries set themselves up in the first
-BOUND = 0.8  # the host's share of a pass from which on it is bound by launches
+BOUND = 0.8  # the host's share of a pass above which launches are what takes its time
 MASK = "attention_mask"
 ASKED = ("output_hidden_states", "output_attentions", "return_dict")  # of a config: what results hold
-Replay = Callable[[], Any]
-Capture = Callable[[Callable[[], Any]], Replay | None]
+Forward = Callable[..., object]
+Inputs = tuple[Sequence[Any], Mapping[str, Any]]  # positional and named
+Inside = Callable[[], AbstractContextManager[None]]
+Asked = Sequence[object]
+Replay = Callable[[], object]
+Capture = Callable[[Callable[[], object]], Replay | None]
 
 
-class CapturedForward:
-    """Mixin of exported models that do not generate: `__call__` replays a graph where it can.
+class CapturedForward(Mixin):
+    """Mixin of exported models that do not generate: a call replays a graph where it can.
 
     It can on a GPU, in evaluation mode, without gradients, hooks or tracing, for inputs that are
     tensors or plain values. Everything else, and a model that cannot be captured, runs as usual.
     """
 
-    def __call__(self: Any, *args: object, **kwargs: object) -> object:
-        native: Any = super()
-        if not _capturable(self):
-            return native.__call__(*args, **kwargs)
-        graphs = _graphs_of(self)
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        native = super().__call__
+        graphs = _graphs_of(self) if _capturable(self) else None
         if graphs is None or graphs.failed:
-            return native.__call__(*args, **kwargs)
-        if is_full(kwargs.get(MASK)) and graphs.ignores(native.__call__, args, kwargs):
+            return native(*args, **kwargs)
+        if is_full(kwargs.get(MASK)) and graphs.ignores(native, args, kwargs):
             kwargs = _maskless(kwargs)
         plain = len(args) < 2 and all(kwargs.get(name) is None for name in (MASK, "position_ids"))
         inside = unmasked if plain else nullcontext
         asked = [getattr(self.config, name, None) for name in ASKED]
         with on_gpu(self.device):
-            return graphs.run(native.__call__, (args, kwargs), inside, asked)
+            return graphs.run(native, (args, kwargs), inside, asked)
 
 
 class ForwardGraphs:
     """The graphs of one model, by the shapes of its inputs.
 
-    `capture` turns a function without arguments, whose tensors stay where they are, into one that
-    repeats its kernels and returns its first result, overwritten; None where that is not worth it.
-    `most`: shapes kept at once, the least recently used is dropped.
+    capture: turns a function without arguments, whose tensors stay where they are, into one that repeats
+    its kernels and returns its first result, overwritten; None where that is not worth it. most: how
+    many shapes are kept; then the least recently used is dropped.
     """
 
     def __init__(self, capture: Capture | None = None, most: int = MAX_GRAPHS) -> None:
         self.capture = capture or captured_if_faster
         self.most = most
-        self.entries: OrderedDict[Any, tuple[list[Tensor], Replay | None]] = OrderedDict()
+        self.entries: OrderedDict[Hashable, tuple[list[Tensor], Replay | None]] = OrderedDict()
         self.failed = False
         self.maskless: bool | None = None  # whether a mask that hides nothing is as good as none
         self.turn = threading.RLock()
-        self.stream: Any = None  # of the last replay
+        self.stream: torch.cuda.Stream | None = None  # of the last replay
 
-    def ignores(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-        """Whether ``forward`` computes the same without a mask that hides nothing; tried once."""
+    def ignores(self, forward: Forward, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+        """Whether `forward` computes the same without a mask that hides nothing; tried once."""
         if self.maskless is None:
             try:
                 self.maskless = _equal(forward(*args, **kwargs), forward(*args, **_maskless(kwargs)))
@@ -84,22 +87,21 @@ class ForwardGraphs:
                 self.maskless = False
         return self.maskless
 
-    def run(self, forward: Callable[..., Any], inputs: Any, *how: Any, **named: Any) -> Any:
-        """``forward(*inputs[0], **inputs[1])``, by a graph if there is one; `how`: as of `replayed`."""
-        result = self.replayed(forward, inputs, *how, **named)
+    def run(
+        self, forward: Forward, inputs: Inputs, inside: Inside = nullcontext, asked: Asked = ()
+    ) -> Any:
+        """``forward(*inputs[0], **inputs[1])``, by a graph if there is one; see `replayed`."""
+        result = self.replayed(forward, inputs, inside, asked)
         return forward(*inputs[0], **inputs[1]) if result is None else result
 
     def replayed(
-        self,
-        forward: Callable[..., Any],
-        inputs: Any,
-        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
-        asked: Sequence[Any] = (),
+        self, forward: Forward, inputs: Inputs, inside: Inside = nullcontext, asked: Asked = ()
     ) -> Any:
-        """The same by a graph, captured first for new shapes; None where the pass is to run as usual.
+        """``forward(*inputs[0], **inputs[1])`` by a graph, which is captured first for new shapes; None
+        where the pass is to run as usual.
 
         Args:
-            inside: what a capture is made in. asked: what else results depend on.
+            inside: the context of a capture. asked: what else results depend on.
         """
         leaves, spec = tree_flatten(inputs)
         key = None if self.failed else _key([*leaves, *asked], spec)
@@ -109,9 +111,9 @@ class ForwardGraphs:
             return self._result(key, forward, leaves, spec, inside)
 
     def _result(
-        self, key: Any, forward: Callable[..., Any], leaves: list[Any], spec: Any, inside: Any
-    ) -> Any:
-        """What a graph gives, made first for a new key; None where there is none."""
+        self, key: Hashable, forward: Forward, leaves: list[object], spec: TreeSpec, inside: Inside
+    ) -> object:
+        """The result of the graph for `key`, made first for a new one; None where there is none."""
         if key not in self.entries:
             with inside():
                 self._add(key, forward, leaves, spec)
@@ -121,20 +123,16 @@ class ForwardGraphs:
         buffers, replay = self.entries[key]
         if replay is None:
             return None
-        self._follow(buffers)
-        for buffer, tensor in zip(buffers, _tensors(leaves), strict=True):
-            buffer.copy_(tensor)
-        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, replay())
-
-    def _follow(self, buffers: list[Tensor]) -> None:
-        """Let this thread's stream wait for the one that read and wrote the buffers last."""
-        if buffers and buffers[0].is_cuda:
+        if buffers and buffers[0].is_cuda:  # wait for the stream that used the buffers last
             here = torch.cuda.current_stream(buffers[0].device)
             if self.stream not in (None, here):
                 here.wait_stream(self.stream)
             self.stream = here
+        for buffer, tensor in zip(buffers, _tensors(leaves), strict=True):
+            buffer.copy_(tensor)
+        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, replay())
 
-    def _add(self, key: Any, forward: Callable[..., Any], leaves: list[Any], spec: Any) -> None:
+    def _add(self, key: Hashable, forward: Forward, leaves: list[object], spec: TreeSpec) -> None:
         """Capture for `key`; a failure is remembered."""
         args, kwargs = tree_unflatten(leaves, spec)
         result = forward(*args, **kwargs)
@@ -167,9 +165,9 @@ def _capturable(model: Any) -> bool:
     return not hasattr(model, "_hf_hook") and export_settings(model.config) is not None
 
 
-def _graphs_of(model: Any) -> ForwardGraphs | None:
-    """The graphs of `model` as it stands; None while somebody listens to its modules, or where they are
-    others at every call."""
+def _graphs_of(model: nn.Module) -> ForwardGraphs | None:
+    """The graphs of `model` as it is now; None while its modules have hooks, or where its modules or
+    weights are others at every call."""
     held = held_for(model, "_blr_graphs", ForwardGraphs)
     if held.times > MAX_REMADE:
         warn_once("the forward pass is not captured as a CUDA graph (modules or weights keep changing)")
@@ -177,13 +175,13 @@ def _graphs_of(model: Any) -> ForwardGraphs | None:
     return None if held.basis.is_watched(model) else held.made
 
 
-def _tensors(leaves: list[Any]) -> list[Tensor]:
+def _tensors(leaves: list[object]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _key(leaves: list[Any], spec: object) -> object:
-    """What two calls must share to share a graph; None for inputs that no graph can take."""
-    parts: list[Any] = []
+def _key(leaves: list[object], spec: object) -> Hashable:
+    """What two calls must have in common to share a graph; None for inputs that no graph can take."""
+    parts: list[Hashable] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             if leaf.device.type == "cpu" and torch.cuda.is_available():
@@ -197,14 +195,14 @@ def _key(leaves: list[Any], spec: object) -> object:
 
 
 def _check_output(result: object) -> None:
-    """Raise ValueError for results that a replay cannot give again: caches grow from call to call."""
+    """Raise ValueError for results that a replay cannot repeat: a cache grows from call to call."""
     if isinstance(result, dict) and any(result.get(name) is not None for name in NAMES):
         raise ValueError("it returns a cache")
     if not all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_flatten(result)[0]):
         raise ValueError("it returns more than tensors")
 
 
-def _maskless(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _maskless(kwargs: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in kwargs.items() if name != MASK}
 
 
@@ -217,23 +215,20 @@ def _equal(a: object, b: object) -> bool:
     return all(torch.equal(*pair) for pair in pairs)
 
 
-def captured(run: Callable[[], Any]) -> Replay:
-    """The kernels of `run` as a CUDA graph."""
+def captured(run: Callable[[], object]) -> Replay:
+    """Capture the kernels of `run` in a CUDA graph."""
     warm_up(run)
     return Captured(run)
 
 
-def captured_if_faster(run: Callable[[], Any], pool: object = None) -> Replay | None:
-    """The same; None where the GPU takes longer than the host, so that a graph would gain nothing and
-    hold the memory of a large pass.
-
-    pool: memory that graphs share, of which one is replayed at a time.
-    """
+def captured_if_faster(run: Callable[[], object], pool: object = None) -> Replay | None:
+    """Capture the kernels of `run`; None where the GPU takes longer than the host, so that a graph would
+    gain nothing and hold the memory of a large pass. pool: memory that graphs share."""
     return Captured(run, pool=pool) if warm_up(run) > BOUND else None
 
 
-def warm_up(run: Callable[[], Any]) -> float:
-    """Run on a stream of its own until nothing new is set up; the host's share of the last time."""
+def warm_up(run: Callable[[], object]) -> float:
+    """Run on a stream of its own until libraries are set up; the host's share of the last run's time."""
     with own_stream() as stream:
         for _ in range(WARMUP):
             stream.synchronize()

@@ -24,45 +24,44 @@ DIFFUSION_GUARD = {"quant_method": "blr"}
 
 
 class StructuredDiffusion(LoudModel):
-    """Mixin of the models. make_layer: as of `StructuredModel`."""
+    """Mixin of models of diffusers. make_layer: makes a layer from an entry of the table of layers."""
 
     make_layer: Callable[..., nn.Module] = staticmethod(linear_of)
 
     def finish_loading(self) -> None:
-        """Nothing: the weights are there."""
+        """Do nothing: the weights are there."""
 
     @classmethod
-    def load_config(cls: Any, *arguments: Any, **options: Any) -> Any:
-        """As of diffusers, without the `DIFFUSION_GUARD`."""
-        native: Any = super()
-        found = native.load_config(*arguments, **options)
+    def load_config(cls, *arguments: object, **options: object) -> Any:
+        """Load a configuration as diffusers does, but for the `DIFFUSION_GUARD`."""
+        found = super().load_config(*arguments, **options)
         config = found[0] if isinstance(found, tuple) else found
         if config.get("quantization_config") == DIFFUSION_GUARD:
             del config["quantization_config"]
         return found
 
-    def save_pretrained(self: Any, folder: Any, *arguments: Any, **options: Any) -> Any:
-        """As of diffusers, with both files beside the weights."""
-        native: Any = super()
+    def save_pretrained(self, folder: str | Path, *arguments: object, **options: object) -> None:
+        """Save as diffusers does, with both Python files beside the weights."""
         self.register_to_config(auto_map=auto_map(type(self).__name__))
-        native.save_pretrained(folder, *arguments, **options)
+        super().save_pretrained(folder, *arguments, **options)
         write_code(Path(folder), Path(__file__))
 
 
 def auto_map(name: str) -> dict[str, str]:
-    """What config.json says of where the class `name` is."""
+    """The entry of config.json that says in which file the class `name` is."""
     return {"AutoModel": f"{HOME}.{name}"}
 
 
 @cache
-def diffusion_class(name: str, mixin: type = StructuredDiffusion) -> type[Any]:
-    """The model class ``Blr<Native>`` of diffusers. Raises AttributeError for a name that is none."""
+def diffusion_class(name: str, mixin: type = StructuredDiffusion) -> type:
+    """Make the model class ``Blr<Native>`` of diffusers. Raises AttributeError for a name that is
+    none."""
     native: Any = getattr(diffusers, name.removeprefix(PREFIX), None)
     if not name.startswith(PREFIX) or native is None:
         raise AttributeError(f"no structured variant of {name!r} in diffusers {diffusers.__version__}")
 
     def __init__(
-        self: Any, *arguments: Any, blr: Any = None, auto_map: Any = None, **options: Any
+        self: Any, *arguments: object, blr: Any = None, auto_map: object = None, **options: object
     ) -> None:
         native.__init__(self, *arguments, **options)
         self.register_to_config(blr=blr, auto_map=auto_map, quantization_config=DIFFUSION_GUARD)
@@ -77,7 +76,7 @@ def diffusion_class(name: str, mixin: type = StructuredDiffusion) -> type[Any]:
     return type(name, (mixin, native), members)
 
 
-def __getattr__(name: str) -> type[Any]:
+def __getattr__(name: str) -> type:
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return diffusion_class(name)

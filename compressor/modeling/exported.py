@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 
 from blr.compressor.modeling.cuda_graphs import CapturedForward
@@ -13,12 +11,12 @@ from blr.compressor.modeling.modeling_blr import model_class as structured_class
 
 
 class ExportedModel(StructuredModel):
-    """Mixin of the models."""
+    """Mixin of models of a self-contained export."""
 
 
-def model_class(name: str, mixin: type = ExportedModel) -> type[Any]:
-    """The class ``Blr<Native>`` that decodes in the runtime or, where it does not generate, replays its
-    passes as CUDA graphs."""
+def model_class(name: str, mixin: type = ExportedModel) -> type:
+    """Make the class ``Blr<Native>``, which decodes in the runtime or, where it does not generate,
+    replays its forward passes as CUDA graphs."""
     generates = issubclass(getattr(transformers, native_name(name)), transformers.GenerationMixin)
     return structured_class(name, (FusedGeneration if generates else CapturedForward, mixin))
 
@@ -26,7 +24,7 @@ def model_class(name: str, mixin: type = ExportedModel) -> type[Any]:
 ExportedModel.make_model = staticmethod(model_class)
 
 
-def __getattr__(name: str) -> type[Any]:
+def __getattr__(name: str) -> type:
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return model_class(name)

@@ -1,55 +1,65 @@
-"""Modules that get methods of ours without losing their class.
+"""Adds methods of ours to single modules of a model, which keep their class's name, signature and
+source.
 
-A mixin is put before the class of one module, under that class's name; what is copied or pickled is
-told by the native class, which pickle finds, and the mixins. `inspect` finds the signature and the
-source of the native `forward`, by which others decide what a module is: vLLM's Transformers backend
-looks for attention there.
+A mixin is put before the class of one module. Copies and pickles name the native class, which pickle
+finds, and the mixins. `inspect` finds the signature and the source of the native `forward`, by which
+others decide what a module is: vLLM's Transformers backend looks for attention there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, update_wrapper
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
+Module = TypeVar("Module", bound=nn.Module)
 
-class Extension:
-    """Base of mixins before a module's class."""
+
+class Extension(nn.Module):
+    """Base of mixins before a module's class. native: that class. mixins: those before it, newest
+    first."""
 
     native: type[Any]
-    mixins: tuple[type[Any], ...]
+    mixins: tuple[type[Extension], ...]
 
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return _empty, (self.native, self.mixins), self.__dict__
 
 
-def extend(module: nn.Module, mixin: type[Any]) -> None:
-    """Put `mixin` before the class of `module`, if it is not there already."""
-    found: Any = type(module)
-    if not issubclass(found, mixin):
-        native, mixins = getattr(found, "native", found), getattr(found, "mixins", ())
+Extended = TypeVar("Extended", bound=Extension)
+
+
+def extend(module: nn.Module, mixin: type[Extended]) -> Extended:
+    """Put `mixin` before the class of `module`, if it is not there already; `module` itself."""
+    if not isinstance(module, mixin):
+        native: Any = type(module)
+        mixins = tuple[type[Extension], ...]()
+        if isinstance(module, Extension):
+            native, mixins = module.native, module.mixins
         module.__class__ = extended_class(native, (mixin, *mixins))
+    return cast(Extended, module)
 
 
 @cache
-def extended_class(native: Any, mixins: tuple[Any, ...]) -> Any:
-    """`native` behind `mixins`, under its name."""
-    body = {"__module__": __name__, "native": native, "mixins": mixins}
+def extended_class(native: Any, mixins: tuple[Any, ...]) -> type[nn.Module]:
+    """The class `native` behind `mixins`, under its own name."""
     first = mixins[0].forward
     forward = FunctionType(first.__code__, first.__globals__, None, None, first.__closure__)
+    body = {"__module__": __name__, "native": native, "mixins": mixins}
     body["forward"] = update_wrapper(forward, native.forward)
     return type(native.__name__, (*mixins, native), body)
 
 
-def _empty(native: object, mixins: tuple[Any, ...]) -> object:
-    made: Any = extended_class(native, mixins)
+def _empty(native: Any, mixins: tuple[Any, ...]) -> nn.Module:
+    made = extended_class(native, mixins)
     return made.__new__(made)
 
 
-def with_children(module: nn.Module, children: dict[str, Any]) -> Any:
-    """What has everything of `module`, with `children` in the place of those of their names."""
-    made: Any = object.__new__(type(module))
+def with_children(module: Module, children: Mapping[str, object]) -> Module:
+    """A shallow copy of `module` with `children` in the place of those of their names."""
+    made: Module = object.__new__(type(module))
     made.__dict__.update(module.__dict__, _modules={**module._modules, **children})
     return made

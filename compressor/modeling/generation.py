@@ -1,8 +1,7 @@
-"""`generate` of exported decoders: the fused runtime where it can, transformers everywhere else.
+"""`generate` of exported decoders: by the fused runtime where it can, else by transformers.
 
-The runtime takes plain decoding (`requests.py`) of as many sequences and
-tokens as the export was made for, on an NVIDIA GPU with Triton. Every other call is answered by
-transformers from the same layers.
+The runtime takes plain decoding (`requests.py`) of as many sequences and tokens as the export was made
+for, on an NVIDIA GPU with Triton. Transformers answers every other call, with the same layers.
 """
 
 from __future__ import annotations
@@ -11,39 +10,51 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.modeling.cache_key import held_for
+from blr.compressor.modeling.modeling_blr import Mixin
 from blr.compressor.modeling.requests import Request, read_request
 from blr.compressor.modeling.settings import ExportSettings, export_settings, warn_once
 from blr.kernels.common.available import gpu_key, has_triton, kernel_device
 
 
-class FusedGeneration:
-    """Mixin of exported causal language models."""
+class FusedGeneration(Mixin):
+    """Mixin of exported causal language models, which decodes in the runtime."""
 
     @torch.no_grad()
     def generate(
-        self: Any, inputs: Tensor | None = None, generation_config: Any = None, *rest: Any, **kwargs: Any
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *rest: object,
+        **kwargs: Any,
     ) -> Any:
-        """As `transformers.GenerationMixin.generate`: same arguments, same form of the result. Raises
+        """Generate with the arguments and the result of `transformers.GenerationMixin.generate`. Raises
         ValueError when prompt and new tokens exceed the model's own maximum."""
-        native: Any = super()
         settings = export_settings(self.config)
         request: Request | str = "positional arguments"
         if settings is not None and not rest:
             request = read_request(self, inputs, generation_config, kwargs)
         decoder = None if settings is None else find_decoder(self, settings, request)
         if decoder is None or isinstance(request, str):
-            return native.generate(inputs, generation_config, *rest, **kwargs)
+            return super().generate(inputs, generation_config, *rest, **kwargs)
         return _decode(decoder, request, kwargs.get("streamer"))
 
 
-def find_decoder(model: Any, settings: ExportSettings, request: Request | str) -> Any:
-    """The runtime for `request`, or None when transformers is to answer it, saying once why. Raises
-    ValueError for more tokens than the model has positions."""
+def find_decoder(model: PreTrainedModel, settings: ExportSettings, request: Request | str) -> Any:
+    """The runtime for `request`; None when transformers is to answer, of which a warning says once why.
+    Raises ValueError for more tokens than the model has positions."""
     if isinstance(request, Request):
-        _check_positions(model, request)
+        limit = context_of(model.config.to_dict())
+        if request.length + request.new_tokens > limit:
+            raise ValueError(
+                f"{request.length} prompt tokens and {request.new_tokens} new ones exceed the {limit} "
+                "positions of the model; shorten the prompt or lower max_new_tokens"
+            )
     if model.training:
         return None
     reason = obstacle(model.device) or _excess(settings, request)
@@ -56,27 +67,21 @@ def find_decoder(model: Any, settings: ExportSettings, request: Request | str) -
     return None
 
 
-def held_decoder(model: Any, settings: ExportSettings) -> Any:
-    """The decoder of `model`, made once while that stays as it is; or a text, why there can be none."""
+def held_decoder(model: PreTrainedModel, settings: ExportSettings) -> Any:
+    """The decoder of `model`, made anew when the model changes; or a text that says why there is
+    none."""
+    from blr.compressor.runtime.phases import supports
 
-    def make() -> Any:
-        return _unsupported(model) or _make_decoder(model, settings)
+    def make() -> object:
+        return supports(model) or _make_decoder(model, settings)
 
     held = held_for(model, "_blr_decoder", make, values=True)
     if held.basis.is_watched(model):
         return "a hook on one of its modules, or a forward put in place of its own"
-    if not isinstance(held.made, str):
-        _compare_gpu(model.device, settings)
+    here = gpu_key(model.device)
+    if not isinstance(held.made, str) and here != settings.gpu.replace("-", ""):
+        warn_once(f"exported for {settings.gpu}, running on {here}: right, but perhaps not as fast")
     return held.made
-
-
-def _check_positions(model: Any, request: Request) -> None:
-    limit = context_of(model.config.to_dict())
-    if request.length + request.new_tokens > limit:
-        raise ValueError(
-            f"{request.length} prompt tokens and {request.new_tokens} new ones exceed the {limit} "
-            "positions of the model; shorten the prompt or lower max_new_tokens"
-        )
 
 
 def obstacle(device: torch.device) -> str | None:
@@ -93,7 +98,7 @@ def obstacle(device: torch.device) -> str | None:
 
 
 def _excess(settings: ExportSettings, request: Request | str) -> str | None:
-    """What in a request is not what the export was made for."""
+    """What a request asks for beyond what the export was made for; None if nothing."""
     if isinstance(request, str):
         return f"not plain decoding ({request})"
     batch, tokens = request.ids.shape[0], request.ids.shape[1] + request.new_tokens
@@ -104,30 +109,19 @@ def _excess(settings: ExportSettings, request: Request | str) -> str | None:
     return None
 
 
-def _unsupported(model: object) -> str | None:
-    """Why the runtime cannot take this model."""
-    from blr.compressor.runtime.phases import supports
-
-    return supports(model)
-
-
-def _make_decoder(model: object, settings: ExportSettings) -> object:
+def _make_decoder(model: PreTrainedModel, settings: ExportSettings) -> object:
     from blr.compressor.runtime.decoder import Decoder
 
     assert settings.context is not None  # as every export that generates has it
     return Decoder(model, batch=settings.batch, context=settings.context, cache=settings.cache)
 
 
-def _compare_gpu(device: torch.device, settings: ExportSettings) -> None:
-    here = gpu_key(device)
-    if here != settings.gpu.replace("-", ""):
-        warn_once(f"exported for {settings.gpu}, running on {here}: right, but perhaps not as fast")
-
-
-def _decode(decoder: Any, request: Request, streamer: Any) -> Tensor:
-    """[B, T + new]: the prompts and what follows, rows filled up after their end."""
+def _decode(decoder: Any, request: Request, streamer: BaseStreamer | None) -> Tensor:
+    """The prompts and what follows [B, T + new], rows filled up after their end."""
     if streamer is not None:
         streamer.put(request.ids.cpu())
+    # the next number of torch's generator, so that sampling follows `manual_seed`
+    seed = int(torch.randint(2**31, ())) if request.temperature > 0 else 0
     rows = decoder.generate(
         request.ids,
         request.mask,
@@ -135,7 +129,7 @@ def _decode(decoder: Any, request: Request, streamer: Any) -> Tensor:
         temperature=request.temperature,
         top_k=request.top_k,
         top_p=request.top_p,
-        seed=_seed(request),
+        seed=seed,
         stop_ids=request.stop_ids,
         on_token=None if streamer is None else lambda row, token: streamer.put(torch.tensor([token])),
     )
@@ -144,8 +138,3 @@ def _decode(decoder: Any, request: Request, streamer: Any) -> Tensor:
     longest = max(map(len, rows))
     padded = [row + [request.pad_id] * (longest - len(row)) for row in rows]
     return torch.cat([request.ids, torch.tensor(padded).to(request.ids)], dim=1)
-
-
-def _seed(request: Request) -> int:
-    """Of the sampling: the next number of torch's generator, so that it follows `manual_seed`."""
-    return int(torch.randint(2**31, ())) if request.temperature > 0 else 0

@@ -1,15 +1,14 @@
-"""The structured layers where the package is installed: those of `modeling_blr.py`, whose products are
-kernels. One entry a structure says how (`KERNELS`).
+"""The structured layers of `modeling_blr.py` with kernels for products, where the package is installed.
 
-On a GPU the factors lie in memory as the kernels read them (`relayout_`); names, shapes and what is
-saved are the same everywhere.
+`KERNELS` has one entry a structure. On a GPU the factors lie in memory as the kernels read them
+(`relayout_`); names, shapes and what is saved are the same everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +17,9 @@ from torch.nn.functional import linear
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.after_import import after_import
 from blr.compressor.modeling.cpu_product import cpu_product
-from blr.compressor.modeling.float8 import float8_product, forget_scales, prepare_layer
+from blr.compressor.modeling.float8 import float8_product, forget_scales, is_float8, prepare_layer
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
-from blr.compressor.modeling.stages import (
-    Corrections,
-    LayerStage,
-    Packed,
-    correction_of,
-    packed_factor,
-    stages_of,
-)
+from blr.compressor.modeling.stages import Packed, packed_factor
 from blr.compressor.structures.specs import CorrectedSpec, Spec, spec_from_dict
 from blr.kernels.common.inlining import add_decompositions
 from blr.kernels.common.layout import ALIGNED, relaid, spaced, wide_rank, with_zeros
@@ -40,15 +32,18 @@ from blr.kernels.layers.lowrank.reference import grouped_lowrank_linear
 from blr.kernels.layers.monarch.op import monarch_linear
 from blr.kernels.layers.packed.op import WHOLE, packed_linear
 
+if TYPE_CHECKING:
+    from blr.compressor.modeling.shared_input import SharedInput
+
 
 @dataclass(frozen=True)
 class Kernels:
     """How kernels compute with a structure.
 
-    product: ``x Wᵀ + bias`` of a layer's spec, x, the bias and the factors in order; None: by formula.
-    widens: whether the last axis of every factor is the rank. takes_sums: whether a product of low rank
-    can be added to its weight by columns of the factors. packed: the factors of a product of matrices,
-    in the order in which they are multiplied.
+    product: computes ``x Wᵀ + bias`` from a layer's spec, x, the bias and the factors in order; None:
+    the formula does. widens: whether the last axis of every factor is the rank. takes_sums: whether a
+    product of low rank can be added to its weight as more columns of the factors. packed: the factors of
+    a product of matrices, in the order in which they are multiplied.
     """
 
     product: Callable[..., Tensor] | None = None
@@ -57,9 +52,9 @@ class Kernels:
     packed: tuple[str, ...] = ()
 
 
-def _low_rank(spec: Any, x: Tensor, bias: Tensor | None, U: Tensor, V: Tensor) -> Tensor:
+def _low_rank(spec: Spec, x: Tensor, bias: Tensor | None, U: Tensor, V: Tensor) -> Tensor:
     if U.dim() == 3:
-        return grouped_lowrank_linear(x, U, V, bias, side=spec.side)
+        return grouped_lowrank_linear(x, U, V, bias, side=getattr(spec, "side", "out"))
     return lowrank_linear(x, U, V, bias)
 
 
@@ -77,8 +72,11 @@ FORMULA = Kernels()
 
 
 class KernelLinear(modeling_blr.FormulaLinear):
-    """A layer whose products are kernels, as `spec` says. spec: of the structure. packing: how its
-    factors are packed, or None. exported: as of the base. cpu_weights: see `cpu_product`."""
+    """A layer whose products are kernels.
+
+    spec: of its structure. packing: how its factors are packed, or None. exported: whether they lie as
+    kernels read them. cpu_weights: see `cpu_product`.
+    """
 
     cpu_weights: Any = None
 
@@ -92,7 +90,7 @@ class KernelLinear(modeling_blr.FormulaLinear):
         self.kernels = KERNELS.get(spec.structure, FORMULA)
 
     def respecify(self, spec: Spec) -> None:
-        """Let it be one of `spec`, whose factors it has been given."""
+        """Make it a layer of another `spec`, whose factors it has been given."""
         self.entry = spec.to_dict()
         self.held = {
             factor.name: factor for factor in modeling_blr.factors_of(self.entry, self.exported)
@@ -101,16 +99,16 @@ class KernelLinear(modeling_blr.FormulaLinear):
 
     @property
     def described(self) -> Spec:
-        """What a file holds of it."""
+        """The spec by which it is stored: packed, or as `spec`."""
         return self.packing or self.spec
 
     @property
     def bits(self) -> int | None:
-        """Of packed numbers."""
+        """Bits of a packed number, None for a layer that is not packed."""
         return None if self.packing is None else self.packing.bits
 
     def __getattr__(self, name: str) -> Any:
-        """Factors that are stored otherwise, by the names of the structure."""
+        """Find factors that are stored in another form, by their names in the structure."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -127,24 +125,15 @@ class KernelLinear(modeling_blr.FormulaLinear):
         return super().factor(name)
 
     def ordered(self) -> list[Tensor]:
-        """Factors and indices in the order of the spec."""
+        """All factors and indices, in the order of the spec."""
         return [self.factor(name) for name in self.held]
 
     def packed(self, name: str = "weight") -> Packed:
         """The packed factor `name`."""
         return packed_factor(self, name)
 
-    def stages(self) -> tuple[LayerStage, ...] | None:
-        """The products that decoding kernels compute it by, in order; None if only `forward` does."""
-        return stages_of(self)
-
-    def correction(self) -> Corrections | None:
-        """What decoding kernels add by it to a stage of the same input; None if only `forward` does."""
-        return correction_of(self)
-
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        fp8 = self.packing is not None and self.packing.fp8
-        if fp8 and (y := float8_product(self, x, bias)) is not None:
+        if is_float8(self) and (y := float8_product(self, x, bias)) is not None:
             return y
         if (y := self.cpu_product(x, bias)) is not None:
             return y
@@ -158,14 +147,14 @@ class KernelLinear(modeling_blr.FormulaLinear):
         return cpu_product(self, self.kernels.packed, x, bias) if packed else None
 
     def factors_for(self, x: Tensor) -> list[Tensor]:
-        """The factors for an input."""
+        """The factors with which the product of x is computed."""
         return self.ordered()
 
-    def _apply(self, fn: object, recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         forget_scales(self)
         self.cpu_weights = None
-        if self.packing is not None and self.packing.fp8:
+        if is_float8(self):
             prepare_layer(self)
         return self
 
@@ -179,14 +168,14 @@ class StructuredLinear(KernelLinear):
     """A product of factors, packed or not.
 
     cached: whether a cache of keys and values asks for its ranks.
-    wide: ranks with the zeros that lie behind them, and where and how the factors lay when these were
-        put there; None without.
-    shared: the layers of the same input that this one may be computed with (`shared_input.py`), or None.
+    wide: how many ranks there are with the zeros behind them, and where the factors lay in memory when
+        these were put there; None without zeros.
+    shared: the layers of the same input that this one may be computed with, or None.
     """
 
     cached = False
-    wide: tuple[int, tuple[Any, ...]] | None = None
-    shared: Any = None
+    wide: tuple[int, tuple[object, ...]] | None = None
+    shared: SharedInput | None = None
     _hf_quantized_needs_local_tp = False  # transformers' name for: holds a part of its factors
 
     def __init__(self, spec: Spec, bias: bool, exported: bool = False) -> None:
@@ -195,12 +184,12 @@ class StructuredLinear(KernelLinear):
 
     @property
     def has_ranks(self) -> bool:
-        """Whether it answers a `RankRequest`: whole in this process, each rank of all its inputs."""
+        """Whether it answers a `RankRequest`: low rank, not cut over processes, no groups of inputs."""
         ranked = self.spec.structure == "svd" and self.entry.get("side", "out") == "out"
         return ranked and not self._hf_quantized_needs_local_tp
 
-    def forward(self, x: Any) -> Any:
-        """[..., o] of a tensor; of a `RankRequest` its ranks and the step that follows."""
+    def forward(self, x: Tensor | RankRequest) -> Any:
+        """The output [..., o] of a tensor; for a `RankRequest` the ranks and the step that follows."""
         if isinstance(x, RankRequest):
             return in_ranks(x.x, self.U, self.V, self.bias)
         if self.shared is not None and (y := self.shared.take(self, x)) is not None:
@@ -216,11 +205,11 @@ class StructuredLinear(KernelLinear):
 
     @property
     def has_own_layout(self) -> bool:
-        """Whether its factors are canonical and may lie otherwise in memory."""
+        """Whether its factors are neither packed nor exported, so that they may lie in any order."""
         return self.packing is None and not self.exported
 
     def relayout_(self) -> Self:
-        """Lay the factors in memory as the kernels read them fastest. Values stay the same."""
+        """Lay the factors in memory as kernels read them fastest. Values stay the same."""
         if self._is_wide() or not self.has_own_layout:
             return self
         for name in self.spec.shapes():
@@ -242,7 +231,7 @@ class StructuredLinear(KernelLinear):
         return self
 
     def keep(self, name: str, factor: Tensor) -> None:
-        """Let `factor`, of the values that there are, be what is stored of the canonical one `name`."""
+        """Store `factor`, which has the same values in another place, as the factor `name`."""
         held = self.held[name]
         stored = factor.permute(sum(held.axes, ())) if held.axes else factor
         self.get_parameter(held.names[0]).data = stored
@@ -250,18 +239,18 @@ class StructuredLinear(KernelLinear):
     def _is_wide(self) -> bool:
         return self.wide is not None and self.wide[1] == self._places()
 
-    def _places(self) -> tuple[Any, ...]:
-        """Addresses and strides: what was freed and made again may lie at the same address."""
+    def _places(self) -> tuple[object, ...]:
+        """Addresses and strides of the factors: a new tensor may lie where a freed one lay."""
         return tuple([(f.data_ptr(), f.stride()) for f in self.ordered()])
 
     def factors_for(self, x: Tensor) -> list[Tensor]:
-        """The factors, with the zeros behind them where nobody looks on (`is_unwatched`)."""
+        """The factors, with the zeros behind them where neither gradients nor traces look on."""
         if self.wide is None or not is_unwatched(x) or not self._is_wide():
             return self.ordered()
         return [with_zeros(factor, self.wide[0]) for factor in self.ordered()]
 
-    def _apply(self, fn: object, recurse: bool = True) -> Self:
-        """What every move and cast goes through: on a GPU, kernel layout."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Every move and cast of torch goes through this: on a GPU factors get their kernel layout."""
         if self.shared is not None:
             self.shared.part()
         super()._apply(fn, recurse)
@@ -277,11 +266,11 @@ class QuantizedLinear(KernelLinear):
         return self.factor("weight")
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., i] -> [..., o], with at most `WHOLE` weights dequantized at a time."""
+        """The output [..., o] of x [..., i]; at most `WHOLE` weights are dequantized at a time."""
         if (found := self.cpu_product(x, self.bias)) is not None:
             return found
         w, step = self.packed(), rows_at_once(self.in_features)
-        if w.fp8 and (found := float8_product(self, x, self.bias)) is not None:
+        if is_float8(self) and (found := float8_product(self, x, self.bias)) is not None:
             return found
         if not w.fp8 and x.dtype == w.scale.dtype and w.runs_kernels():
             return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group, w.curved)
@@ -301,32 +290,28 @@ class CorrectedLinear(modeling_blr.SummedLinear):
         super().__init__(spec.to_dict(), bias, exported)
 
     def make(self, part: str, exported: bool) -> KernelLinear:
-        """As of the base."""
+        """The layer called `part`, base or correction."""
         return layer_of(dict(self.spec.parts())[part], False, exported)
-
-    def stages(self) -> tuple[LayerStage, ...] | None:
-        """One: the packed weight's, corrected; None if only `forward` computes it."""
-        return stages_of(self)
 
 
 Replaced = KernelLinear | CorrectedLinear
 
 
 def layer_of(spec: Spec, bias: bool, exported: bool = False) -> Any:
-    """An empty layer that holds what `spec` says; `exported`: float factors lie as kernels read them."""
+    """An empty layer for the tensors of `spec`. exported: whether factors lie as kernels read them."""
     if isinstance(spec, CorrectedSpec):
         return CorrectedLinear(spec, bias, exported)
     kind = QuantizedLinear if spec.structure == "dense" else StructuredLinear
     return kind(spec, bias, exported)
 
 
-def make_layer(entry: dict[str, Any], bias: bool, exported: bool = False) -> Any:
-    """The same of an entry of the configuration's layer table (`Spec.to_dict`)."""
+def make_layer(entry: modeling_blr.Entry, bias: bool, exported: bool = False) -> Any:
+    """An empty layer for an entry of the configuration's layer table (`Spec.to_dict`)."""
     return layer_of(spec_from_dict(entry), bias, exported)
 
 
 def rows_at_once(width: int) -> int:
-    """Rows of `width` weights that are worked on together."""
+    """How many rows of `width` weights are dequantized at a time."""
     return max(WHOLE // max(width, 1), 1)
 
 
@@ -350,8 +335,10 @@ def prepare_layers(model: nn.Module) -> None:
             module.widen_()
 
 
-def _contiguous_entries(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Entries of a state dict in canonical order and memory of their own, as files hold them."""
+def _contiguous_entries(
+    module: StructuredLinear, state: dict[str, Tensor], prefix: str, _: object
+) -> None:
+    """Copy the entries of a state dict to contiguous memory of their own, as files hold them."""
     for name in (*module.spec.shapes(), *(module._parameters if module.wide else ())):
         tensor = state.get(prefix + name)
         # the parameter itself is what keep_vars asks for

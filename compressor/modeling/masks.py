@@ -1,17 +1,15 @@
-"""What transformers makes of masks in passes that must not wait.
+"""Keeps transformers from asking for the values of masks in passes that must not wait for the GPU.
 
-It asks masks for their values (is there padding, are there several sequences in a row), since attention
-without a mask takes a faster kernel. While a CUDA graph is captured nothing can be asked, and a whole
-mask is made.
+It asks whether there is padding, and whether a row holds several sequences, since attention without a
+mask takes a faster kernel. While a CUDA graph is captured it cannot ask and makes a whole mask.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 from transformers import masking_utils
@@ -21,9 +19,9 @@ _lock = threading.Lock()
 
 @dataclass
 class _Answered:
-    """A function of transformers that some threads get an answer of without asking."""
+    """A function of transformers that answers some threads without looking."""
 
-    native: Any
+    native: Callable[..., object]
     threads: list[int] = field(default_factory=list)  # once for each that is inside
 
 
@@ -32,27 +30,29 @@ _answered: dict[str, _Answered] = {}
 
 @contextmanager
 def unpacked() -> Iterator[None]:
-    """While active, this thread's passes are not searched for several sequences in a row of tokens."""
+    """While active, transformers does not search this thread's passes for several sequences in a row."""
     with _answering("find_packed_sequence_indices", None):
         yield
 
 
 @contextmanager
 def unmasked() -> Iterator[None]:
-    """While active, passes of this thread that are given no mask make none, captured or not."""
+    """While active, this thread's passes without a mask make none, captured or not."""
     with unpacked(), _answering("is_tracing", False):
         yield
 
 
-def is_full(mask: Any) -> bool:
-    """Whether it is a mask [B, T] of padding that hides nothing. Waits for the GPU."""
-    whole = isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point()
-    return whole and bool(mask.all())
+def is_full(mask: object) -> bool:
+    """Whether `mask` is one [B, T] of padding that hides nothing. Waits for the GPU."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_floating_point():
+        return False
+    return bool(mask.all())
 
 
 @contextmanager
 def _answering(name: str, answer: object) -> Iterator[None]:
-    """`answer` in this thread, where this release of transformers has the function."""
+    """While active, the function `name` of transformers returns `answer` in this thread, where this
+    release has it."""
     if not hasattr(masking_utils, name):
         yield
         return
@@ -60,7 +60,7 @@ def _answering(name: str, answer: object) -> Iterator[None]:
     with _lock:
         if name not in _answered:
             _answered[name] = found = _Answered(getattr(masking_utils, name))
-            setattr(masking_utils, name, _function(found, answer))
+            setattr(masking_utils, name, _replaced(found, answer))
         _answered[name].threads.append(me)
     try:
         yield
@@ -71,10 +71,9 @@ def _answering(name: str, answer: object) -> Iterator[None]:
                 setattr(masking_utils, name, _answered.pop(name).native)
 
 
-def _function(answered: _Answered, answer: object) -> object:
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() in answered.threads:
-            return answer
-        return answered.native(*args, **kwargs)
+def _replaced(answered: _Answered, answer: object) -> Callable[..., object]:
+    def function(*args: object, **kwargs: object) -> object:
+        asked = threading.get_ident() not in answered.threads
+        return answered.native(*args, **kwargs) if asked else answer
 
     return function

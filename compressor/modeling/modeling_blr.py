@@ -28,14 +28,14 @@ Notation: `i` inputs, `o` outputs, `r` rank, `b` blocks, p = i/b, q = o/b.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
 from importlib import import_module
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,7 @@ except ImportError:  # a model of diffusers, whose code is beside this file, doe
 Shape = tuple[int, ...]
 Axes = tuple[Shape, ...]
 Entry = dict[str, Any]  # what the table of layers says of one layer
+Mixin: Any = object  # the base of classes that are put before classes of transformers or diffusers
 PREFIX = "Blr"  # of the names of our classes
 FORMAT, LAYOUT = 1, 2  # versions of config.json["blr"], and of how an export stores tensors
 HOME = "modeling_blr"  # the name of this file, which `auto_map` in config.json gives
@@ -96,7 +97,7 @@ def unpack(packed: Tensor, bits: int, group: int) -> Tensor:
 
 
 def _fields(plane: Tensor, width: int) -> Tensor:
-    """Fields of `width` bits [..., G] of bytes [..., G·width/8]."""
+    """The fields of `width` bits [..., G] that bytes [..., G·width/8] hold."""
     byte = plane.unflatten(-1, (-1, 4)).transpose(-1, -2)  # [..., byte, word]
     if width == 8:
         return byte.flatten(-2)
@@ -168,19 +169,19 @@ class Factor:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its tensors in files: ``U_q`` and ``U_scale``, ``factors_kernel.0``."""
+        """What files call its tensors: ``U_q`` and ``U_scale``, ``factors_kernel.0``."""
         stem, dot, number = self.name.partition(".")
         return tuple(f"{stem}{end}{dot}{number}" for end in STORAGES[self.storage].suffixes)
 
     @property
     def matrix_shape(self) -> Shape:
-        """`shape` with its axes as they are stored."""
+        """The shape of the matrix that is stored: `shape` with its axes in stored order."""
         joined = self.axes or tuple((axis,) for axis in range(len(self.shape)))
         return tuple(prod([self.shape[axis] for axis in each]) for each in joined)
 
     @property
     def stored_shape(self) -> Shape:
-        """The same, in tiles if there are some."""
+        """The shape of what is stored: `matrix_shape`, or its tiles where rows share a group."""
         if self.tile is None:
             return self.matrix_shape
         *outer, R, _ = self.matrix_shape
@@ -188,16 +189,17 @@ class Factor:
 
     @property
     def unit(self) -> float:
-        """The standard deviation of unit gain: one over the root of how many numbers a product sums."""
+        """The standard deviation of random values that keep the size of activations: one over the root
+        of how many numbers a product sums."""
         summed = (1, *self.shape)[{"U": -1, "weight": -1, "S": -3}.get(self.name, -2)]
         return max(summed, 1) ** -0.5
 
     def dense(self, *stored: Tensor) -> Tensor:
-        """The dense tensor of what is stored; of float factors a view."""
+        """The dense tensor that the stored tensors stand for; for float factors a view."""
         return self.arranged(STORAGES[self.storage].read(self, *stored))
 
     def arranged(self, matrix: Tensor) -> Tensor:
-        """The same of the matrix that is stored."""
+        """The dense tensor whose stored matrix is `matrix`: axes back in order, tiles taken apart."""
         if not self.axes:
             return matrix
         if self.tile:
@@ -209,8 +211,8 @@ class Factor:
 
 
 def stored_axes(name: str, dims: int, packed: bool, side: str) -> Axes:
-    """The axes of a factor as kernels read them: what a product sums over comes last, and is one axis in
-    a packed factor that it sums over two of."""
+    """The order of a factor's axes for kernels: those that a product sums over come last, two of them as
+    one axis in a packed factor."""
     stem, axes = name.partition(".")[0], tuple((axis,) for axis in range(dims))
     if packed and (name, side) == ("U", "in"):
         return (1,), (0, 2)
@@ -222,7 +224,7 @@ def stored_axes(name: str, dims: int, packed: bool, side: str) -> Axes:
 
 
 def factors_of(entry: Entry, exported: bool = False) -> list[Factor]:
-    """What a layer stores. Raises ValueError for an entry of another version."""
+    """The factors that a layer stores. Raises ValueError for an entry of another version."""
     structure, bits = STRUCTURES.get(entry.get("structure", "")), entry.get("bits", 0)
     if structure is None or bits not in (0, *PLANES):
         found = f"structure {entry.get('structure')!r} in {bits!r} bits"
@@ -267,7 +269,7 @@ class Formula:
 
 
 def sizes(entry: Entry) -> SimpleNamespace:
-    """What shapes follow from: `i`, `o`, `r`, `b`, `g` groups of a `side`, and `patterns`."""
+    """The sizes that shapes depend on: `i`, `o`, `r`, `b`, `g` groups of a `side`, and `patterns`."""
     b, g, side = entry.get("blocks", 1), entry.get("groups", 1), entry.get("side", "out")
     r, patterns = entry.get("rank", b * entry.get("block_rank", 0)), entry.get("patterns", ())
     i, o = entry["in_features"], entry["out_features"]
@@ -324,10 +326,6 @@ def blast(entry: Entry, x: Tensor, bias: Tensor | None, U: Tensor, S: Tensor, V:
     return y if bias is None else y + bias
 
 
-def _blast_shapes(n: SimpleNamespace) -> dict[str, Shape]:
-    return {"U": (n.b, n.o // n.b, n.r), "S": (n.b, n.b, n.r), "V": (n.b, n.i // n.b, n.r)}
-
-
 def kronecker(entry: Entry, x: Tensor, bias: Tensor | None, *factors: Tensor) -> Tensor:
     """``W = K_0 K_1 …`` of w [a, b, c, d] with ``K[i·bd + j·d + l, i·cd + k·d + l] = w[i, j, k, l]``.
     Source: "Fast Inference with Kronecker-Sparse Matrices", algorithm 1."""
@@ -345,7 +343,9 @@ STRUCTURES = {
         lambda n: {"U": (n.o - n.r, n.r), "V": (n.i, n.r), "places": (n.o,)}, pivoted, ("places",)
     ),
     "monarch": Formula(lambda n: {"U": (n.b, n.o // n.b, n.r), "V": (n.b, n.i // n.b, n.r)}, monarch),
-    "blast": Formula(_blast_shapes, blast),
+    "blast": Formula(
+        lambda n: {"U": (n.b, n.o // n.b, n.r), "S": (n.b, n.b, n.r), "V": (n.b, n.i // n.b, n.r)}, blast
+    ),
     "ks": Formula(lambda n: {f"factors.{k}": tuple(p) for k, p in enumerate(n.patterns)}, kronecker),
 }
 
@@ -372,7 +372,7 @@ class ComposedLinear(nn.Module):
         return self.composed() if torch.compiler.is_compiling() else DenseWeight(self, self.like())
 
     def like(self) -> Tensor:
-        """A tensor of the dtype and on the device that it computes in and on."""
+        """A tensor that has the dtype and the device of the layer's computation."""
         return next(t for t in (*self.parameters(), *self.buffers()) if is_number(t))
 
     def extra_repr(self) -> str:
@@ -411,7 +411,7 @@ class FormulaLinear(ComposedLinear):
         return self.held[name].dense(*self.stored(self.held[name]))
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x Wᵀ + bias``, [..., i] -> [..., o]."""
+        """``x Wᵀ + bias``, from [..., i] to [..., o]."""
         factors = map(self.factor, self.held)
         return STRUCTURES[self.entry["structure"]].product(self.entry, x, bias, *factors)
 
@@ -422,8 +422,9 @@ class FormulaLinear(ComposedLinear):
         like = self.like()
         return self.product(torch.eye(self.in_features, dtype=like.dtype, device=like.device), None).mT
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What every move and cast goes through: float8 is moved as bytes, and cast to nothing."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Every move and cast of torch goes through this: float8 numbers are moved as bytes, never
+        cast."""
 
         def apply(tensor: Tensor) -> Tensor:
             return fn(tensor.view(torch.uint8)).view(E4M3) if tensor.dtype == E4M3 else fn(tensor)
@@ -439,7 +440,7 @@ class SummedLinear(ComposedLinear):
         self.base, self.correction = (self.make(part, exported) for part in ("base", "correction"))
 
     def make(self, part: str, exported: bool) -> FormulaLinear:
-        """One of both layers."""
+        """The layer called `part`, base or correction."""
         return FormulaLinear(self.entry[part], False, exported)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -451,9 +452,9 @@ class SummedLinear(ComposedLinear):
 
 
 class Numbered(nn.Module):
-    """Tensors by number. Called, it gives them: offloading brings in what a called module holds."""
+    """Tensors by number. A call returns them, for offloading brings in what a called module holds."""
 
-    def forward(self) -> dict[str, Any]:
+    def forward(self) -> dict[str, Tensor | None]:
         return {**self._parameters, **self._buffers}
 
 
@@ -476,14 +477,14 @@ def linear_of(entry: Entry, bias: bool, exported: bool = False) -> ComposedLinea
 
 
 def is_number(tensor: Tensor) -> bool:
-    """Whether it holds floating-point numbers that mean something without scales."""
+    """Whether a tensor holds floating-point numbers that mean something without scales."""
     return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 @torch.no_grad()
 def first_values(layer: ComposedLinear) -> None:
-    """Values of a layer that is made, not loaded: factors of unit gain, indices in order; of what is
-    packed none, for nothing trains it. What has values, of which transformers keeps a mark, stays."""
+    """Fill a layer that is made, not loaded: random factors, indices in order. Packed factors stay, for
+    nothing trains them, and so does what has values already, which transformers marks."""
     for factor in getattr(layer, "held", {}).values():
         first, *others = layer.stored(factor)  # type: ignore[operator]
         if not (others or first.is_meta or getattr(first, "_is_hf_initialized", False)):
@@ -495,10 +496,10 @@ FACTS = {getattr(Tensor, n) for n in ("size", "dim", "numel", "element_size", "i
     getattr(Tensor, name).__get__  # known of a weight without its values
     for name in ("dtype", "device", "shape", "ndim", "layout", "requires_grad", "is_cuda", "is_meta")
 }
-READERS = ("__invert__", "__index__", "__int__", "__iter__", "requires_grad_")  # called as writers are
+READERS = ("__invert__", "__index__", "__int__", "__iter__", "requires_grad_")  # have writers' names
 
 
-def writes(func: Any, kwargs: dict[str, Any]) -> bool:
+def writes(func: object, kwargs: Mapping[str, object]) -> bool:
     """Whether a function of torch writes to one of its arguments."""
     name = getattr(func, "__name__", "")
     named = name.startswith("__i") or name == "__setitem__" or name[-1:] == "_" != name[-2:-1]
@@ -506,16 +507,17 @@ def writes(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 class DenseWeight(Tensor):
-    """W [o, i] of a layer: its dtype, device and shape cost nothing, other functions of torch take the
-    product of the factors. It cannot be written: the factors would stay as they are."""
+    """The weight W [o, i] of a layer without its values. Its dtype, device and shape cost nothing; any
+    other function of torch computes the product of the factors. Writing raises: the factors would not
+    change."""
 
     _is_hf_initialized = True  # `init_weights` of transformers leaves it: the factors have values
-    layer: Any
+    layer: ComposedLinear
 
     @staticmethod
-    def __new__(cls, layer: Any, like: Tensor) -> DenseWeight:
-        options: Any = {"dtype": like.dtype, "device": like.device}
-        made = Tensor._make_wrapper_subclass(cls, (layer.out_features, layer.in_features), **options)
+    def __new__(cls, layer: ComposedLinear, like: Tensor) -> DenseWeight:
+        shape = layer.out_features, layer.in_features
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         made.layer = layer
         return made
 
@@ -535,15 +537,15 @@ class DenseWeight(Tensor):
         return func(*args, **kwargs)
 
     @classmethod  # torch's own is none
-    def __torch_dispatch__(cls, func: Any, *arguments: Any) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: object, *arguments: object) -> None:  # type: ignore[override]
         raise RuntimeError(f"{func} reached a weight that has no values: pass it to functions of torch")
 
 
 # 5. The table of layers -------------------------------------------------------------------------------
 
 
-def entries_of(config: Any) -> dict[str, Entry]:
-    """The entries of all layers of ours by name on disk; of an export also of what that packs. Raises
+def entries_of(config: object) -> dict[str, Entry]:
+    """The entries of all structured layers by name on disk, with those that an export packs. Raises
     ValueError for an export of another version."""
     blr = getattr(config, "blr", None) or {}
     table, export = blr.get("layers") or {}, blr.get("export")
@@ -564,8 +566,8 @@ def entries_of(config: Any) -> dict[str, Entry]:
 
 
 def replace_layers(model: nn.Module, entries: dict[str, Entry], make: Callable[..., nn.Module]) -> None:
-    """Put what `make` makes of each entry, and of whether there is a bias, in the place of the module of
-    its name: on that one's device, in its dtype. Raises KeyError for a name that is none."""
+    """Replace each module that `entries` names by ``make(entry, has_bias)``, on its device and in its
+    dtype. Raises KeyError for a name that no module has."""
     modules = dict(model.named_modules())
     for name, entry in entries.items():
         if name not in modules:
@@ -577,9 +579,9 @@ def replace_layers(model: nn.Module, entries: dict[str, Entry], make: Callable[.
         setattr(modules[parent], child, new.to(old.dtype))
 
 
-def module_names(model: Any, stored_names: Iterable[str]) -> dict[str, str]:
-    """The modules of `model` that hold the layers stored on disk as `stored_names`, by these: renamed as
-    transformers renames tensors of this architecture, with or without the base model's prefix."""
+def module_names(model: PreTrainedModel, stored_names: Iterable[str]) -> dict[str, str]:
+    """For each name of a layer on disk that of its module in `model`: renamed as transformers renames
+    tensors of this architecture, with or without the base model's prefix."""
     known = conversion_mapping.get_model_conversion_mapping(model)
     renamings = [renaming for renaming in known if isinstance(renaming, WeightRenaming)]
     modules = {name for name, _ in model.named_modules()}
@@ -591,16 +593,16 @@ def module_names(model: Any, stored_names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def by_module(model: Any, entries: dict[str, Entry]) -> dict[str, Entry]:
-    """`entries` by the modules of `model`: without a head that only the class named in the configuration
-    has, and none for the model inside a classifier, which places them."""
+def by_module(model: PreTrainedModel, entries: dict[str, Entry]) -> dict[str, Entry]:
+    """`entries` by the names of modules in `model`. Left out are a head that only the class named in the
+    configuration has, and all layers of a model inside a classifier, which places them itself."""
     modules, names = dict(model.named_modules()), module_names(model, entries)
     held = {name: entries[stored] for stored, name in names.items() if name in modules}
     whole = held and named_class(model) == type(model).__name__
     return {name: entries[stored] for stored, name in names.items()} if whole else held
 
 
-def named_class(model: Any) -> str:
+def named_class(model: PreTrainedModel) -> str:
     """The class that the configuration of a model names, by default the model's own."""
     return next(iter(getattr(model.config, "architectures", None) or ()), type(model).__name__)
 
@@ -608,17 +610,16 @@ def named_class(model: Any) -> str:
 # 6. Loading and saving --------------------------------------------------------------------------------
 
 
-class LoudModel:
-    """Mixin of the models: what is missing is an error. They have a `finish_loading`."""
+class LoudModel(Mixin):
+    """Mixin of models, which have a `finish_loading`: missing tensors are an error."""
 
     @classmethod
-    def from_pretrained(cls: Any, *arguments: Any, **options: Any) -> Any:
-        """As of the library. Raises ValueError when tensors are missing, left over or of another shape
-        (unless that is to be ignored), which it would replace by random numbers; who asks for the
-        loading info judges it himself."""
-        native: Any = super()
+    def from_pretrained(cls, *arguments: object, **options: object) -> Any:
+        """Load a model as the library does. Raises ValueError when tensors are missing, left over or of
+        another shape (unless that is to be ignored), which the library would replace by random numbers;
+        callers that ask for the loading info judge it themselves."""
         asked = options.pop("output_loading_info", False)
-        model, info = native.from_pretrained(*arguments, output_loading_info=True, **options)
+        model, info = super().from_pretrained(*arguments, output_loading_info=True, **options)
         model.finish_loading()
         if asked:
             return model, info
@@ -630,10 +631,9 @@ class LoudModel:
         return model
 
 
-def misloaded(model: Any, info: dict[str, Any]) -> str:
-    """The tensors that a loaded model lacks or that found no place in it; empty if there are none. Of a
-    model of another class than its configuration names, which may lack a head or leave one over, those
-    count that the named class has."""
+def misloaded(model: PreTrainedModel, info: Mapping[str, Any]) -> str:
+    """Names the tensors that a loaded model lacks or has no place for; empty if there are none. A model
+    of another class than its configuration names may lack a head or leave one over."""
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         found = {key if isinstance(key, str) else key[0] for key in info.get(kind) or ()}
         if found and kind != "mismatched_keys":
@@ -645,7 +645,7 @@ def misloaded(model: Any, info: dict[str, Any]) -> str:
 
 
 def _accountable(model: Any, keys: set[str], missing: bool) -> set[str]:
-    """Those of `keys` that the class which the configuration names has (if `missing`) or lacks."""
+    """Those `keys` that count as `missing`, or left over, for the class that the configuration names."""
     name = named_class(model)
     native = getattr(transformers, name.removeprefix(PREFIX), None)
     if name == type(model).__name__ or native is None:
@@ -670,42 +670,41 @@ GUARD = "for_native_classes"  # an entry of config.json, see section 9
 
 
 class ModelType:
-    """What `model_type` is of a configuration class of ours: `ours` of the class, which is what files
-    say and what Auto classes go by; `native` of an instance, by which others decide."""
+    """The `model_type` of our configuration classes. Of a class it is `ours`, as files and Auto classes
+    have it; of an instance it is `native`, by which other code decides."""
 
     def __init__(self, ours: str, native: str) -> None:
         self.ours, self.native = ours, native
 
-    def __get__(self, config: Any, owner: type) -> str:
+    def __get__(self, config: object, owner: type) -> str:
         return self.ours if config is None else self.native
 
-    def __set__(self, config: Any, value: str) -> None:
-        """What a file says: known already."""
+    def __set__(self, config: object, value: str) -> None:
+        """Ignore the value in a file, which is known already."""
 
 
-class StructuredConfig:
-    """Mixin of the configurations: ``BlrLlamaConfig`` is ``LlamaConfig`` with the entry ``blr``.
+class StructuredConfig(Mixin):
+    """Mixin of configurations: ``BlrLlamaConfig`` is ``LlamaConfig`` with the entry ``blr``.
 
-    make_model: the class of a model by its name. before_saving: what the package does with a
+    make_model: returns the class of a model by its name. before_saving: called by the package with the
     configuration and the folder that it is about to be written to.
     """
 
-    make_model: Callable[[str], type[Any]]
+    make_model: Callable[[str], type]
     before_saving: Callable[[Any, Path], None] = staticmethod(lambda config, folder: None)
 
-    def save_pretrained(self: Any, save_directory: Any, *arguments: Any, **options: Any) -> Any:
-        """As of transformers, with who saved it in ``blr["saved"]``, and this file."""
+    def save_pretrained(self, save_directory: str | Path, *arguments: object, **options: object) -> Any:
+        """Save as transformers does, with who saved it in ``blr["saved"]``, and with this file."""
         origin, folder = str(getattr(self, "_name_or_path", None) or ""), Path(save_directory)
         saved = {"by": f"transformers {transformers.__version__}", "from": Path(origin).name or None}
-        self.blr = {**(self.blr or {}), "saved": saved}
+        self.blr = {**(getattr(self, "blr", None) or {}), "saved": saved}
         setattr(self, GUARD, guard(self.model_type))
         write_code(folder)
         self.before_saving(self, folder)
-        native: Any = super()
-        return native.save_pretrained(save_directory, *arguments, **options)
+        return super().save_pretrained(save_directory, *arguments, **options)
 
-    def structured_class(self: Any, native: type[Any]) -> type[Any]:
-        """Our variant of the model class `native`. Raises ValueError for one that has none."""
+    def structured_class(self, native: type) -> type:
+        """Our variant of the model class `native`. Raises ValueError if there is none."""
         try:
             return type(self).make_model(PREFIX + native.__name__)
         except AttributeError as error:
@@ -715,7 +714,7 @@ class StructuredConfig:
 
 
 def native_name(name: str) -> str:
-    """``BlrLlamaConfig`` -> ``LlamaConfig``. Raises AttributeError for any other kind of name."""
+    """``LlamaConfig`` for ``BlrLlamaConfig``. Raises AttributeError for any other kind of name."""
     if not name.startswith(PREFIX) or not hasattr(transformers, name.removeprefix(PREFIX)):
         raise AttributeError(f"no structured variant of {name!r} in transformers")
     return name.removeprefix(PREFIX)
@@ -723,8 +722,8 @@ def native_name(name: str) -> str:
 
 @cache
 def config_class(name: str) -> type[Any]:
-    """The configuration class ``Blr<Native>Config``. It has no plan of tensor parallelism: the native
-    one cuts ``weight`` matrices that a structured layer has not."""
+    """Make the configuration class ``Blr<Native>Config``. It has no plan of tensor parallelism, for the
+    native one cuts ``weight`` matrices that a structured layer has not."""
     native: Any = getattr(transformers, native_name(name))
     members = {
         "__module__": __name__,
@@ -752,14 +751,14 @@ def auto_tables(ending: str) -> list[Any]:
 
 
 class StructuredModel(LoudModel):
-    """Mixin of the models: ``BlrLlamaForCausalLM`` is ``LlamaForCausalLM`` whose layers are swapped
-    before its weights are loaded. make_layer: of an entry of the table."""
+    """Mixin of models: ``BlrLlamaForCausalLM`` is ``LlamaForCausalLM`` whose layers are replaced before
+    its weights are loaded. make_layer: makes a layer from an entry of the table."""
 
     make_layer: Callable[..., nn.Module] = staticmethod(linear_of)
-    make_model: Callable[[str], type[Any]]
+    make_model: Callable[[str], type]
     made_of: type[Any]
 
-    def __init__(self: Any, config: Any, *arguments: Any, **options: Any) -> None:
+    def __init__(self, config: object, *arguments: object, **options: object) -> None:
         # Give AutoModel the class of what is inside this one, unless it has one for the configuration:
         # whoever loads a folder has trusted its code, and transformers would ask again.
         mapping: Any = transformers.AutoModel._model_mapping
@@ -767,63 +766,58 @@ class StructuredModel(LoudModel):
         known = type(config) in mapping or inner == self.made_of.__name__
         if not known and hasattr(transformers, inner):
             mapping.register(type(config), self.make_model(PREFIX + inner))
-        native: Any = super()
-        native.__init__(config, *arguments, **options)
+        super().__init__(config, *arguments, **options)
 
-    def post_init(self: Any) -> None:
-        """Swap the layers: where every model of transformers ends its construction, on the meta device
-        while loading, before it collects tied weights. A model inside this one has swapped its own."""
+    def post_init(self) -> None:
+        """Replace the layers. Every model of transformers calls this last when it is made, on the meta
+        device while loading, before it collects tied weights. Models inside have replaced their own."""
         self.place_layers()
-        native: Any = super()
-        native.post_init()
+        super().post_init()
         self._tp_plan = dict[str, str]()  # nobody can split it by the native one
 
-    def place_layers(self: Any) -> None:
+    def place_layers(self) -> None:
         """Put the layers of the table, and pairs of linear layers, in their places."""
         blr = self.config.blr or {}
         make = partial(self.make_layer, exported="export" in blr)
         replace_layers(self, by_module(self, entries_of(self.config)), make)
         replace_layers(self, by_module(self, blr.get("pairs") or {}), Pair)
 
-    def initialize_weights(self: Any) -> None:
-        """As of transformers, and what the structured layers hold."""
+    def initialize_weights(self) -> None:
+        """Give all layers first values, structured ones and those of transformers."""
         for layer in self.modules():  # first: then transformers marks all layers
             if isinstance(layer, ComposedLinear) and not getattr(layer, "_is_hf_initialized", False):
                 first_values(layer)
-        native: Any = super()
-        native.initialize_weights()
+        super().initialize_weights()
 
-    def finish_loading(self: Any) -> None:
-        """Say which feature of the folder this file has not."""
+    def finish_loading(self) -> None:
+        """Warn of a feature of the folder that needs the package."""
         if kind := (self.config.blr or {}).get("kv_cache"):
             told = "blr: keys and values are cached whole: a cache of %s needs %s"
             logging.getLogger("blr").warning(told, kind, PACKAGE)
 
-    def save_pretrained(self: Any, *arguments: Any, **options: Any) -> Any:
-        """As of transformers, with the layers as they are: a merged adapter has raised ranks, and a
-        model of another class than was written may have no head."""
+    def save_pretrained(self, *arguments: object, **options: object) -> Any:
+        """Save with the layers as they are now: a merged adapter has raised ranks, and a model of
+        another class than was written may have no head."""
         table, modules = (self.config.blr or {}).get("layers", {}), dict(self.named_modules())
         for name, module in module_names(self, table).items():
             if module not in modules:
                 del table[name]
             elif hasattr(modules[module], "entry"):
                 table[name] = modules[module].entry
-        native: Any = super()
-        return native.save_pretrained(*arguments, **options)
+        return super().save_pretrained(*arguments, **options)
 
-    def _get_dtype_plan(self: Any, dtype: Any) -> dict[str, Any]:
-        """As of transformers, which keeps some modules in float32 (T5's `wo` beside float16): what is
-        packed in them, or says where outputs go, stays of its own type."""
-        native: Any = super()
-        plan = native._get_dtype_plan(dtype)
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Let packed tensors and indices keep their types in modules that transformers keeps in float32
+        (T5's `wo` beside float16)."""
+        plan = super()._get_dtype_plan(dtype)
         held = {n: t.dtype for n, t in self.named_buffers() if not is_number(t)} if plan else {}
         return {**held, **plan}
 
 
 @cache
-def model_class(name: str, mixins: tuple[type, ...] = (StructuredModel,)) -> type[Any]:
-    """The model class ``Blr<Native>``; its tensors keep their names on disk. Raises AttributeError for a
-    name of another kind."""
+def model_class(name: str, mixins: tuple[type, ...] = (StructuredModel,)) -> type:
+    """Make the model class ``Blr<Native>``, whose tensors keep their names on disk. Raises
+    AttributeError for another kind of name."""
     native: Any = getattr(transformers, native_name(name))
     # give it the native renamings of tensors, which transformers skips for custom code
     if (renamings := conversion_mapping.get_checkpoint_conversion_mapping(native.__name__)) is not None:
@@ -859,9 +853,9 @@ REMEDY += "blr.compressor.register() or with trust_remote_code=True"
 
 
 def guard(native_type: str) -> dict[str, str]:
-    """The entry `GUARD` of config.json, which stops ``LlamaForCausalLM.from_pretrained(folder)`` where
-    no code of ours runs: a native configuration class takes the part of a file that has its own type;
-    the `dtype` of this is none, which raises AttributeError with the words below."""
+    """Make the entry `GUARD` of config.json, which stops ``LlamaForCausalLM.from_pretrained(folder)``
+    where no code of ours runs: a native configuration class takes the part of a file that has its own
+    type; the `dtype` of this is none, which raises AttributeError with the words below."""
     found = "the layers of this folder are structured, native classes have no place for them"
     return {"model_type": native_type, "dtype": f"{found}; {REMEDY}"}
 
@@ -874,7 +868,7 @@ def watch_native_classes() -> None:
         return
 
     @wraps(native)
-    def from_pretrained(cls: Any, *arguments: Any, **options: Any) -> Any:
+    def from_pretrained(cls: Any, *arguments: object, **options: Any) -> Any:
         if hasattr(cls, "made_of"):
             return native(cls, *arguments, **options)
         if hasattr(options.get("config"), "structured_class"):
@@ -896,7 +890,7 @@ if transformers is not None:
     watch_native_classes()
 
 
-def __getattr__(name: str) -> type[Any]:
+def __getattr__(name: str) -> type:
     """The classes that `auto_map` names, made when they are asked for."""
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

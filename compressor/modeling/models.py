@@ -7,10 +7,11 @@ graphs.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers import initialization as init
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -22,7 +23,7 @@ from blr.compressor.modeling.float8 import prepare_float8, share_rows
 from blr.compressor.modeling.fused import fuse, fuse_activations
 from blr.compressor.modeling.head_slices import part_heads
 from blr.compressor.modeling.layers import KernelLinear, make_layer, prepare_layers
-from blr.compressor.modeling.modeling_blr import PREFIX, Factor, StructuredConfig, StructuredModel
+from blr.compressor.modeling.modeling_blr import PREFIX, Entry, Factor, StructuredConfig, StructuredModel
 from blr.compressor.modeling.modeling_blr import replace_layers as put_layers
 from blr.compressor.modeling.rank_attention import keep_ranks
 from blr.compressor.modeling.rank_cache import rank_cache
@@ -40,22 +41,19 @@ from blr.compressor.modeling.splitting import (
 NAME = "blr"
 
 
-def register_attention() -> None:
-    """Make transformers know ``attn_implementation="blr"``."""
-    AttentionInterface.register(NAME, sdpa_attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-register_attention()
+# Transformers then knows ``attn_implementation="blr"``
+AttentionInterface.register(NAME, sdpa_attention_forward)
+AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class KernelModel(StructuredModel):
-    """Mixin of the models: what the layers need to be fast, and small in memory."""
+    """Mixin of models whose layers are kernels, and which are prepared to be fast and small in
+    memory."""
 
     make_layer = staticmethod(make_layer)
 
-    def place_layers(self: Any) -> None:
-        """As of the plain models, and what is done with a model whose layers are in their places."""
+    def place_layers(self) -> None:
+        """Put the layers in their places, then equip the modules around them."""
         super().place_layers()
         share_rows(self)
         bound_norms(self)
@@ -66,31 +64,34 @@ class KernelModel(StructuredModel):
         if caches_ranks(self.config) is not None:
             keep_ranks(self)
 
-    def post_init(self: Any) -> None:
-        """As of the plain models; pairs of linear layers are split as they say."""
+    def post_init(self) -> None:
+        """Replace the layers; pairs of linear layers get a plan of tensor parallelism."""
         super().post_init()
         if (self.config.blr or {}).get("pairs"):
             self._tp_plan = {**table_plan(self), **pair_plan(self)}
 
-    def initialize_weights(self: Any) -> None:
-        """As of transformers, and what the structured layers hold."""
+    def initialize_weights(self) -> None:
+        """Give all layers first values, packed ones too."""
         initialize_packed(self)  # first: then transformers marks all layers
         super().initialize_weights()
 
-    def _apply(self: Any, fn: object, recurse: bool = True) -> object:
-        """What every move and cast goes through; layers of one input that lie on a GPU share it."""
-        native: Any = super()
-        native._apply(fn, recurse)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Every move and cast of torch goes through this: then layers on a GPU that read one input are
+        computed together."""
+        super()._apply(fn, recurse)
         share_siblings(self)
         return self
 
     def _prepare_cache_for_generation(
-        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *rest: Any, **options: Any
-    ) -> Any:
-        """As of transformers; the cache that it makes holds ranks if the checkpoint says so."""
-        native: Any = super()
+        self,
+        generation_config: object,
+        model_kwargs: dict[str, object],
+        *rest: object,
+        **options: object,
+    ) -> None:
+        """Make a cache as transformers does; it holds ranks if the checkpoint says so."""
         made = [name for name in NAMES if model_kwargs.get(name) is None]  # not by whoever calls
-        native._prepare_cache_for_generation(generation_config, model_kwargs, *rest, **options)
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest, **options)
         if (kind := caches_ranks(self.config)) is None:
             return
         for name in made:
@@ -99,19 +100,19 @@ class KernelModel(StructuredModel):
 
     @classmethod
     def maybe_distribute_model(
-        cls: Any, model: Any, distributed_config: Any, *rest: Any, **options: Any
-    ) -> Any:
-        """As of transformers, with factors cut where the native plan cuts weights."""
+        cls, model: KernelModel, distributed_config: object, *rest: object, **options: object
+    ) -> KernelModel:
+        """Distribute a model as transformers does, with factors cut where its native plan cuts
+        weights."""
         size = getattr(distributed_config, "tp_size", None) or 1
         if size > 1:
             plan = split_plan(model, size)
             model._tp_plan = {**table_plan(model), **plan}
             if plan:
                 split_layers(model)
-        native: Any = super()
-        return native.maybe_distribute_model(model, distributed_config, *rest, **options)
+        return super().maybe_distribute_model(model, distributed_config, *rest, **options)
 
-    def finish_loading(self: Any) -> None:
+    def finish_loading(self) -> None:
         """Give weights that were loaded onto a GPU their kernel layout."""
         prepare_layers(self)
         freeze_parts(self)
@@ -119,21 +120,21 @@ class KernelModel(StructuredModel):
         share_siblings(self)
 
 
-def replace_layers(model: Any, entries: dict[str, dict[str, Any]]) -> None:
-    """Put layers with kernels in the place of the modules of any model that `entries` names."""
+def replace_layers(model: nn.Module, entries: dict[str, Entry]) -> None:
+    """Replace the modules of any model that `entries` names by layers with kernels."""
     put_layers(model, entries, make_layer)
     share_rows(model)
 
 
 def model_class(name: str) -> type[Any]:
-    """The class ``Blr<Native>``, made once: for exports and for what `blr compress` writes."""
+    """The class ``Blr<Native>`` of exports and of what `blr compress` writes, made once."""
     return exported_class(name, KernelModel)
 
 
 KernelModel.make_model = StructuredConfig.make_model = staticmethod(model_class)
 
 
-def __getattr__(name: str) -> type[Any]:
+def __getattr__(name: str) -> type:
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return model_class(name)
@@ -146,9 +147,9 @@ FLOAT8 = 0.6  # root mean square of such numbers
 
 
 @torch.no_grad()
-def initialize_packed(model: Any) -> None:
-    """Give the packed factors of `model` first values, but for layers and tensors that have theirs, of
-    which transformers keeps a mark, and what lies on the meta device."""
+def initialize_packed(model: nn.Module) -> None:
+    """Give the packed factors of `model` first values, but not on the meta device, nor where
+    transformers has marked a layer or tensor as initialized."""
     for layer in model.modules():
         if not isinstance(layer, KernelLinear) or getattr(layer, "_is_hf_initialized", False):
             continue
@@ -159,7 +160,7 @@ def initialize_packed(model: Any) -> None:
                 _fill(scale, _scale, factor)
 
 
-def _fill(buffer: Tensor, values: Any, factor: Factor) -> None:
+def _fill(buffer: Tensor, values: Callable[[Tensor, Factor], Tensor], factor: Factor) -> None:
     if not buffer.is_meta and not getattr(buffer, "_is_hf_initialized", False):
         init.copy_(buffer, values(buffer, factor))
 

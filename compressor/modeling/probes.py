@@ -1,9 +1,9 @@
-"""What a module computes: asked of itself on a few numbers, and not of its name."""
+"""Finds out what a module computes by asking it on a few numbers, whatever its name is."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,40 +17,40 @@ CLOSE = 1e-5
 
 
 def numbers(*shape: int) -> Tensor:
-    """Numbers that modules are asked about, on the CPU and in single precision: models are made under
-    other defaults."""
+    """Random numbers to ask modules about, on the CPU and in single precision whatever the defaults are
+    that a model is made under."""
     generator = torch.Generator("cpu").manual_seed(0)
     return 2 * torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
 @torch.no_grad()
-def computes(made: Any, x: Tensor, expected: Tensor) -> bool:
-    """Whether `made`, called in its own way, gives what is expected."""
+def computes(call: Callable[[Tensor], object], x: Tensor, expected: Tensor) -> bool:
+    """Whether ``call(x)`` is what is expected; False where it fails."""
     try:
-        found = made(x)
+        found = call(x)
     except Exception:  # it wants what a few numbers have not: another kind of module
         return False
-    same = isinstance(found, Tensor) and found.shape == expected.shape
-    return same and bool(torch.allclose(found, expected, rtol=CLOSE, atol=CLOSE))
+    if not isinstance(found, Tensor) or found.shape != expected.shape:
+        return False
+    return torch.allclose(found, expected, rtol=CLOSE, atol=CLOSE)
 
 
-def norm_of(module: Any) -> tuple[str, float] | None:
-    """What makes a norm of its inputs: its name in `MAKES`, and its eps."""
+def norm_of(module: nn.Module) -> tuple[str, float] | None:
+    """The name in `MAKES` of the norm that a module computes, and its eps; None for other modules."""
     gain, shift = (module._parameters.get(name) for name in ("weight", "bias"))
     eps = next((getattr(module, n) for n in ("variance_epsilon", "eps") if hasattr(module, n)), None)
     if gain is None or gain.dim() != 1 or not isinstance(eps, float) or len(module._parameters) > 2:
         return None
     x, make = numbers(3, SMALL), "rms" if shift is None else "layer"
     by, plus = numbers(2, SMALL) + 1
-    plus = None if shift is None else plus
-    small = _alike(module, {"weight": by} | ({"bias": plus} if "bias" in module._parameters else {}))
-    return (make, eps) if computes(small.forward, x, MAKES[make](x, plus, by, eps)) else None
+    added = None if shift is None else plus
+    small = _alike(module, {"weight": by} | ({"bias": added} if "bias" in module._parameters else {}))
+    return (make, eps) if computes(small.forward, x, MAKES[make](x, added, by, eps)) else None
 
 
-def _alike(module: Any, parameters: dict[str, Any]) -> Any:
+def _alike(module: nn.Module, parameters: dict[str, Tensor | None]) -> nn.Module:
     """A module of the same class and settings with other parameters, of `SMALL` features."""
-    kind: Any = type(module)
-    made = kind.__new__(kind)
+    made = type(module).__new__(type(module))
     made.__dict__.update(module.__dict__)
     made.__dict__["_parameters"] = parameters
     if "normalized_shape" in made.__dict__:
@@ -58,20 +58,20 @@ def _alike(module: Any, parameters: dict[str, Any]) -> Any:
     return made
 
 
-def activation_of(module: Any) -> tuple[str, float] | None:
-    """The name in `MAKES` of an activation that has no parameters."""
+def activation_of(module: nn.Module) -> tuple[str, float] | None:
+    """The name in `MAKES` of an activation without parameters, and an eps of 0 in the place of a norm's;
+    None for other modules."""
     home = type(module).__module__
     if home not in ("transformers.activations", "torch.nn.modules.activation"):
         return None
     x = numbers(4, SMALL)
-    for make in ACTIVATIONS:
-        if computes(module.forward, x, MAKES[make](x, None, None, 0.0)):
-            return make, 0.0
-    return None
+    found = (n for n in ACTIVATIONS if computes(module.forward, x, MAKES[n](x, None, None, 0.0)))
+    return next(((name, 0.0) for name in found), None)
 
 
-def gate_of(module: Any) -> str | None:
-    """The name in `MAKES` of what an MLP puts into `down_proj`, None if it is another kind."""
+def gate_of(module: nn.Module) -> str | None:
+    """The name in `MAKES` of the gate whose result an MLP puts into `down_proj`; None for other
+    modules."""
     if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "act_fn")):
         return None
     gate, up = numbers(2, SMALL, SMALL)

@@ -1,14 +1,15 @@
-"""Attention that gives a cache the ranks of its keys and values, and makes those of all tokens of them.
+"""Gives a cache the ranks of an attention's keys and values, and makes those of all tokens from ranks.
 
 Between its layer and the cache a key is normed, rotated, or both, in an order that families differ in.
-It is found by comparing with the keys that the attention's own `forward` makes.
+The order is found by comparing with the keys that the attention's own `forward` makes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from blr.compressor.modeling.extended import Extension, extend, with_children
 from blr.compressor.modeling.fused import ROTATION, behind_renaming
 from blr.compressor.modeling.rank_cache import FORMATS, Angles, Parts, RankCache, RankFormat, RankLayer
-from blr.compressor.modeling.ranks import OfRanks, RankRequest, have_ranks
+from blr.compressor.modeling.ranks import OfRanks, RankRequest, ranked
 
 APART = ("k_proj", "v_proj")
 JOINT = "c_attn"  # GPT-2's: queries, keys and values, as wide as each other
@@ -26,8 +27,8 @@ CLOSE = 4  # units of the last place of the largest number, to which found keys 
 
 
 class Made(NamedTuple):
-    """What keys or values of new tokens are made from: ranks as a cache holds them, and outputs
-    start…stop of a product, in a dtype."""
+    """How keys or values are made from ranks. parts: ranks of the new tokens, as a cache holds them.
+    product, start, stop: the outputs start…stop of a product are the keys or values. dtype: of both."""
 
     parts: Parts
     product: OfRanks
@@ -36,43 +37,33 @@ class Made(NamedTuple):
     dtype: torch.dtype
 
     def flat(self, ranks: Tensor) -> Tensor:
-        """[B, t, H·D] of ranks."""
+        """Keys or values [B, t, H·D] from ranks."""
         return self.product.outputs(ranks, self.start, self.stop)
 
 
 @dataclass
 class RankStep:
     """What an attention makes of new tokens for a cache. angles: cosines and sines of their positions,
-    None for an attention that is given none."""
+    None for an attention that is given none. made: how keys and values are made, by these two words."""
 
-    attention: Any
+    attention: RankAttention
     angles: Angles | None
     format: RankFormat
     made: dict[str, Made] = field(default_factory=dict)
 
-    @property
-    def keys(self) -> Made:
-        """Of the new tokens."""
-        return self.made["keys"]
-
-    @property
-    def values(self) -> Made:
-        """Of the new tokens."""
-        return self.made["values"]
-
-    def layers(self) -> dict[str, Any]:
-        """Functions in the place of the attention's layers, which keep ranks of what they are asked."""
+    def layers(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Functions to put in the place of the attention's layers: they also keep the ranks."""
         names = projections(self.attention)
         return {n: self._joint if n == JOINT else partial(self._apart, n) for n in names}
 
     def _apart(self, name: str, x: Tensor) -> Tensor:
-        layer = getattr(self.attention, name)
+        (layer,) = ranked(self.attention, name)
         ranks, product = layer(RankRequest(x))
         kind = "keys" if name == APART[0] else "values"
         return self._keep(kind, self.format.pack(ranks), product, (0, layer.out_features), x.dtype)
 
     def _joint(self, x: Tensor) -> Tensor:
-        layer = getattr(self.attention, JOINT)
+        (layer,) = ranked(self.attention, JOINT)
         ranks, product = layer(RankRequest(x))
         width = layer.out_features // 3
         y, whole = [product.outputs(ranks, 0, width)], self.format.pack(ranks)
@@ -91,12 +82,14 @@ class RankStep:
         return self._new(kind)
 
     def _new(self, kind: str) -> Tensor:
-        """Keys or values of the new tokens as their layer gives them; a model may write on those."""
+        """Keys or values of the new tokens as their layer gives them; new tensors, for a model may write
+        to them."""
         made = self.made[kind]
         return made.flat(self.format.unpack(made.parts, made.dtype))
 
     def explains(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether it is known how keys and values [B, H, t, D] are made from what the layers gave."""
+        """Whether keys and values [B, H, t, D] follow from the layers' outputs by a known order of
+        steps."""
         if len(self.made) < 2 or len(keys.shape) != 4:
             return False
         known = self.attention.key_orders
@@ -110,47 +103,46 @@ class RankStep:
 
     def all_of(self, held: RankLayer) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, T, D] of all tokens that a cache holds."""
-        flat = [
-            made.flat(store.ranks(made.dtype))
-            for made, store in zip((self.keys, self.values), held.stores, strict=True)
-        ]
-        width, angles = self.attention.head_dim, held.rotation and held.rotation.all
+        made = self.made["keys"], self.made["values"]
+        flat = [m.flat(store.ranks(m.dtype)) for m, store in zip(made, held.stores, strict=True)]
+        width, angles = self.attention.head_dim, held.rotation.all if held.rotation else None
+        assert self.attention.key_orders  # of an attention that was explained
         keys = ordered(self.attention, self.attention.key_orders[0], flat[0], angles)
         return keys, _heads(flat[1], width)
 
 
 class RankAttention(Extension):
-    """Mixin before an attention whose keys and values are of low rank. key_orders: the orders of
-    `ORDERS` that its keys are made by, as far as it is known; None before any."""
+    """Mixin before an attention whose keys and values are of low rank. key_orders: the `ORDERS` by which
+    its keys may be made, as far as is known; None before any keys were seen."""
 
+    head_dim: int
     key_orders: tuple[tuple[str, ...], ...] | None = None
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As of the attention; a `RankCache` among its arguments is given ranks."""
-        compute: Any = super().forward  # type: ignore[misc]
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """The native result. A `RankCache` among the arguments is given ranks."""
         cache = next((each for each in kwargs.values() if isinstance(each, RankCache)), None)
         number = getattr(self, "layer_idx", getattr(self, "layer_id", 0))
         held = None if cache is None else cache.layers[number]
-        if not isinstance(held, RankLayer) or held.is_initialized:
-            return compute(*args, **kwargs)
-        x = args[0] if args else kwargs["hidden_states"]
+        x = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(held, RankLayer) or held.is_initialized or not isinstance(x, Tensor):
+            return super().forward(*args, **kwargs)
         angles = kwargs.get("position_embeddings")
         step = RankStep(self, angles if _are_angles(angles) else None, FORMATS[held.kind])
         if _is_watched(self, x):
             _make_whole(step, held, x)
-            return compute(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         held.step = step
-        return compute.__func__(with_children(self, step.layers()), *args, **kwargs)
+        return super(RankAttention, with_children(self, step.layers())).forward(*args, **kwargs)
 
 
 def keep_ranks(model: nn.Module) -> None:
     """Let the attention of `model` give ranks to caches, where its keys and values have some."""
     for module in model.modules():
-        names = projections(module)
-        if have_ranks(module, *names) and hasattr(module, "head_dim"):
+        layers = ranked(module, *projections(module))
+        if layers and hasattr(module, "head_dim"):
             extend(module, RankAttention)
-            for name in names:
-                getattr(module, name).cached = True
+            for layer in layers:
+                layer.cached = True
 
 
 def projections(attention: nn.Module) -> tuple[str, ...]:
@@ -158,20 +150,25 @@ def projections(attention: nn.Module) -> tuple[str, ...]:
     return (JOINT,) if JOINT in attention._modules else APART
 
 
-def ordered(attention: Any, order: tuple[str, ...], flat: Tensor, angles: Any) -> Tensor:
-    """Keys [B, H, T, D] of what their layer gives [B, T, H·D], by an order of `ORDERS`."""
+def ordered(
+    attention: RankAttention, order: tuple[str, ...], flat: Tensor, angles: Angles | None
+) -> Tensor:
+    """Keys [B, H, T, D] from the outputs [B, T, H·D] of their layer, by one of `ORDERS`. Raises
+    TypeError or AttributeError for a step that this attention has not."""
     norm: Any = next((getattr(attention, name) for name in KEY_NORMS if hasattr(attention, name)), None)
     width = attention.head_dim
     if order[:1] == ("norm",) and norm.weight.shape[-1] == flat.shape[-1] != width:
         flat, order = norm(flat), order[1:]  # of all heads together
     keys = flat.unflatten(-1, (-1, width))
     for name in order:
-        keys = norm(keys) if name == "norm" else _rotated(attention, keys, *angles)
+        keys = norm(keys) if name == "norm" else _rotated(attention, keys, angles)
     return keys.transpose(1, 2)
 
 
-def _rotated(attention: Any, keys: Tensor, *angles: Tensor) -> Tensor:
-    """Keys [B, T, H, D] by the function of the model's own file; of some families a part is rotated."""
+def _rotated(attention: RankAttention, keys: Tensor, angles: Angles | None) -> Tensor:
+    """Keys [B, T, H, D] rotated by the function of the model's own file, some families' in part."""
+    if angles is None:
+        raise TypeError("this attention is given no angles")
     rotate = behind_renaming(attention.native.forward).__globals__[ROTATION]
     alone = rotate.__code__.co_argcount == 3  # GPT-J's: of one tensor, pairs of features by one angle
     turned, rest = keys.tensor_split([angles[0].shape[-1] * (1 + alone)], -1)
@@ -183,7 +180,10 @@ def _rotated(attention: Any, keys: Tensor, *angles: Tensor) -> Tensor:
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
-def _fits(attention: object, order: tuple[str, ...], flat: Tensor, angles: object, keys: Tensor) -> bool:
+def _fits(
+    attention: RankAttention, order: tuple[str, ...], flat: Tensor, angles: Angles | None, keys: Tensor
+) -> bool:
+    """Whether an order of steps leads from the outputs `flat` of the layer to `keys`."""
     try:
         return _close(ordered(attention, order, flat, angles), keys)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
@@ -197,7 +197,7 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).abs().max() <= most)
 
 
-def _are_angles(given: object) -> bool:
+def _are_angles(given: object) -> TypeGuard[Angles]:
     return isinstance(given, tuple) and len(given) == 2 and all(each.dim() == 3 for each in given)
 
 
@@ -206,21 +206,19 @@ def _heads(flat: Tensor, width: int) -> Tensor:
 
 
 def _is_watched(attention: nn.Module, x: Tensor) -> bool:
-    """Whether keys and values must be whole: for gradients, in a trace, under autocast, for hooks of
+    """Whether keys and values must be whole: for gradients, in a trace, under autocast, and for hooks of
     their layers or adapters around them."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if torch.is_grad_enabled() or traced or torch.is_autocast_enabled(x.device.type):
         return True
-    names = projections(attention)
-    layers = [attention._modules[name] for name in names]
-    hooked = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers if layer)
-    return hooked or not have_ranks(attention, *names)
+    layers = ranked(attention, *projections(attention))
+    return not layers or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
 
 
 @torch.no_grad()
 def _make_whole(step: RankStep, held: RankLayer, x: Tensor) -> None:
-    """Let a cache that holds ranks hold whole keys and values of the same tokens from here on."""
-    if held.length and have_ranks(step.attention, *projections(step.attention)):
+    """From here on let a cache that holds ranks hold whole keys and values of the same tokens."""
+    if held.length and ranked(step.attention, *projections(step.attention)):
         for layer in step.layers().values():
             layer(x[:, :0])  # for the products alone
         held.hold_whole(*step.all_of(held))

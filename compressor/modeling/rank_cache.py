@@ -1,10 +1,9 @@
-"""A cache of transformers that holds the ranks of keys and values.
+"""A cache of transformers that holds the ranks of keys and values in the place of these.
 
-They are held in their dtype, in int8, or in int8 for the first quarter and int4 for the others, which
-loses a sixth or less of what int4 alone does (`scripts/log`).
-
-An attention (`rank_attention.py`) gives it the ranks of new tokens and gets all tokens' keys and values,
-made from ranks for one layer at a time. Rotations are kept once for all layers.
+Ranks are held in their dtype, in int8, or the first quarter in int8 and the others in int4, which loses
+a sixth or less of what int4 alone does (`scripts/log`). An attention (`rank_attention.py`) gives the
+cache the ranks of new tokens and gets all tokens' keys and values, made for one layer at a time.
+Rotations are kept once for all layers.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from blr.compressor.modeling.settings import warn_once
@@ -29,15 +29,16 @@ Parts = tuple[Tensor, ...]
 
 
 class RankFormat(NamedTuple):
-    """Ranks [B, T, …, r] to what is held of them, [B, T, …] each, and back in a dtype."""
+    """How ranks [B, T, …, r] are held: `pack` makes the tensors [B, T, …] that are held, `unpack` ranks
+    of a dtype from these."""
 
     pack: Callable[[Tensor], Parts]
     unpack: Callable[[Parts, torch.dtype], Tensor]
 
 
 def _rounded(ranks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Whole numbers in int8, and the scale of every token's ranks. In float32: half precision has no
-    number between 127 and 128, which int8 has not."""
+    """Ranks rounded to whole numbers in int8, and each token's scale. Computed in float32: half
+    precision has no number between 127 and 128, and int8 ends at 127."""
     wide, most = ranks.float(), LARGEST[kind]
     scale = (wide.abs().amax(-1, keepdim=True) / most).to(ranks.dtype)
     scale = scale.clamp_min(torch.finfo(ranks.dtype).tiny)
@@ -50,7 +51,7 @@ def _scaled(parts: Parts, dtype: torch.dtype) -> Tensor:
 
 
 def _mixed(ranks: Tensor) -> Parts:
-    """Whole numbers of the first ranks and their scale, then the others', two a byte, and theirs."""
+    """The first ranks in int8 and their scale, then the others in int4, two a byte, and their scale."""
     first, others = ranks.tensor_split([leading(ranks.shape[-1])], -1)
     if not others.shape[-1]:
         return _rounded(first, "int8")
@@ -68,7 +69,7 @@ def _unmixed(parts: Parts, dtype: torch.dtype) -> Tensor:
     return torch.cat((first, whole * scale), -1)
 
 
-def _kept(ranks: Tensor) -> Parts:
+def _whole(ranks: Tensor) -> Parts:
     return (ranks,)
 
 
@@ -76,14 +77,12 @@ def _only(parts: Parts, dtype: torch.dtype) -> Tensor:
     return parts[0]
 
 
-_FORMATS = (  # by names that pickle finds: a cache may be kept in a file
-    RankFormat(_kept, _only),
+_FORMATS = (  # functions by names that pickle finds: a cache may be kept in a file
+    RankFormat(_whole, _only),
     RankFormat(partial(_rounded, kind="int8"), _scaled),
     RankFormat(_mixed, _unmixed),
 )
 FORMATS = dict(zip(KV_CACHES, _FORMATS, strict=True))
-
-
 Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
 
 
@@ -96,49 +95,50 @@ class RankStore:
 
     @property
     def length(self) -> int:
-        """T."""
+        """The number T of tokens."""
         return self.held[0].shape[1] if self.held else 0
 
     @property
     def nbytes(self) -> int:
-        """Of what is held."""
+        """The bytes that are held."""
         return sum(tensor.nbytes for tensor in self.held)
 
     def append(self, new: Parts) -> None:
-        """What the format makes of the ranks of new tokens."""
+        """Add new tokens, whose ranks the format has packed."""
         pairs = zip(self.held, new, strict=True)
         self.held = tuple(torch.cat(pair, 1) for pair in pairs) if self.held else new
 
     def ranks(self, dtype: torch.dtype) -> Tensor:
-        """Of all tokens."""
+        """The ranks of all tokens."""
         return self.format.unpack(self.held, dtype)
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Put ``function`` of what is held, whose first dimensions are B and T, in its place."""
+        """Replace each tensor that is held, [B, T, …], by ``function`` of it."""
         self.held = tuple(function(tensor) for tensor in self.held)
 
 
 class AngleTable:
-    """Cosines and sines of all tokens, for all layers that are given the same. The first of these, the
-    leader, extends and changes them."""
+    """Cosines and sines of all tokens, shared by all layers that are given the same. The first of these
+    layers, the leader, extends and changes them. new: those of the newest tokens."""
 
     def __init__(self, leader: RankLayer, new: Angles) -> None:
         self.leader, self.new, self.all = leader, new, new
 
     def extend(self, new: Angles) -> None:
-        """By those of new tokens."""
+        """Add those of new tokens."""
         pairs = zip(self.all, new, strict=True)
         self.new, self.all = new, (_joined(*next(pairs)), _joined(*next(pairs)))
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Put ``function`` of them in their place."""
+        """Replace cosines and sines by ``function`` of them."""
         cosines, sines = self.all
         self.all = function(cosines), function(sines)
 
 
 class RankLayer(DynamicLayer):
-    """One layer's keys and values by their ranks; whole ones where they come whole. rotations: those of
-    the cache. step: what an attention makes of new tokens, while it does."""
+    """Holds one layer's keys and values as ranks, or whole where they come whole. rotations: the tables
+    of the cache. kind: the name of its format. step: what an attention is making of new tokens, if it
+    is."""
 
     stores: tuple[RankStore, RankStore]
     rotation: AngleTable | None
@@ -154,7 +154,9 @@ class RankLayer(DynamicLayer):
         """Tokens whose ranks it holds."""
         return self.stores[0].length
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append [B, H, t, D] each; all tokens' keys and values [B, H, T, D]."""
         step, self.step = self.step, None
         if step is None or self.is_initialized or not step.explains(key_states, value_states):
@@ -168,11 +170,7 @@ class RankLayer(DynamicLayer):
             )
             return super().update(key_states, value_states, *args, **kwargs)
         first = not self.length
-        self._append(step)
-        return (key_states, value_states) if first else step.all_of(self)
-
-    def _append(self, step: RankStep) -> None:
-        keys, values = step.keys.parts, step.values.parts
+        keys, values = step.made["keys"].parts, step.made["values"].parts
         if values is keys:
             self.stores = (self.stores[0], self.stores[0])  # the same ranks, of a projection to both
         else:
@@ -180,6 +178,7 @@ class RankLayer(DynamicLayer):
         self.stores[0].append(keys)
         if step.angles is not None:
             self._rotate(step.angles)
+        return (key_states, value_states) if first else step.all_of(self)
 
     def _rotate(self, new: Angles) -> None:
         if self.rotation is None:
@@ -191,38 +190,38 @@ class RankLayer(DynamicLayer):
             self.rotation.extend(new)
 
     def hold_whole(self, keys: Tensor, values: Tensor) -> None:
-        """From here on whole tensors: these of all tokens so far."""
+        """From here on hold whole tensors, of which these are those of all tokens so far."""
         self.lazy_initialization(keys, values)
         self.keys, self.values = keys, values
         self.reset_ranks()
 
     def reset_ranks(self) -> None:
-        """Forget them."""
+        """Forget all ranks."""
         self.stores = (RankStore(self.kind), RankStore(self.kind))
         self.rotation = None
 
     @property
     def nbytes(self) -> int:
-        """What its ranks take; rotations, which layers share, are not counted."""
-        return sum(store.nbytes for store in self._apart())
+        """The bytes of its ranks, without rotations, which layers share."""
+        return sum(store.nbytes for store in self._distinct())
 
-    def _apart(self) -> list[RankStore]:
-        """Its stores, each once."""
-        return list(dict.fromkeys(self.stores))
+    def _distinct(self) -> set[RankStore]:
+        """Its stores; one where keys and values share it."""
+        return set(self.stores)
 
     def get_seq_length(self) -> int:
         """Tokens held."""
         return self.length or super().get_seq_length()
 
     def reset(self) -> None:
-        """As of the dynamic layer."""
+        """Forget all tokens."""
         self.rotations.clear()
         self.reset_ranks()
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As of the dynamic layer: a negative number of tokens to remove; of early transformers
-        also a positive one of tokens to keep."""
+        """Keep the first tokens: all but so many, where the number is negative; so many, where an early
+        transformers gives a positive one."""
         kept = tokens_to_remove if tokens_to_remove > 0 else max(self.length + tokens_to_remove, 0)
         if not self.length:
             super().crop(tokens_to_remove)
@@ -230,18 +229,18 @@ class RankLayer(DynamicLayer):
             self._change(lambda tensor: tensor.narrow(1, 0, kept))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """As of the dynamic layer."""
+        """Take the sequences of these numbers."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """As of the dynamic layer."""
+        """Take the sequences of these numbers."""
         if self.length:
             self._change_rows(lambda tensor: tensor.index_select(0, indices.to(tensor.device)))
         else:
             super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """As of the dynamic layer."""
+        """Repeat every sequence."""
         if self.length:
             self._change_rows(lambda tensor: tensor.repeat_interleave(repeats, 0))
         else:
@@ -252,14 +251,14 @@ class RankLayer(DynamicLayer):
         self._change(lambda tensor: function(tensor) if len(tensor) == rows else tensor)
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply `function` to all that is held, [B, T, …]."""
-        for store in self._apart():
+        """Replace every tensor that is held, [B, T, …], by ``function`` of it."""
+        for store in self._distinct():
             store.change(function)
         if self.rotation is not None and self.rotation.leader is self:
             self.rotation.change(function)
 
     def offload(self) -> None:
-        """Ranks to the CPU."""
+        """Move ranks to the CPU."""
         if self.length:
             self.home = self.stores[0].held[0].device
             self._move(torch.device("cpu"))
@@ -267,14 +266,14 @@ class RankLayer(DynamicLayer):
             super().offload()
 
     def prefetch(self) -> None:
-        """Ranks back to where they came from."""
+        """Move ranks back to where they came from."""
         if self.length:
             self._move(getattr(self, "home", self.stores[0].held[0].device))
         else:
             super().prefetch()
 
     def _move(self, device: torch.device) -> None:
-        for store in self._apart():
+        for store in self._distinct():
             store.change(lambda tensor: tensor.to(device, non_blocking=True))
 
 
@@ -293,16 +292,12 @@ class RankCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """What the ranks of all layers take."""
+        """The bytes of the ranks of all layers."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, RankLayer))
 
 
-def rank_cache(cache: Any, config: Any, kind: str) -> Any:
-    """`cache`, or a `RankCache` in the place of an empty `DynamicCache` that transformers made.
-
-    Args:
-        kind: of `settings.caches_ranks`.
-    """
+def rank_cache(cache: object, config: PreTrainedConfig, kind: str) -> object:
+    """`cache`, or a `RankCache` of this kind (`caches_ranks`) for an empty `DynamicCache`."""
     if type(cache) is not DynamicCache or cache.get_seq_length():
         return cache
     count = config.get_text_config(decoder=True).num_hidden_layers
@@ -311,13 +306,14 @@ def rank_cache(cache: Any, config: Any, kind: str) -> Any:
 
 
 def _joined(before: Tensor, new: Tensor) -> Tensor:
-    """Both along the tokens; what one has for all sequences, and the other for each, is repeated."""
+    """Both tables, one behind the other along the tokens. A table for all sequences is repeated where
+    the other has one for each."""
     rows = max(len(before), len(new))
     return torch.cat([held.expand(rows, -1, -1) for held in (before, new)], 1)
 
 
 def _same(known: Angles, new: Angles) -> bool:
-    """Whether two tables are the same tensors by where they lie."""
+    """Whether two tables are the same tensors in memory."""
     return all(
         a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape
         for a, b in zip(known, new, strict=True)

@@ -1,22 +1,24 @@
-"""Low-rank layers in two steps: from an input to its ranks, from ranks to outputs."""
+"""Computes low-rank layers in two steps: from an input to its ranks, and from ranks to outputs."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 
 class RankRequest(NamedTuple):
-    """What a low-rank layer is called with, in the place of `x`, to give what `in_ranks` gives. The
-    layer's own call is the way to ask: whoever keeps its weights elsewhere brings them in for one."""
+    """An input x for which a low-rank layer, called with this, answers as `in_ranks`. The layer itself
+    is called because whoever keeps its weights elsewhere (offloading) brings them in for a call."""
 
     x: Tensor
 
 
 class OfRanks(NamedTuple):
-    """The second step, ``ranks Uᵀ + bias``. In groups U is [G, o/G, r], outputs lie group by group."""
+    """The second step, ``ranks Uᵀ + bias``. In groups U is [G, o/G, r] and outputs lie group by
+    group."""
 
     U: Tensor
     bias: Tensor | None
@@ -34,13 +36,25 @@ class OfRanks(NamedTuple):
         return y if bias is None else y + bias
 
     def part(self, start: int, stop: int) -> tuple[OfRanks, slice] | None:
-        """The product of the groups that make outputs start…stop and no others, and which groups these
-        are; None where there are none."""
+        """The product of only those groups that make outputs start…stop, and which groups these are;
+        None where no groups end there."""
         if self.U.dim() == 2 or start % self.U.shape[1] or stop % self.U.shape[1]:
             return None
         groups = slice(start // self.U.shape[1], stop // self.U.shape[1])
         bias = None if self.bias is None else self.bias[start:stop]
         return OfRanks(self.U[groups], bias), groups
+
+
+class RankedLayer(Protocol):
+    """A low-rank layer that answers a `RankRequest`. cached: whether a cache of keys and values asks."""
+
+    in_features: int
+    out_features: int
+    cached: bool
+    _forward_hooks: dict[int, Callable[..., object]]
+    _forward_pre_hooks: dict[int, Callable[..., object]]
+
+    def __call__(self, x: RankRequest) -> tuple[Tensor, OfRanks]: ...
 
 
 def in_ranks(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> tuple[Tensor, OfRanks]:
@@ -50,6 +64,8 @@ def in_ranks(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> tuple[Tens
     return linear(x, V.mT.flatten(0, 1)).unflatten(-1, (U.shape[0], U.shape[2])), OfRanks(U, bias)
 
 
-def have_ranks(module: nn.Module, *names: str) -> bool:
-    """Whether the children of these names answer a `RankRequest`; those inside an adapter do not."""
-    return all(getattr(module._modules.get(name), "has_ranks", False) for name in names)
+def ranked(module: nn.Module, *names: str) -> list[RankedLayer]:
+    """The children of these names if all answer a `RankRequest`, else none. Layers inside an adapter do
+    not answer."""
+    found = [module._modules.get(name) for name in names]
+    return cast(list[RankedLayer], found) if all(getattr(f, "has_ranks", False) for f in found) else []

@@ -1,4 +1,4 @@
-"""Which Auto classes, and which of transformers' other tables, each structured model answers to."""
+"""Registers structured models with the Auto classes and other tables of transformers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _PLAINEST = ("", "ForCausalLM", "ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForMaskedLM
 
 
 def register(model_type: str) -> type:
-    """Make transformers' tables of models know the structured variant of a native `model_type`. Returns
-    Its configuration class. Raises KeyError for a type that transformers does not have."""
+    """Enter the structured variant of a native `model_type` in transformers' tables of models; returns
+    its configuration class. Raises KeyError for a type that transformers does not have."""
     native = CONFIG_MAPPING[model_type]
     config = config_class(PREFIX + native.__name__)
     AutoConfig.register(config.model_type, config, exist_ok=True)
@@ -37,35 +37,34 @@ def register(model_type: str) -> type:
 
 
 class _OnDemand(dict[str, type]):
-    """Configurations registered with transformers by model type; the structured variant of each native
-    type is registered when somebody asks for it first."""
+    """Configurations by model type, as transformers keeps them. The structured variant of a native type
+    is registered when it is asked for first."""
 
     def __contains__(self, model_type: object) -> bool:
-        return super().__contains__(model_type) or _register_structured(str(model_type))
+        return super().__contains__(model_type) or self._register(str(model_type))
+
+    def _register(self, model_type: str) -> bool:
+        """Register ``blr_<native>``; False for a name of another kind."""
+        native = model_type.removeprefix(f"{PREFIX.lower()}_")
+        if native == model_type or native not in CONFIG_MAPPING:
+            return False
+        with suppress(AttributeError):  # transformers keeps some classes to itself
+            register(native)
+            return True
+        return False
 
 
 def register_on_demand() -> None:
-    """Make transformers know the structured variants of all model types that it has."""
+    """Let transformers find the structured variants of all its model types."""
     if not isinstance(CONFIG_MAPPING._extra_content, _OnDemand):
         CONFIG_MAPPING._extra_content = _OnDemand(CONFIG_MAPPING._extra_content)
 
 
-def _register_structured(model_type: str) -> bool:
-    """Register ``blr_<native>``; False for a name that is none."""
-    native = model_type.removeprefix(f"{PREFIX.lower()}_")
-    if native == model_type or native not in CONFIG_MAPPING:
-        return False
-    with suppress(AttributeError):  # transformers keeps some classes to itself
-        register(native)
-        return True
-    return False
-
-
 def auto_map(model_type: str, architectures: Sequence[str] | None = None) -> dict[str, str]:
-    """The `auto_map` of a structured checkpoint of a native `model_type`: Auto class to our class.
+    """The `auto_map` of a structured checkpoint of a native `model_type`: our class for each Auto class.
 
-    architectures: what its config.json names, with our prefix or without. Where an Auto class gives
-    several (DeiT with and without a teacher), the map has room for one: the one named.
+    architectures: the classes that its config.json names, with our prefix or without. Where an Auto
+    class has several (DeiT with and without a teacher), the map has room for one: the one that is named.
     """
     native = CONFIG_MAPPING[model_type]
     table = {"AutoConfig": f"{HOME}.{PREFIX}{native.__name__}"}
@@ -76,8 +75,8 @@ def auto_map(model_type: str, architectures: Sequence[str] | None = None) -> dic
 
 
 def before_saving(config: Any, folder: Path) -> None:
-    """Name all classes of `config`; a manifest of an output that was in `folder`, which would describe
-    other files, goes."""
+    """Enter all classes of `config` in its `auto_map`, and delete the manifest of an output that was in
+    `folder`, for it describes other files."""
     config.auto_map = auto_map(config.model_type, config.architectures)
     if is_output(folder):
         (folder / MANIFEST).unlink()
@@ -87,8 +86,8 @@ StructuredConfig.before_saving = staticmethod(before_saving)
 
 
 def auto_name(config: Mapping[str, Any]) -> str:
-    """The Auto class that loads the model which a structured config.json names, head and all; AutoModel
-    if none does."""
+    """The Auto class that loads the model which a structured config.json names, with its head; AutoModel
+    if there is none."""
     named = next(iter(config.get("architectures") or ()), None)
     found = [auto for auto, name in config["auto_map"].items() if name.rpartition(".")[2] == named]
     plainest = (auto for task in _PLAINEST if (auto := f"AutoModel{task}") in found)
@@ -96,7 +95,7 @@ def auto_name(config: Mapping[str, Any]) -> str:
 
 
 def declared_keys(model_type: str) -> set[str]:
-    """Keys of config.json that the native configuration class declares, other names of them too."""
+    """The keys of config.json that the native configuration class declares, with their other names."""
     native = CONFIG_MAPPING[model_type]
     names = {field.name for field in fields(native)} if is_dataclass(native) else set()
     known = {"model_type", "tokenizer_class", "torch_dtype", *names, *native.attribute_map}
@@ -106,7 +105,7 @@ def declared_keys(model_type: str) -> set[str]:
 
 
 def auto_classes(model_type: str) -> dict[str, tuple[str, ...]]:
-    """Auto class to the names of the model classes that it gives for a native `model_type`."""
+    """For each Auto class the names of the model classes that it has for a native `model_type`."""
     native, found = CONFIG_MAPPING[model_type], {}
     for name in dir(modeling_auto):
         mapping = getattr(getattr(modeling_auto, name), "_model_mapping", None)
@@ -118,6 +117,6 @@ def auto_classes(model_type: str) -> dict[str, tuple[str, ...]]:
 
 
 def _known(classes: object) -> tuple[str, ...]:
-    """The names of those classes, one or several, that transformers has for all."""
+    """The names of those classes, one or several, that transformers exports."""
     listed = classes if isinstance(classes, tuple | list) else (classes,)
     return tuple(c.__name__ for c in listed if hasattr(transformers, c.__name__))

@@ -1,11 +1,12 @@
-"""Which calls of `generate` are plain decoding, and what exactly they ask for.
+"""Reads which calls of `generate` are plain decoding, and what exactly they ask for.
 
-Plain is: greedy, or sampling by temperature, top-k and top-p; prompts as token ids, padded on the
-left; tokens as the result. Every setting of transformers that is none of these makes a call unusual.
+Plain decoding is greedy or samples by temperature, top-k and top-p; prompts are token ids padded on the
+left, the result is tokens. Every other setting of transformers makes a call unusual.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +42,9 @@ class Request:
 
 
 def read_request(
-    model: Any, inputs: Tensor | None, config: GenerationConfig | None, kwargs: dict[str, Any]
+    model: Any, inputs: Tensor | None, config: GenerationConfig | None, kwargs: Mapping[str, Any]
 ) -> Request | str:
-    """A call ``model.generate(inputs, config, **kwargs)`` as a `Request`, or what is unusual in it."""
+    """Read a call ``model.generate(inputs, config, **kwargs)``; a text says what is unusual in it."""
     kwargs = dict(kwargs)
     streamer = kwargs.pop("streamer", None)
     lengths = kwargs.get("max_length"), getattr(config, "max_length", None)
@@ -75,7 +76,7 @@ def _request(ids: Tensor, mask: Tensor, new_tokens: int, config: GenerationConfi
 
 
 def unusual_settings(config: GenerationConfig) -> set[str]:
-    """Names of settings that differ from those of plain decoding."""
+    """The names of settings that differ from those of plain decoding."""
     plain = GenerationConfig()
     plain.update(**plain._get_default_generation_params(), defaults_only=True)
     usual, given = plain.to_dict(), config.to_dict()
@@ -87,12 +88,12 @@ def unusual_settings(config: GenerationConfig) -> set[str]:
 
 
 def _same(value: object, usual: object) -> bool:
-    """Whether a setting is what it usually is, or unset; an option that is off by itself may say so."""
+    """Whether a setting has its usual value or none; False stands for an option that is off anyway."""
     return value is None or value == usual or (value is False and usual is None)
 
 
 def _new_tokens(model: Any, config: GenerationConfig, width: int, default_length: bool) -> int:
-    """How many tokens at most transformers would add to prompts of `width` columns."""
+    """The largest number of tokens that transformers would add to prompts of `width` columns."""
     if config.max_new_tokens is not None:
         return config.max_new_tokens
     if not default_length:
@@ -102,7 +103,7 @@ def _new_tokens(model: Any, config: GenerationConfig, width: int, default_length
 
 
 def _inferred_mask(ids: Tensor, config: GenerationConfig) -> Tensor:
-    """The mask that transformers takes when none is given: padding is what is not also an end."""
+    """The mask that transformers makes when none is given: it hides padding but no stop tokens."""
     pads, stops = _ids(config.pad_token_id), _ids(config.eos_token_id)
     if not pads or pads[0] in stops:
         return torch.ones_like(ids)
@@ -112,12 +113,11 @@ def _inferred_mask(ids: Tensor, config: GenerationConfig) -> Tensor:
 def _left_padded(mask: Tensor) -> bool:
     """Whether every row is zeros, then at least one one."""
     ones = mask.eq(1)
-    plain = (ones | mask.eq(0)).all() & ones[:, -1].all() & (ones[:, 1:] >= ones[:, :-1]).all()
-    return bool(plain)
+    return bool((ones | mask.eq(0)).all() & ones[:, -1].all() & (ones[:, 1:] >= ones[:, :-1]).all())
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    """A token id, a list of them or None as a tuple."""
+    """Token ids as a tuple, whether given as one, a list, a tensor or None."""
     if value is None:
         return ()
     if isinstance(value, Tensor):

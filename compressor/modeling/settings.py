@@ -1,28 +1,26 @@
-"""What an export was made for and what caches hold, as config.json says."""
+"""Reads from config.json what an export was made for and what its caches hold."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, fields
-from typing import Any
 
+from blr.compressor.modeling.modeling_blr import LAYOUT
 from blr.compressor.structures.cached import KV_CACHES
 
-LAYOUT = 2  # version of names, axis orders and packing of what an export stores
 _said: set[str] = set()
 
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """``config.blr["export"]``.
+    """The entry ``config.blr["export"]`` of an export.
 
-    `gpu` is a name of configs/gpus.yaml; `batch` sequences at most and `context` tokens of prompt
-    and answer (None: not a decoder) are what generation is prepared for; `cache` is what the runtime
-    keeps of keys and values, "whole" or "int8"; `quantize` is "int8",
-    "int4" or None, and `dense` maps modules to the shape [out, in] of a dense weight that is packed;
-    `plain` are structured modules that are left as they are, since packing makes them no smaller.
-    `head` maps the output head, if it is packed by itself, to the entry of the table of layers
-    that its layer is made from.
+    gpu: a name of configs/gpus.yaml. batch, context: the sequences, and tokens of prompt and answer
+    (None: not a decoder), that generation is prepared for. cache: how the runtime keeps keys and values,
+    "whole" or "int8". quantize: "int8", "int4" or None. dense: modules with a dense weight that is
+    packed, and its shape [out, in]. plain: structured modules that packing makes no smaller, which are
+    left as they are. head: the output head, if it is packed by itself, and its entry of the table of
+    layers.
     """
 
     layout: int
@@ -34,17 +32,12 @@ class ExportSettings:
     quantize: str | None = None
     dense: dict[str, list[int]] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
-    head: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def bits(self) -> int:
-        """Of a packed weight."""
-        return int((self.quantize or "int0").removeprefix("int"))
+    head: dict[str, dict[str, object]] = field(default_factory=dict)
 
 
 def export_settings(config: object) -> ExportSettings | None:
-    """Those of a transformers configuration, None for a model that is no export. Raises ValueError for
-    an export of another layout, which this code would misread."""
+    """The export settings in a configuration of transformers; None for a model that is no export. Raises
+    ValueError for an export of another layout, which this code would misread."""
     found = (getattr(config, "blr", None) or {}).get("export")
     if found is None:
         return None
@@ -58,8 +51,8 @@ def export_settings(config: object) -> ExportSettings | None:
 
 
 def caches_ranks(config: object) -> str | None:
-    """What ``config.blr["kv_cache"]`` says of the cache of keys and values: a name of `KV_CACHES`, the
-    first in the model's dtype; None for whole ones."""
+    """The kind of cache that ``config.blr["kv_cache"]`` asks for, of `KV_CACHES`; None: whole keys and
+    values. Raises ValueError for an unknown kind."""
     found = (getattr(config, "blr", None) or {}).get("kv_cache")
     if found not in (None, *KV_CACHES):
         raise ValueError(f"config.blr.kv_cache is {found!r}: expected one of {', '.join(KV_CACHES)}")

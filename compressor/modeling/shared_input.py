@@ -1,14 +1,14 @@
-"""Low-rank layers that read the same input, computed together.
+"""Computes low-rank layers that read the same input together.
 
-q, k and v of an attention, gate and up of an MLP: their V factors are stored as one tensor [Σ r, i],
-so that one product takes the input through all ranks. The first of the layers that is called with
-an input computes all of them and leaves the others' outputs at that input until they ask.
+The V factors of q, k and v of an attention, or of gate and up of an MLP, are stored as one tensor [Σ r,
+i], so that one product takes the input through all ranks. The first layer that is called with an input
+computes all of them and leaves the others' outputs at that input until they ask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ LEFT = "_blr_outputs"  # where an input keeps the outputs that nobody has asked 
 
 
 class Left(NamedTuple):
-    """Outputs by the id of their layer, of `group` and of an input as it was in `version`."""
+    """Outputs that nobody has asked for, by the id of their layer. version: of the input they are of."""
 
     group: SharedInput
     version: int
@@ -33,8 +33,9 @@ class Left(NamedTuple):
 
 
 class SharedInput:
-    """Layers of one input, which it makes views of one stored V. Whatever moves, casts or replaces a V
-    parts them: they compute by themselves from then on. Raises ValueError: as `pack_shared_input`."""
+    """A group of layers with one input, whose V become views of one tensor. Whatever moves, casts or
+    replaces a V ends the group: its layers compute by themselves from then on. Raises ValueError for
+    layers that cannot share, as `pack_shared_input`."""
 
     def __init__(self, layers: Sequence[StructuredLinear]) -> None:
         self.layers = tuple(layers)
@@ -45,14 +46,12 @@ class SharedInput:
             layer.shared = self
 
     def __deepcopy__(self, memo: object) -> None:
-        """None: the V of copied layers lie apart."""
+        """Become None in copies, where the V lie apart."""
 
     def take(self, layer: StructuredLinear, x: Tensor) -> Tensor | None:
-        """The output of `layer` for `x` [..., i]; None where it is to compute it by itself.
-
-        That is wherever somebody looks on (`is_unwatched`), in inference mode, where nothing tells
-        that `x` was written to, and for more than `MAX_TOKENS` tokens.
-        """
+        """The output of `layer` for `x` [..., i]; None where the layer is to compute by itself: under
+        gradients and traces, for more than `MAX_TOKENS` tokens, and in inference mode, where nothing
+        tells that `x` was written to."""
         if not is_unwatched(x) or x.is_inference() or x.numel() > MAX_TOKENS * x.shape[-1]:
             return None
         left = getattr(x, LEFT, None)
@@ -66,14 +65,14 @@ class SharedInput:
         return left.outputs.pop(id(layer))
 
     def part(self) -> None:
-        """Let the layers compute by themselves; their V stay as they are."""
+        """End the group; the V stay as they are."""
         for layer in self.layers:
             if layer.shared is self:
                 layer.shared = None
         self.stored = None
 
     def _serves(self, layer: StructuredLinear, x: Tensor) -> bool:
-        """Whether it can compute x: all V are where they were put, and `layer` is no replica of one."""
+        """Whether the group can compute x: all V lie where they were put, and `layer` is no replica."""
         if [_tensor(p, "V").data_ptr() for p in self.layers] != self.places:
             self.part()
         stored = self.stored
@@ -82,40 +81,35 @@ class SharedInput:
         return layer in self.layers
 
     def _outputs(self, x: Tensor) -> dict[int, Tensor]:
-        inner: Any = torch.split_with_sizes(linear(x, self.stored), self.ranks, -1)  # type: ignore[arg-type]
+        assert self.stored is not None
+        inner = torch.split_with_sizes(linear(x, self.stored), self.ranks, -1)
         terms = zip(self.layers, inner, strict=True)
         return {id(p): linear(z, _tensor(p, "U"), _tensor(p, "bias")) for p, z in terms}
 
 
-def _tensor(layer: StructuredLinear, name: str) -> Any:
-    """One of its tensors, past the look-up of modules, which takes half a microsecond."""
+def _tensor(layer: StructuredLinear, name: str) -> Tensor:
+    """A tensor of a layer, without the look-up of modules, which takes half a microsecond."""
     found = layer._parameters.get(name)
     return getattr(layer, name) if found is None else found
 
 
 def share_siblings(model: nn.Module) -> int:
-    """Compute the low-rank layers on a GPU that read the same input together; how many groups do. A
-    group with another layer in it stays as it is."""
-    found = 0
-    for layers in siblings(model):
-        if all(map(_shares, layers)) and len(set(map(_kind, layers))) == 1:
-            SharedInput(layers)  # type: ignore[arg-type]
-            found += 1
-    return found
+    """Group the low-rank layers on a GPU that read the same input; returns how many groups there are.
+    Layers beside one of another kind stay as they are."""
+    groups = [
+        [layer for layer in layers if isinstance(layer, StructuredLinear) and _shares(layer)]
+        for layers in siblings(model)
+        if all(map(_shares, layers)) and len(set(map(_kind, layers))) == 1
+    ]
+    for layers in groups:
+        SharedInput(layers)
+    return len(groups)
 
 
 def pack_shared_input(layers: Sequence[StructuredLinear]) -> Tensor:
-    """Store the V of low-rank layers that read the same input in one tensor, if they are not yet.
-
-    Their parameters become views of it, so that one product takes an input through all ranks. Moving
-    or casting the layers afterwards separates them again.
-
-    Returns:
-        The stored tensor [Σ r, i].
-
-    Raises:
-        ValueError: layers of another structure, of groups, or of different inputs or dtypes.
-    """
+    """Store the V of layers in one tensor [Σ r, i], of which they become views, and return it. Moving or
+    casting a layer separates them again. Raises ValueError for layers of another structure, of groups,
+    or of different inputs or dtypes."""
     if not all(map(_plain, layers)):
         raise ValueError("only plain low-rank layers share a stored V")
     kinds = set(map(_kind, layers))
@@ -130,18 +124,19 @@ def pack_shared_input(layers: Sequence[StructuredLinear]) -> Tensor:
     return stored
 
 
-def _plain(layer: Any) -> bool:
-    """Whether its V is a matrix that can be kept elsewhere: not in groups, not quantized."""
-    whole = isinstance(layer, StructuredLinear) and layer.packing is None
-    return whole and layer.spec.structure == "svd" and layer.V.dim() == 2
+def _plain(layer: nn.Module) -> TypeGuard[StructuredLinear]:
+    """Whether V of a layer is a matrix that can lie elsewhere: not in groups, not quantized."""
+    if not isinstance(layer, StructuredLinear) or layer.packing is not None:
+        return False
+    return layer.spec.structure == "svd" and layer.V.dim() == 2
 
 
-def _kind(layer: Any) -> tuple[Any, ...]:
+def _kind(layer: Any) -> tuple[object, ...]:
     return layer.in_features, layer.V.dtype, layer.V.device
 
 
-def _shares(layer: Any) -> bool:
-    """Whether it gains: on a GPU, whole, with no zeros behind its rank and no ranks in a cache."""
+def _shares(layer: nn.Module) -> bool:
+    """Whether a layer gains: on a GPU, whole, with no zeros behind its rank and no ranks in a cache."""
     if not _plain(layer) or layer._hf_quantized_needs_local_tp or layer.cached:
         return False
     return layer.wide is None and type(layer.V) is nn.Parameter and _on_gpu(layer.V)

@@ -1,4 +1,4 @@
-"""Which layers of a model read the same input."""
+"""Finds the layers of a model that read the same input."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SIBLINGS = (
 
 
 def siblings(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """The modules of every group, in the order of their block; none of models whose keys and values may
-    be of another input than the queries."""
+    """Every group of layers with one input, in the order of their block. Encoder-decoder models have
+    none: keys and values may have another input than queries."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return
     for parent in model.modules():

@@ -1,15 +1,15 @@
-"""How transformers splits structured layers over processes.
+"""Plans how transformers splits structured layers over processes (tensor parallelism).
 
 The native plan of a model says by which side each linear layer is cut; here that becomes cuts of the
-factors, in styles that transformers has. Read when a model is distributed while it is loaded
-(``from_pretrained(…, distributed_config=…)``), for inference: gradients of factors that every process
-holds whole would be those of its own part.
+factors, in styles that transformers has. It serves models that are distributed while they are loaded
+(``from_pretrained(…, distributed_config=…)``), for inference: each process would compute gradients of
+its own part only for factors that all hold whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -33,8 +33,9 @@ EMBEDDING = "embed_tokens"  # as transformers itself adds to plans
 
 
 def split_plan(model: Any, size: int) -> dict[str, str]:
-    """Module or parameter to style, by names with `*` for numbers; empty where not every layer that the
-    native plan splits can be. Raises ValueError for blocks that `size` processes do not divide."""
+    """The style of each module or parameter, by names with `*` for numbers; empty unless all layers that
+    the native plan splits can be split. Raises ValueError for blocks that `size` processes do not
+    divide."""
     plan: dict[str, str] = {}
     if "export" in (model.config.blr or {}):
         return plan  # other axes
@@ -57,32 +58,33 @@ def split_plan(model: Any, size: int) -> dict[str, str]:
     return plan
 
 
-def _can_split(layer: Any) -> bool:
-    """Whether it is a layer of ours that can be: neither packed, nor in groups of heads."""
-    own = isinstance(layer, StructuredLinear) and layer.has_own_layout
-    return own and layer.spec.structure in AXES and getattr(layer.spec, "groups", 1) == 1
+def _can_split(layer: nn.Module) -> TypeGuard[StructuredLinear]:
+    """Whether a module is a structured layer that can be split: not packed, nor in groups."""
+    if not isinstance(layer, StructuredLinear) or not layer.has_own_layout:
+        return False
+    return layer.spec.structure in AXES and getattr(layer.spec, "groups", 1) == 1
 
 
-def split_layers(model: Any) -> None:
-    """Let the layers of a model that is about to be split compute with their parts."""
+def split_layers(model: nn.Module) -> None:
+    """Tell the layers of a model that is about to be split to compute with their parts."""
     for module in model.modules():
         if _can_split(module):
             module._hf_quantized_needs_local_tp = True
 
 
-def freeze_parts(model: Any) -> None:
-    """Let the factors of layers that were split not be trained."""
+def freeze_parts(model: nn.Module) -> None:
+    """Exclude the factors of layers that were split from training."""
     for module in model.modules():
         if isinstance(module, StructuredLinear) and module._hf_quantized_needs_local_tp:
             for factor in module.spec.shapes():
                 getattr(module, factor).requires_grad_(False)
 
 
-def planned(model: Any) -> Iterator[tuple[str, Any, str]]:
-    """Name with `*` for numbers, module and style of every module that the native plan of tensor
-    parallelism names, which in our configuration is empty, and of the embedding, to which a head that
-    is split may be tied."""
-    native = _native_plan(model.config)
+def planned(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
+    """The name with `*` for numbers, the module and the style of every module in the plan of the native
+    class (ours has none), and of the embedding, to which a head that is split may be tied."""
+    plans = (cls.__dict__.get("base_model_tp_plan") for cls in type(model.config).__mro__)
+    native: dict[str, str] = next((plan for plan in plans if plan), {})
     native = {EMBEDDING: "embedding_rowwise", **native} if native else {}
     base = "" if model.base_model is model else f"{model.base_model_prefix}."
     for name, module in model.named_modules():
@@ -93,8 +95,8 @@ def planned(model: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def table_plan(model: Any) -> dict[str, str]:
-    """How the embedding and the head are split over processes, which may be one tensor: both or neither.
-    Empty without a native plan for the embedding."""
+    """The styles of the embedding and the head, which may be one tensor: both or neither. Empty without
+    a native plan for the embedding."""
     tables = {n: style for n, module, style in planned(model) if isinstance(module, nn.Embedding)}
     if not tables:
         return {}
@@ -103,11 +105,9 @@ def table_plan(model: Any) -> dict[str, str]:
 
 
 def pair_plan(model: object) -> dict[str, str]:
-    """The native plan of tensor parallelism with a pair cut where its layer would be: U by outputs, V
-    by inputs, so that what is summed over processes has the size of the rank.
-
-    Empty for a model without pairs, or where layers of one name are pairs in some blocks alone.
-    """
+    """The native plan for a model with pairs of linear layers: U is cut by outputs, V by inputs, so that
+    sums over processes have the size of the rank. Empty without pairs, or where layers of one name are
+    pairs in some blocks only."""
     kinds: dict[str, set[bool]] = {}
     plan: dict[str, str] = {}
     for name, module, style in planned(model):
@@ -116,8 +116,3 @@ def pair_plan(model: object) -> dict[str, str]:
         plan[f"{name}.{'V' if style == 'rowwise' else 'U'}" if paired else name] = style
     mixed = any(len(found) > 1 for found in kinds.values())
     return plan if {True} in kinds.values() and not mixed else {}
-
-
-def _native_plan(config: object) -> dict[str, str]:
-    plans = (cls.__dict__.get("base_model_tp_plan") for cls in type(config).__mro__)
-    return next((plan for plan in plans if plan), {})

@@ -1,13 +1,13 @@
-"""What the decoding kernels take of a structured layer: packed factors, and its stages, one entry a
+"""Describes structured layers for the decoding kernels: packed factors, and the stages of each
 structure.
 
-Of layers with kernels and of those of `modeling_blr.py` alike.
+Layers with kernels and those of `modeling_blr.py` alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,6 @@ from blr.kernels.common.registration import is_traced
 from blr.kernels.decode.quantized.formats import GROUP
 from blr.kernels.decode.quantized.segments import Narrow
 
-EXPORT_BITS = (4, 8)  # what `blr export` rounds plain weights to, in groups of `GROUP`
-
 
 class Packed(NamedTuple):
     """A packed factor: `packed` [..., R, bytes], `scale` [..., R, groups] of weights [..., R, K]."""
@@ -42,26 +40,26 @@ class Packed(NamedTuple):
 
     @property
     def fp8(self) -> bool:
-        """Whether `packed` are numbers in float8."""
+        """Whether the numbers are in float8."""
         return self.packed.dtype == E4M3
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weights, [..., R, K]."""
+        """The shape [..., R, K] of the weights."""
         return (*self.packed.shape[:-1], self.K)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The same, as of a `Factor`."""
+        """The same shape, under its name in a `Factor`."""
         return self.shape
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one product reads."""
+        """The bytes that one product reads."""
         return self.packed.nbytes + self.scale.nbytes
 
     def dequantized(self) -> Tensor:
-        """[..., R, K] in the dtype of the scales."""
+        """The weights [..., R, K] in the dtype of the scales."""
         if self.fp8:
             return dequantize_float8(self, self.packed, self.scale)
         if not self.runs_kernels() or torch.compiler.is_compiling():
@@ -72,26 +70,27 @@ class Packed(NamedTuple):
         return run(self.packed, self.scale, *form)
 
     def runs_kernels(self) -> bool:
-        """Whether kernels take it here; plain torch does what is traced, and trains scales."""
+        """Whether kernels compute with it here; torch does in traces and where scales are trained."""
         watched = self.scale.requires_grad and torch.is_grad_enabled()
         if watched or is_traced() or not self.packed.is_cuda:
             return False
         return torch.compiler.is_compiling() or kernel_device(self.packed)
 
     def blocks(self) -> Packed:
-        """The same with an axis of blocks."""
+        """The same factor with an axis of blocks."""
         return self._replace(packed=blocked(self.packed), scale=blocked(self.scale))
 
 
 def packed_factor(layer: FormulaLinear, name: str) -> Packed:
-    """The packed factor `name` of a layer ("U", "factors.0", "weight")."""
+    """The packed factor of a layer that is called `name`: U, factors.0, weight."""
     factor: Factor = layer.held[name]
     packed, scale = layer.stored(factor)
     return Packed(packed, scale, factor.bits, factor.stored_shape[-1], factor.group, factor.curved)
 
 
 def narrow_factor(layer: FormulaLinear, name: str) -> Narrow:
-    """A packed factor as bytes, or, where levels are no whole multiples of scales, dequantized."""
+    """A packed factor with a byte for each number, or dequantized where numbers are no multiples of
+    scales."""
     found, factor = packed_factor(layer, name), layer.held[name]
     whole = found.bits >= 4
     levels = unpack(found.packed, found.bits, found.group) if whole else found.dequantized()
@@ -105,20 +104,20 @@ def narrow_factor(layer: FormulaLinear, name: str) -> Narrow:
 
 
 def blocked(tensor: Tensor) -> Tensor:
-    """[B, R, K] of [R, K]."""
+    """Put an axis of one block before a matrix [R, K]; [B, R, K] stays as it is."""
     return tensor if tensor.dim() == 3 else tensor[None]
 
 
 class LayerStage(NamedTuple):
     """One blockwise product, as `blr.kernels.decode.gemv.segments.Segment` takes it.
 
-    w: [B, R, K], a view of the layer's own factor, or a `packed.Packed` of that shape.
-    bias: [B·R]. mix: [B, B, R]. part: see there. correction: of packed w, what else is added.
-    places: [o], of a last stage whose outputs stand behind those of the stage before: output k is number
-    ``places[k]`` of both, to which the bias [o] is then added.
+    w: [B, R, K], a view of the layer's own factor, or a `Packed` of that shape. bias: [B·R]. mix, part:
+    as of `Segment`. correction: what is added to the product of a packed w. places: [o], of a last stage
+    whose outputs follow those of the stage before: output k is number ``places[k]`` of both, and the
+    bias [o] is added after that.
     """
 
-    w: Any
+    w: Tensor | Packed
     bias: Tensor | None = None
     mix: Tensor | None = None
     part: int | None = None
@@ -127,22 +126,21 @@ class LayerStage(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of outputs."""
+        """The number of outputs."""
         return self.w.shape[0] * self.w.shape[1]
 
     @property
     def bytes(self) -> int:
-        """What one token has to read of it."""
+        """The bytes that one token reads."""
         more = 0 if self.correction is None else self.correction.first.bytes + self.correction.u.nbytes
         return more + sum(t.nbytes for t in (self.w, self.bias, self.mix, self.places) if t is not None)
 
 
 class Corrections(NamedTuple):
-    """``U z`` of a structure beside packed weights: z [B·r] is what its first stage gives, u [B, q, r] a
-    `blr.kernels.decode.quantized.segments.Narrow`."""
+    """``U z`` of a structure beside packed weights: `first` computes z [B·r], `u` holds U [B, q, r]."""
 
     first: LayerStage
-    u: Any
+    u: Narrow
 
 
 Stages = tuple[LayerStage, ...]
@@ -183,8 +181,8 @@ ADDED = ("svd", "monarch", "blast")  # corrections of packed weights: of others 
 
 
 def stages_of(module: nn.Module) -> Stages | None:
-    """The products that decoding kernels compute a dense or structured layer by, in order; None if only
-    its own forward does."""
+    """The products by which decoding kernels compute a dense or structured layer, in order; None if only
+    its own forward computes it."""
     if isinstance(module, SummedLinear):
         stages, correction = stages_of(module.base), correction_of(module.correction)
         if stages is None or correction is None:
@@ -198,22 +196,24 @@ def stages_of(module: nn.Module) -> Stages | None:
 
 
 def correction_of(layer: FormulaLinear) -> Corrections | None:
-    """What decoding kernels add by a layer to a stage of the same input; None if only `forward` does."""
+    """How decoding kernels add a layer's output to that of a stage with the same input; None if they
+    cannot."""
     if layer.entry.get("fp8") or layer.entry["structure"] not in ADDED:
         return None
     first, last = STAGES[layer.entry["structure"]](layer)
-    packed = layer.entry.get("bits")
-    return Corrections(first, narrow_factor(layer, "U") if packed else Narrow(last.w.contiguous()))
+    if isinstance(last.w, Packed):
+        return Corrections(first, narrow_factor(layer, "U"))
+    return Corrections(first, Narrow(last.w.contiguous()))
 
 
 def kind_of(w: object) -> tuple[int, int, bool]:
-    """Bits and group of packed weights and whether their grid is curved, zeros for others: stages of one
-    `dual` have the same."""
+    """Bits and group of packed weights and whether their grid is curved, zeros for others. Both stages
+    of a `dual` must agree."""
     return (w.bits, w.group, w.curved) if isinstance(w, Packed) else (0, 0, False)
 
 
-def matrix(layer: FormulaLinear, name: str) -> object:
-    """A factor [B, R, K] as a stage takes it: in place."""
+def matrix(layer: FormulaLinear, name: str) -> Tensor | Packed:
+    """A factor [B, R, K] for a stage: a view of what the layer stores."""
     factor = layer.held[name]
     if factor.bits:
         return packed_factor(layer, name).blocks()

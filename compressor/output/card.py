@@ -15,7 +15,7 @@ from blr.compressor.checkpoint.extras import CARD, MAX_BYTES
 from blr.compressor.checkpoint.regular import inside, read_text
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.output.loss_messages import MARK
-from blr.compressor.output.records import by_type
+from blr.compressor.output.report import by_type
 from blr.compressor.planning.layers import what_became
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.rank_caches import cache_notes
@@ -86,9 +86,7 @@ def card_front(
 ) -> str:
     """The head of the card of an output made from the checkpoint in `folder`, called `name`.
 
-    Args:
-        name: a hub id (owner/name) is named as a base model. tags: ours, behind the source's.
-        library: what loads it, unless the source's card says.
+    A hub id as `name` becomes a base model; `tags` follow the source's; `library` loads the output.
     """
     kept = source_front(folder)
     bases = [*_texts(kept.pop("base_model", None)), *([name] if "/" in name else [])]
@@ -103,37 +101,6 @@ def card_front(
 
 def write_front(front: dict[str, Any]) -> str:
     """The head of a card, fences and all."""
-    return f"{FENCE}{_yaml(front)}{FENCE}"
-
-
-def read_front(text: str, path: Path) -> tuple[dict[str, Any], str]:
-    """The head of a card as plain YAML, empty if it has none, and the rest of its text.
-
-    Raises RecipeError for a head that is no plain YAML; `path` names it.
-    """
-    found = _HEAD.match(text)
-    if found is None:
-        return {}, text
-    head = found["head"]
-    return (parse_mapping(path, head) if head.strip() else {}), text[found.end() :]
-
-
-def source_front(folder: Path) -> dict[str, Any]:
-    """What the head of the source's card says under `KEPT`: texts and lists of texts; nothing of a card
-    that has no head, or one that is no plain YAML."""
-    try:
-        found, _ = read_front(read_text(inside(folder, CARD), MAX_BYTES), folder / CARD)
-    except BlrError:
-        return {}
-    listed = {key: found[key] for key in KEPT if isinstance(found.get(key), str | list)}
-    return {key: v for key, v in listed.items() if all(isinstance(item, str) for item in v)}
-
-
-def _texts(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or ())
-
-
-def _yaml(value: dict[str, Any]) -> str:
     from ruamel.yaml import YAML
     from ruamel.yaml.representer import SafeRepresenter
 
@@ -147,8 +114,32 @@ def _yaml(value: dict[str, Any]) -> str:
     yaml.Representer = Representer
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
-    yaml.dump(value, out)
-    return out.getvalue()
+    yaml.dump(front, out)
+    return f"{FENCE}{out.getvalue()}{FENCE}"
+
+
+def read_front(text: str, path: Path) -> tuple[dict[str, Any], str]:
+    """Split a card into its head as plain YAML (empty if it has none) and the rest of its text. Raises
+    RecipeError for another head; `path` names it."""
+    found = _HEAD.match(text)
+    if found is None:
+        return {}, text
+    head = found["head"]
+    return (parse_mapping(path, head) if head.strip() else {}), text[found.end() :]
+
+
+def source_front(folder: Path) -> dict[str, Any]:
+    """The texts under `KEPT` in the head of the source's card; {} without such a head."""
+    try:
+        found, _ = read_front(read_text(inside(folder, CARD), MAX_BYTES), folder / CARD)
+    except BlrError:
+        return {}
+    listed = {key: found[key] for key in KEPT if isinstance(found.get(key), str | list)}
+    return {key: v for key, v in listed.items() if all(isinstance(item, str) for item in v)}
+
+
+def _texts(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
 
 
 def _text_node(representer: Any, text: str) -> Any:
@@ -168,16 +159,17 @@ def _float_node(representer: Any, number: float) -> Any:
 def model_card(
     source: Source, recipe: Recipe, plan: Plan, records: dict[str, Any], name: str, auto: str
 ) -> str:
-    """Markdown for the README.md of an output, which `auto` of transformers loads, made from the
-    checkpoint called `name`."""
+    """The README.md of an output, which class `auto` of transformers loads, made from `name`."""
     known = any(record.get("weighted_error") is not None for record in records.values())
     error = "weighted_error" if known else "error"
     types = dict.fromkeys(record["type"] for record in records.values())
     front = card_front(source.folder, name, (*TAGS, recipe.method), source.library.name)
+    dense, now = plan.dense_parameters, plan.structured_parameters
+    fewer = f"compression factor {plan.cf:.3f} of those layers ({dense:,} parameters became {now:,})"
     return front + TEMPLATE.format(
         name=name,
         what=what_became((planned.spec for planned in plan.layers), "linear layers "),
-        size=_size(plan),
+        size=f"{dense:,} weights" if now >= dense else fewer,
         bits=plan.bits,
         kept=f" and {len(plan.kept)} left dense on purpose" if plan.kept else "",
         cache="".join(CACHE.format(note=note) for note in cache_notes(plan, {}, 0)),
@@ -187,13 +179,6 @@ def model_card(
         rows="\n".join(_row(kind, plan, records, error) for kind in types),
         version=__version__,
     )
-
-
-def _size(plan: Plan) -> str:
-    dense, now = plan.dense_parameters, plan.structured_parameters
-    if now >= dense:
-        return f"{dense:,} weights"
-    return f"compression factor {plan.cf:.3f} of those layers ({dense:,} parameters became {now:,})"
 
 
 def _row(kind: str, plan: Plan, records: dict[str, Any], error: str) -> str:

@@ -1,10 +1,12 @@
-"""What an output must pass before it is committed: it loads, runs, and loses no more than it may."""
+"""What an output must pass before it is committed: it loads, runs, and loses no more than it may. What
+depends on the library of the model is in its `Door`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +14,28 @@ from blr.compressor.base.disk import write_stream
 from blr.compressor.base.errors import NumericsError, OutputError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.quoting import first_line, quote
-from blr.compressor.checkpoint.extras import CARD, REPORT
-from blr.compressor.checkpoint.source import Source
+from blr.compressor.checkpoint.config import DIFFUSERS, TRANSFORMERS, kind_of
+from blr.compressor.checkpoint.extras import CARD, REPORT, inert
+from blr.compressor.checkpoint.source import Source, open_source
+from blr.compressor.loading import diffusion, smoke_run, streamed, vendor
+from blr.compressor.loading.diffusion import PREFIX, dense_model
 from blr.compressor.loading.native import continues_text
 from blr.compressor.loading.smoke_run import NO_CHECK, Trial
-from blr.compressor.output.library_adapters import door_of
+from blr.compressor.loading.vendor import DIFFUSION
+from blr.compressor.modeling.modeling_blr import FORMAT
+from blr.compressor.output import files
+from blr.compressor.output.files import Written
 from blr.compressor.output.loss import Loss, Measure, Text, Unmeasured, measure_of, measured
 from blr.compressor.output.loss_messages import LARGE, MARK, MOST, number, rounded, told
-from blr.compressor.output.produce import Written
 from blr.compressor.output.report import report_pages
+from blr.compressor.planning.plan import Plan
+from blr.compressor.structures.specs import spec_from_dict
 
 
 @dataclass(frozen=True)
 class Bar:
-    """The loss that `output` may have: over `MOST` nats it is refused without `force`, from `LARGE` on
-    `warn` is called. `remedy`: options that lose less."""
+    """The limit on a loss: over `MOST` nats `output` is refused without `force`, from `LARGE` on `warn`
+    is called. `remedy`: options that lose less."""
 
     output: Path
     remedy: str
@@ -51,13 +60,12 @@ class OutputCheck:
     """Compares the model in a written folder with the one that it was made from.
 
     Args:
-        source: checkpoint that the output is made from; its model runs now, before any work.
+        source: the checkpoint that the output is made from; its model runs now, before any work.
         reload: loads a written folder, checks its tensors and returns the files that it wrote.
-        bar: the loss that the output may have.
         runs: whether both models run; otherwise only `reload` is called.
-        text: returns the text that a decoder's loss is measured on; None for text of its own.
+        text: returns the text to measure a decoder's loss on; None for text of its own.
 
-    Raises InputError, NumericsError: nothing can be said of what this model computes.
+    Raises InputError or NumericsError for a source whose model does not run.
     """
 
     def __init__(
@@ -81,11 +89,8 @@ class OutputCheck:
             self.measure = Unmeasured("--no-check")
 
     def __call__(self, folder: Path) -> Written:
-        """Check `folder`, of which `facts` tell then.
-
-        Raises OutputError for a model that does not load or run, NumericsError for NaN or Inf and as
-        `Bar.hold`.
-        """
+        """Check `folder`, and set `facts`. Raises OutputError for a model that does not load or run,
+        NumericsError for NaN or Inf and as `Bar.hold`."""
         written = self.unjudged(folder)
         if isinstance(self.loss, Loss):
             self.bar.hold(self.loss)
@@ -94,17 +99,18 @@ class OutputCheck:
         return written
 
     def unjudged(self, folder: Path) -> Written:
-        """The same whatever it loses: of what is trained before it is judged."""
+        """The same without a limit on the loss, for a model that is still to be trained."""
         written = self.reload(folder)
         self.loss = self.measure if isinstance(self.measure, Unmeasured) else None
         if self.trial is not None:
             self.distance, self.loss = self._run(self.trial, folder)
-        return written | write_loss(folder, None if self.loss is None else self.loss.facts)
+        facts = None if self.loss is None else self.loss.facts
+        files = _card(folder / CARD, facts) | _report(folder / REPORT, facts)
+        return written | {name: write_stream(folder / name, [data]) for name, data in files.items()}
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """What was run, and the relative distance of the results; None if nothing was. Of a decoder the
-        loss as well (`loss.py`), or why it was not measured."""
+        """What was run, the distance of the results, and the loss; None if nothing ran."""
         if self.trial is None or self.distance is None:
             return None
         found = {"ran": self.trial.what, "distance": self.distance}
@@ -124,18 +130,6 @@ class OutputCheck:
             raise OutputError(f"{folder}: {found}, {expected}; {remedy}") from error
 
 
-def write_loss(folder: Path, facts: dict[str, Any] | None) -> Written:
-    """Rewrite card and report of a folder that is being written, as far as it has them.
-
-    Args:
-        facts: of `loss.Loss` or `loss.Unmeasured`; None for a model that continues no text.
-
-    Returns what was rewritten: size and SHA-256 by file.
-    """
-    files = _card(folder / CARD, facts) | _report(folder / REPORT, facts)
-    return {name: write_stream(folder / name, [data]) for name, data in files.items()}
-
-
 def _card(path: Path, facts: dict[str, Any] | None) -> dict[str, bytes]:
     text = path.read_text("utf-8") if path.is_file() else ""
     if MARK not in text:
@@ -149,3 +143,84 @@ def _report(path: Path, facts: dict[str, Any] | None) -> dict[str, bytes]:
         return {}
     data = json.loads(path.read_bytes())
     return report_pages(data | {"loss": rounded(facts)})
+
+
+KEPT = {DIFFUSERS.kind, "_diffusers_version"}  # keys that sound like code and are none
+
+
+def _diffusion_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """The native config.json with a class of blr and the table of layers."""
+    name = PREFIX + kind_of(config)
+    return {
+        **inert(config, KEPT),
+        DIFFUSERS.kind: name,
+        "auto_map": {"AutoModel": f"{DIFFUSION}.{name}"},
+        "quantization_config": {"quant_method": "blr"},  # the native class stops there
+        "blr": {
+            "format": FORMAT,
+            "layers": {p.layer.module: p.spec.to_dict() for p in plan.layers},
+        },
+    }
+
+
+def _fits_diffusion(source: Source, plan: Plan) -> None:
+    """Raise InputError if `source` does not fit its class; without diffusers its table alone decides."""
+    if find_spec("diffusers") is not None:
+        dense_model(source, meta=True)
+
+
+def _reload_diffusion(source: Source, folder: Path) -> Written:
+    """Raise OutputError, which is a bug, if a written folder lacks tensors of its table of layers."""
+    written = open_source(folder)
+    expected = {name: entry.shape for name, entry in source.entries.items()}
+    for module, fields in written.config["blr"]["layers"].items():
+        del expected[f"{module}.weight"]
+        stored = spec_from_dict(fields).stored().items()
+        expected |= {f"{module}.{suffix}": shape for suffix, (shape, _) in stored}
+    found = {name: entry.shape for name, entry in written.entries.items()}
+    if wrong := {n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)}:
+        names = quote(sorted(wrong)[:3], 240)[1:-1]
+        told = f"tensors {names} of {len(wrong)} are not as config.json says"
+        raise OutputError(f"{folder}: {told}; this is a bug in blr, keep the checkpoint")
+    return {}
+
+
+@dataclass(frozen=True)
+class Door:
+    """What depends on the library: config.json of an output, checks of its fit before and after the
+    work, the models of source and output, a small run, and the files that travel."""
+
+    config: Callable[[dict[str, Any], Plan], dict[str, Any]]
+    check_fits: Callable[[Source, Plan], None]
+    check_reload: Callable[[Source, Path], Written]
+    dense: Callable[[Source], Any]
+    written: Callable[[Path], Any]
+    trial: Callable[[Any, object], smoke_run.Trial]
+    code: Callable[[], dict[str, bytes]]
+
+
+_DOORS = {
+    TRANSFORMERS: Door(
+        config=files.structured_config,
+        check_fits=files.check_fits,
+        check_reload=files.check_reload,
+        dense=streamed.streamed_model,
+        written=streamed.load_written,
+        trial=smoke_run.first_trial,
+        code=vendor.code_files,
+    ),
+    DIFFUSERS: Door(
+        config=_diffusion_config,
+        check_fits=_fits_diffusion,
+        check_reload=_reload_diffusion,
+        dense=diffusion.dense_model,
+        written=diffusion.load_written,
+        trial=diffusion.diffusion_trial,
+        code=vendor.diffusion_files,
+    ),
+}
+
+
+def door_of(source: Source) -> Door:
+    """The `Door` of the library of the model in `source`."""
+    return _DOORS[source.library]

@@ -1,10 +1,11 @@
-"""The small files of an output, and the checks it must pass before it is committed."""
+"""The files of an output: the small ones are made here, all are written, checked and listed here."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ from typing import Any
 import torch
 from ruamel.yaml import YAML
 
+from blr.compressor.base.disk import Bytes, fsync_folder, pieces, write_stream
 from blr.compressor.base.errors import InputError, OutputError
+from blr.compressor.base.progress import CHECKING, WRITING, Progress
 from blr.compressor.checkpoint.extras import CARD, LAYERS, carried, inert
+from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.loading.loader_names import load_empty, misfit
 from blr.compressor.loading.native import decoded, native_class, native_errors
-from blr.compressor.loading.sidecar_files import keep_tokenizer
+from blr.compressor.loading.sidecar_files import TOKENIZER, keep_tokenizer
 from blr.compressor.modeling.modeling_blr import FORMAT, GUARD, PREFIX, guard
 from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import auto_map, auto_name, declared_keys, register
@@ -25,7 +29,9 @@ from blr.compressor.output.card import model_card
 from blr.compressor.output.report import report_files, thin_curve
 from blr.compressor.planning.plan import Plan
 from blr.compressor.recipe.schema import PACED, Recipe
-from blr.compressor.workspace.manifest import MANIFEST
+from blr.compressor.workspace.manifest import MANIFEST, build_manifest
+from blr.compressor.workspace.shards import Slot, index_name, write_shards
+from blr.compressor.workspace.workspace import Workspace
 
 SOURCE_CARD = "README.source.md"
 
@@ -39,11 +45,10 @@ def small_files(
     config: dict[str, Any],
     code: dict[str, bytes],
 ) -> dict[str, bytes | Path]:
-    """Everything of an output but weights and manifest: name to contents, or file to carry over.
+    """All files of an output but weights and manifest: name to contents, or a file to carry over.
 
-    `config` is its config.json and `code` are the Python files that travel, both by `Door`.
-    `facts` is the manifest's account of the run; it may hold the `calibration` and the sensitivity
-    `curves` of modules, too.
+    `config` and `code` come from a `Door`. `facts` is the manifest's account of the run, with
+    `calibration` and the sensitivity `curves` where there are any.
     """
     name = facts["source"]["name"]
     curves = facts.get("curves") or {}
@@ -52,11 +57,13 @@ def small_files(
     about = {"name": name, "method": recipe.method, "cf": plan.cf, "versions": run["versions"]}
     about["machine"] = {n: run[n] for n in ("device", "threads") if run.get(n) is not None}
     about["command"] = f"blr compress {name} --recipe recipe.yaml{text}"
+    out = StringIO()
+    YAML(typ="safe").dump(_written(recipe), out)
     return {
         **carried_files(source),
         "config.json": json_file(config),
         LAYERS: json_file(records),
-        "recipe.yaml": _yaml(_written(recipe)),
+        "recipe.yaml": out.getvalue().encode(),
         CARD: model_card(source, recipe, plan, records, name, auto_name(config)).encode(),
         **report_files(plan, drawn, {**about, "calibration": facts.get("calibration")}),
         **code,
@@ -64,8 +71,7 @@ def small_files(
 
 
 def _written(recipe: Recipe) -> dict[str, Any]:
-    """What a file of a recipe says: all but sizes that nobody gave and that sized nothing, some of which
-    would be refused when it is read."""
+    """The recipe without unused sizes by default: reading some of these would be refused."""
     said = recipe.model_dump(exclude_none=True)
     idle = set[str]() if recipe.sized_by_cf else {"cf"}
     idle |= set(PACED) if recipe.tokens_per_second is not None else set()
@@ -73,7 +79,7 @@ def _written(recipe: Recipe) -> dict[str, Any]:
 
 
 def carried_files(source: Source) -> dict[str, bytes | Path]:
-    """What an output takes along; a dense checkpoint's card, which ours takes the place of, renamed."""
+    """The files that an output takes along; a dense card is renamed, as ours replaces it."""
     files = {name: carried(path) for name, path in source.extra_files().items()}
     card = files.pop(CARD, None)
     if card is None or os.path.lexists(source.folder / MANIFEST):
@@ -82,7 +88,7 @@ def carried_files(source: Source) -> dict[str, bytes | Path]:
 
 
 def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """The native configuration turned into ours: own model type, classes and layer table."""
+    """The native config.json with blr's model type, classes and table of layers."""
     native, named = config["model_type"], config["architectures"]
     classes = auto_map(native, named)
     config = inert(config, declared_keys(native))
@@ -101,10 +107,7 @@ def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def check_fits(source: Source, plan: Plan) -> None:
-    """Check, before any work, that the output will load: its tensors as planned, without data.
-
-    Raises InputError when the source's tensors are not those of the architecture it names.
-    """
+    """Raise InputError, before any work, if the planned tensors would not fill the model."""
     native_class(source)
     with native_errors(source):
         register(source.config["model_type"])
@@ -121,8 +124,7 @@ def check_fits(source: Source, plan: Plan) -> None:
 def check_fills(
     source: Source, cls: Any, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise InputError when tensors of `shapes` do not fill a model of class `cls` with `config`, or
-    transformers cannot build it."""
+    """Raise InputError if tensors of `shapes` do not fill a model of class `cls` with `config`."""
     with native_errors(source):
         made = cls.config_class.from_dict(decoded(config))
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -140,13 +142,9 @@ def check_reload(source: Source, folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def check_loads(source: Source, cls: Any, folder: Path) -> dict[str, tuple[int, str]]:
-    """Check that a model of class `cls` loads from `folder` with no key missing or left over, and the
-    tokenizer of `source` as well.
+    """Check that class `cls` loads `folder` with no key missing or left over, and the tokenizer as well.
 
-    Returns files rewritten to make it so (size, SHA-256): tokenizer_config.json, when the model type of
-    our own would otherwise select another tokenizer class.
-
-    Raises OutputError: it would not load as it should (a bug, or a family we misread).
+    Returns tokenizer_config.json if it was rewritten for that. Raises OutputError, which is a bug.
     """
     if found := misfits(cls, folder):
         raise OutputError(f"{folder}: {found} when reloaded; this is a bug in blr, keep the checkpoint")
@@ -154,17 +152,89 @@ def check_loads(source: Source, cls: Any, folder: Path) -> dict[str, tuple[int, 
 
 
 def misfits(cls: Any, folder: Path | None, **options: Any) -> str:
-    """What transformers finds missing, left over or of another shape; empty if nothing."""
+    """The keys that transformers finds missing, left over or of another shape; empty if none."""
     _, info = load_empty(cls, folder, **options)
     return misfit(info, "missing", "unexpected", "mismatched")
 
 
 def json_file(value: Any) -> bytes:
-    """What a JSON file of an output holds."""
+    """`value` as a JSON file of an output."""
     return json.dumps(value, indent=2).encode() + b"\n"
 
 
-def _yaml(value: dict[str, Any]) -> bytes:
-    out = StringIO()
-    YAML(typ="safe").dump(value, out)
-    return out.getvalue().encode()
+Written = dict[str, tuple[int, str]]  # file to its size and SHA-256
+
+
+@dataclass(frozen=True)
+class FolderContents:
+    """What a folder is to hold: `shards` by file, `read` for the bytes of a tensor, `small` files or
+    paths of files to carry over, and names of files that the check may add `later`."""
+
+    shards: Mapping[str, list[Slot]]
+    read: Callable[[TensorEntry], Iterable[Bytes]]
+    small: Mapping[str, bytes | Path]
+    later: tuple[str, ...] = ()
+
+
+def write_whole(
+    workspace: Workspace,
+    folder: Path,
+    contents: FolderContents,
+    check: Callable[[Path], Written],
+    facts: Callable[[], Mapping[str, Any]],
+    progress: Progress,
+) -> None:
+    """Write `contents` to `folder`, in the partial folder, check them and list them in a manifest.
+
+    Args:
+        check: loads what was written as a user would; returns the files that it wrote itself.
+        facts: gives the manifest's account of the run, with `input_sha256`, once all is written.
+
+    Raises as `check`; there is no manifest then.
+    """
+    names = {
+        *contents.shards,
+        index_name(contents.shards),
+        *contents.small,
+        TOKENIZER,
+        *contents.later,
+        MANIFEST,
+    }
+    workspace.claim((folder / name).relative_to(workspace.partial).as_posix() for name in names)
+    folder.mkdir(exist_ok=True)
+    with progress.timed("writing"):
+        written = _write_shards(folder, contents, progress)
+    for name, data in contents.small.items():
+        written[name] = write_stream(folder / name, pieces(data))
+    progress.stage(CHECKING)
+    with progress.timed("check"):
+        written.update(check(folder))
+    fsync_folder(folder)  # the files before the manifest that lists them
+    write_stream(folder / MANIFEST, [build_manifest(folder, written, **facts())])
+
+
+def _write_shards(folder: Path, contents: FolderContents, progress: Progress) -> Written:
+    with progress.layers(sum(map(len, contents.shards.values())), WRITING) as advance:
+
+        def read(entry: TensorEntry) -> Iterable[Bytes]:
+            advance(entry.name)
+            return contents.read(entry)
+
+        return write_shards(folder, contents.shards, read)
+
+
+def slots_of(
+    source: Source, plan: Plan, results: Mapping[str, Any], norms: Mapping[str, TensorEntry]
+) -> list[Slot]:
+    """The output's tensors in the source's order, the factors in `results` in the place of their weight,
+    refitted `norms` by name."""
+    replaced = {planned.layer.entry.name: planned.layer.module for planned in plan.layers}
+    slots = []
+    for entry in source.entries.values():
+        module = replaced.get(entry.name)
+        if module is None:
+            slots.append(Slot(entry.name, norms.get(entry.name, entry)))
+        else:
+            factors, _ = results[module]
+            slots += [Slot(f"{module}.{suffix}", factor) for suffix, factor in factors.items()]
+    return slots

@@ -23,20 +23,17 @@ from blr.compressor.workspace.workspace import Workspace
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.output.check import OutputCheck
-    from blr.compressor.output.produce import FolderContents, Written
+    from blr.compressor.output.files import FolderContents, Written
 
 
 @contextmanager
 def opened(
     output: Path, settings: RunSettings, *reads: Path, alone: bool = False
 ) -> Iterator[Workspace]:
-    """The workspace of a run that reads those folders: the first process enters it, others know it.
+    """Open the workspace of a run that reads the folders `reads`; only the first process enters it.
 
-    Args:
-        alone: the run is of this process, whatever others there are.
-
-    Raises:
-        OutputError: as `check_apart` and `Workspace`. UsageError: pickles for several processes.
+    `alone`: the run is of this process only. Raises OutputError as `check_apart` and `Workspace`,
+    UsageError for pickles with several processes.
     """
     for folder in reads:
         check_apart(output, folder)
@@ -54,8 +51,7 @@ def opened(
 class FolderRun(ABC):
     """One run in an open workspace, in each of its processes; the first one writes.
 
-    `processes` are asked for once the headers are checked, for they import torch. `checked` says, once
-    the output is written, what was run of it and what it loses.
+    `processes` import torch, so they are made once headers are checked. `checked` is set at the end.
     """
 
     workspace: Workspace
@@ -65,31 +61,31 @@ class FolderRun(ABC):
 
     @abstractmethod
     def estimate(self) -> int:
-        """Bytes on disk that the run takes at most."""
+        """The most bytes on disk that the run takes."""
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """What a run that goes on with another's work must agree on."""
+        """The settings that a run must share to go on with another's work."""
 
     @abstractmethod
     def prepare(self, first: bool) -> None:
-        """All checks that need no weights, in the first process, and the steps that are expected."""
+        """Check everything that needs no weights, and announce the steps."""
 
     @abstractmethod
     def digest(self) -> str:
-        """SHA-256 over all that is read."""
+        """SHA-256 over all input."""
 
     @abstractmethod
     def make_check(self) -> OutputCheck:
-        """What the output must pass; the model it is compared with runs now."""
+        """The check of the output; the model to compare with runs now."""
 
     @abstractmethod
     def work(self, read: str) -> FolderContents | None:
-        """What the folder is to hold; None in all processes but the first."""
+        """The contents of the folder; None in all processes but the first."""
 
     @abstractmethod
     def facts(self, read: str) -> Mapping[str, Any]:
-        """The manifest's account of where the output came from."""
+        """The manifest's account of the input."""
 
     def run(self, first: bool = True) -> None:
         """Make the folder, or finish what a killed run had all but committed."""
@@ -110,11 +106,7 @@ class FolderRun(ABC):
             self.processes.leave()
 
     def produce(self, read: str, check: OutputCheck | None = None) -> None:
-        """Work, write, check and commit.
-
-        Args:
-            read: digest of all that the run reads. check: made here if None, in the first process.
-        """
+        """Work, write, check and commit. `read` is the digest of the input; `check` may be given."""
         if self.processes.first and check is None:
             check = self.make_check()
         contents = self.work(read)
@@ -128,7 +120,7 @@ class FolderRun(ABC):
         self, folder: Path, contents: FolderContents, check: Callable[[Path], Written], read: str
     ) -> None:
         """Write and list `contents` in the partial folder, or one in it, and check them."""
-        from blr.compressor.output.produce import write_whole
+        from blr.compressor.output.files import write_whole
 
         facts = partial(self.facts, read)
         write_whole(self.workspace, folder, contents, check, facts, self.progress)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.base.exhaustion import raise_exhausted
@@ -63,9 +64,8 @@ MOST_NATS = 600.0  # of a mean loss that a perplexity is told of: exp of 710 is 
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens in `windows` [n, w] (int64), each with the `beginning` of a text; `what` they are in words;
-    at which token of their text they begin as `first`, where they are a piece of one; whether the
-    model's `own`."""
+    """Tokens in `windows` [n, w], each with the `beginning` of a text, described by `what`. `first` is
+    their place in a longer text; `own` text was written by the model."""
 
     windows: Tensor
     what: str
@@ -75,23 +75,19 @@ class Text:
 
     @property
     def tokens(self) -> int:
-        """Without the beginnings."""
+        """Number of tokens without the beginnings."""
         return self.windows.numel() - len(self.windows) * len(self.beginning)
 
 
 def most_tokens(source: Source) -> int:
-    """That a pass of the model may read; 0 for one so large that they would say nothing."""
-    parameters = sum(entry.parameters for entry in source.entries.values())
-    most = min(HELD_TOKENS, int(WORK / max(parameters, 1)))
+    """The most tokens that a pass of the model may read; 0 for a model too large for any use."""
+    most = min(HELD_TOKENS, int(WORK / max(source.parameters, 1)))
     return most if most >= LEAST else 0
 
 
 def calibration_text(source: Source, recipe: Recipe, name: str | None, offline: bool) -> Text | None:
-    """What no fit reads of the text of a decoder's calibration; None without one, and if it is the
-    model's own or too short.
-
-    Raises as `fitting.engine.read_text`.
-    """
+    """The part of a decoder's calibration text that no fit reads; None if there is none, if it is the
+    model's own or too short. Raises as `fitting.engine.read_text`."""
     if name is None:
         return None
     seq_len = min(recipe.seq_len, read_context(source))
@@ -105,11 +101,8 @@ def calibration_text(source: Source, recipe: Recipe, name: str | None, offline: 
 def held_text(
     windows: Tensor, beginning: Beginning, name: str, source: Source, first: int | None = None
 ) -> Text | None:
-    """`windows` [n, w], each with the `beginning`, of the text `name`, in which they begin at token
-    `first`; None for too few tokens.
-
-    Raises InputError for tokens that the model does not have.
-    """
+    """`windows` [n, w] from token `first` of the text `name`; None for too few tokens. Raises InputError
+    for unknown tokens."""
     if windows.numel() < LEAST:
         return None
     check_known((windows,), of_text(source.config).get("vocab_size"), name)
@@ -120,10 +113,7 @@ def held_text(
 
 
 def file_text(path: Path, source: Source) -> Text:
-    """The beginning of a text.
-
-    Raises InputError for one that cannot be read, or is too short.
-    """
+    """The beginning of a text. Raises InputError for one that cannot be read or is too short."""
     start = read_first_text(path)
     tokenizer = load_tokenizer(source.folder, text=start)
     ids = tokenizer(start, add_special_tokens=False, verbose=False)["input_ids"]
@@ -138,21 +128,15 @@ def file_text(path: Path, source: Source) -> Text:
 
 
 def _rows(tokens: Tensor, source: Source, beginning: Beginning) -> Tensor:
-    """Whole windows [n, w] of the beginning of one text [n], with what begins each."""
+    """Windows [n, w] of the start of a text [n], each behind the `beginning`."""
     tokens = tokens[: max(most_tokens(source), LEAST)]
     window = min(WINDOW, read_context(source), len(tokens) + len(beginning))
     room = room_in(max(window, 1 + len(beginning)), beginning)
     return begun(tokens[: len(tokens) // room * room].view(-1, room), beginning).long()
 
 
-def writes(source: Source) -> bool:
-    """Whether the model is small enough to write text within minutes."""
-    return sum(entry.nbytes for entry in source.entries.values()) <= OWN_BYTES
-
-
-def own_text(model: Any, source: Source) -> Text:
-    """What the model in `source` writes, in samples that begin as a text and go on from a plain token at
-    random."""
+def own_text(model: PreTrainedModel, source: Source) -> Text:
+    """Text that the model in `source` writes, in samples that go on from a random plain token."""
     config, beginning = model.config.get_text_config(), _beginning(source.folder)
     length = min(LENGTHS[is_small(source)] + len(beginning), context_of(model.config.to_dict()))
     count = max(min(OWN, OWN_LOGITS // config.vocab_size) // (length - len(beginning)), 1)
@@ -167,7 +151,7 @@ def own_text(model: Any, source: Source) -> Text:
 
 
 def _beginning(folder: Path) -> Beginning:
-    """Of a text; nothing where there is no tokenizer that loads."""
+    """What the tokenizer puts before a text; nothing without a tokenizer that loads."""
     try:
         return beginning_of(load_tokenizer(folder))
     except InputError:
@@ -176,9 +160,8 @@ def _beginning(folder: Path) -> Beginning:
 
 @dataclass(frozen=True)
 class Loss:
-    """`before` and `after` are perplexities, `agreement` a share, `kl` as `divergence` gives it;
-    `tokens` were read in windows of `window` tokens, the first of them token `first` of a text; `read`
-    says in words what was read."""
+    """`before` and `after` are perplexities, `agreement` a share, `kl` as of `divergence`. `tokens` in
+    windows of `window` were read, the first at place `first`; `read` describes them."""
 
     before: float
     after: float
@@ -191,7 +174,7 @@ class Loss:
 
     @property
     def nats(self) -> float:
-        """Lost a token."""
+        """Nats a token that are lost."""
         return math.log(self.after / self.before)
 
     @property
@@ -219,9 +202,9 @@ class Unmeasured:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model predicts on a text: mean cross entropy in nats, and the most likely token [n, w - 1]
-    of every place. `logs` are the logarithms of all probabilities in the first windows, of the dense
-    model; `kl` [m, w - 1] are divergences there from what was expected, of another."""
+    """Predictions on a text: mean cross entropy, the likeliest token [n, w - 1] of every place,
+    log-probabilities in the first windows (`logs`, of the dense model), divergences there (`kl` [m, w -
+    1])."""
 
     loss: float
     best: Tensor
@@ -230,8 +213,8 @@ class Predictions:
 
 
 def divergence(kl: Tensor, room: int, first: int | None) -> dict[str, Any]:
-    """Mean and percentiles of Kullback-Leibler divergences [m, w], and the windows of the largest means
-    by the token where they begin, `room` tokens after each other from token `first` of a text on."""
+    """Mean and percentiles of divergences [m, w], and the places of the worst windows, which begin every
+    `room` tokens from `first` on."""
     found = kl.double().clamp(min=0.0)
     shares = torch.tensor([n / 100 for n in TAIL], dtype=torch.float64)
     tail = found.flatten().quantile(shares).tolist()
@@ -246,17 +229,15 @@ def divergence(kl: Tensor, room: int, first: int | None) -> dict[str, Any]:
 
 
 class Measure:
-    """Compares outputs with the dense model in `source` on `text`; that model runs now.
+    """Compares outputs with the dense model on `text`; that model runs now. Raises NumericsError for
+    results that are not finite."""
 
-    Raises NumericsError for results that are not finite.
-    """
-
-    def __init__(self, model: Any, text: Text, where: object) -> None:
+    def __init__(self, model: PreTrainedModel, text: Text, where: object) -> None:
         self.text = text
         self.dense = _answers(model, text, None, where)
 
-    def __call__(self, model: Any, where: object) -> Loss:
-        """What `model`, in evaluation mode, loses. Raises NumericsError as above."""
+    def __call__(self, model: PreTrainedModel, where: object) -> Loss:
+        """The loss of `model`, in evaluation mode. Raises NumericsError as above."""
         text, found = self.text, _answers(model, self.text, self.dense.logs, where)
         same = float((found.best == self.dense.best).double().mean())
         before, after = (math.exp(min(x, MOST_NATS)) for x in (self.dense.loss, found.loss))
@@ -266,11 +247,8 @@ class Measure:
 
 
 def measure_of(source: Source, text: Text | None) -> Measure | Unmeasured | None:
-    """How much an output of `source` loses is measured on `text`, without one on what the model writes
-    itself; None for a model that continues no text.
-
-    Raises NumericsError as `Measure`.
-    """
+    """How the loss of outputs of `source` is measured, on `text` or on its own; None for a model that
+    continues no text. Raises NumericsError as `Measure`."""
     if not continues_text(source):
         return None
     if why := _hindrance(source, text):
@@ -284,27 +262,26 @@ def measure_of(source: Source, text: Text | None) -> Measure | Unmeasured | None
 
 
 def _hindrance(source: Source, text: Text | None) -> str:
-    """Why nothing can be measured within a bounded time; empty if it can be."""
+    """Why nothing can be measured in a bounded time; empty if it can."""
     if any(remote_shard(path) is not None for path in source.shards):
         return "the weights stay on the hub, and every pass fetches them all; blr eval measures it"
     if most_tokens(source) == 0:
         return "the model is too large to be run on a CPU within minutes; blr eval measures it"
-    if text is None and not writes(source):
+    if text is None and source.nbytes > OWN_BYTES:
         return "no text was given, and the model is too large to write one within minutes"
     return ""
 
 
-def computing(source: Source) -> Any:
-    """The model in `source`, dense or ours, in float32 where all of it may be in memory, else block by
-    block as it is stored."""
+def computing(source: Source) -> PreTrainedModel:
+    """The model in `source`, in float32 if it fits in memory, else block by block as stored."""
     if source.model_type.startswith(OURS):
         return load_written(source.folder, torch.float32)
     return whole_model(source).float() if is_small(source) else streamed_model(source)
 
 
 @torch.no_grad()
-def _answers(model: Any, text: Text, dense: Tensor | None, where: object) -> Predictions:
-    """`dense`: the logarithms of the probabilities that are expected; None where this model's are."""
+def _answers(model: PreTrainedModel, text: Text, dense: Tensor | None, where: object) -> Predictions:
+    """The predictions of a model; `dense` are expected log-probabilities, None for this model's own."""
     idle = idle_predictions(text.beginning)
     windows, parts = text.windows, list[tuple[Tensor, Tensor, Tensor, Tensor]]()
     size = windows.shape[1] * model.config.get_text_config().vocab_size
@@ -314,7 +291,8 @@ def _answers(model: Any, text: Text, dense: Tensor | None, where: object) -> Pre
         logs = run(model, {"input_ids": part})[:, idle:-1].log_softmax(-1)
         known = logs[: max(kept - n * rows, 0)]
         wanted = known if dense is None else dense[n * rows : n * rows + rows]
-        losses = _crossed(logs, wanted) if text.own else _of_text(logs, part[:, idle + 1 :])
+        losses = -logs.gather(-1, part[:, idle + 1 :, None])[..., 0]
+        losses = _crossed(logs, wanted) if text.own else losses
         kl = _crossed(logs[: len(wanted)], wanted) - _crossed(wanted, wanted)
         parts.append((losses, logs.argmax(-1), (known if dense is None else known[:0]).clone(), kl))
     found, best, logs, kl = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -327,14 +305,8 @@ def _answers(model: Any, text: Text, dense: Tensor | None, where: object) -> Pre
     return Predictions(loss, best, logs, kl)
 
 
-def _of_text(logs: Tensor, tokens: Tensor) -> Tensor:
-    """Cross entropies [m, w] with the `tokens` [m, w] of the text."""
-    return -logs.gather(-1, tokens[..., None])[..., 0]
-
-
 def _crossed(logs: Tensor, expected: Tensor) -> Tensor:
-    """Cross entropies [m, w] with the distribution whose logarithms are `expected`. A token of
-    probability 0, as padded vocabularies have, counts for nothing."""
+    """Cross entropies [m, w] with `expected` log-probabilities, in which -inf counts as 0."""
     weighed = expected.exp() * logs
     return -torch.where(expected == -torch.inf, 0.0, weighed).sum(-1)
 

@@ -32,21 +32,21 @@ def told(facts: Mapping[str, Any]) -> str:
 
 
 def number(perplexity: float) -> str:
-    """A perplexity with as many digits as it is worth."""
+    """A perplexity with its significant digits."""
     if perplexity < 1000:
         return f"{perplexity:.{2 if perplexity < 100 else 1}f}"
     return f"{perplexity:,.0f}" if perplexity < 1e9 else f"{perplexity:.1e}"
 
 
 def rounded(value: Any) -> Any:
-    """Facts with their numbers as files have them."""
+    """Facts with their numbers rounded for files."""
     if isinstance(value, Mapping):
         return {name: rounded(item) for name, item in value.items()}
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
 def better_fit(recipe: Recipe, calibrated: bool, healed: bool) -> str:
-    """Than a compression by `recipe`."""
+    """The advice that loses less than a compression by `recipe`."""
     own = recipe.own()
     stored = own.stored
     if not calibrated and not healed:
@@ -64,7 +64,7 @@ def better_fit(recipe: Recipe, calibrated: bool, healed: bool) -> str:
 
 
 def _larger(recipe: Recipe) -> str:
-    """What is stored in more bytes."""
+    """The advice to store more bytes."""
     own = recipe.own()
     if own.stored.base:
         return "take a larger --rank or --bpw, or more bits of --base"
@@ -78,8 +78,8 @@ def _larger(recipe: Recipe) -> str:
 def better_export(
     quantize: str | None, head: str | None, fits_know_text: bool, healed: bool = False
 ) -> str:
-    """Than an export whose weights, or output head, are packed; `fits_know_text`: whether the checkpoint
-    has no structured layers, or they were fitted to a text; `healed`: whether it was trained."""
+    """The advice that loses less than an export in these formats. `fits_know_text`: fits were
+    calibrated, or there are none."""
     packed = (("quantize", quantize), ("quantize-head", head))
     lesser = [f"--{name} int8" for name, kind in packed if kind == "int4"]
     coarse = [f"take {' '.join(lesser)}"] if lesser else []
@@ -89,13 +89,13 @@ def better_export(
 
 
 def better_healing(texts: bool) -> str:
-    """Than a training, with `texts` of the user's or on the model's own alone."""
+    """The advice that loses less than a training, with or without `texts` of the user's."""
     more = "train longer (--minutes), or compress the model less"
     return more if texts else f"give --text TEXT of the kind that the model will read, {more}"
 
 
 def advice(plan: Plan, source: Source, aware: bool) -> str | None:
-    """A line on fits of a decoder without a text; None if they are `aware` of a text or healed."""
+    """A hint to calibrate, for a decoder that was not; None if it is `aware` of a text."""
     writes = str((source.config.get("architectures") or [""])[0]).endswith(("CausalLM", "LMHeadModel"))
     fewer = any(layer.spec.parameters < layer.spec.dense_parameters for layer in plan.layers)
     if aware or not (writes and fewer):

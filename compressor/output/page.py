@@ -63,8 +63,15 @@ summary{cursor:pointer;color:var(--faint);margin:.6em 0}
 def report_html(data: Mapping[str, Any]) -> str:
     """The page of what `report.report_data` gave."""
     name = str(data["facts"].get("name", "checkpoint"))
+    facts = data["facts"]
+    method = facts.get("method", "several methods")
+    how = "calibrated" if facts.get("calibration") else "from the weights alone, uncalibrated"
+    healed = ", then healed" if data.get("healing") else ""
+    made = [(k, _words(v)) for k, v in facts.items() if k not in ("name", "cf") and v is not None]
+    lines = [*data["notes"], *(f"{x['module']}: {note}" for x in data["layers"] for note in x["notes"])]
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     sections = [
-        _said(data),
+        f'<p class="said">Method {escape(str(method))}, {how}{healed}.</p>',
         _tiles(data),
         _perplexity(data.get("loss")),
         _where(data),
@@ -72,20 +79,11 @@ def report_html(data: Mapping[str, Any]) -> str:
         _healing(data.get("healing")),
         _spectra(data),
         _plan(data),
-        _notes(data),
-        _made(data),
+        f"<h2>Notes and fallbacks</h2><ul>{items}</ul>" if items else "",
+        f"<h2>How it was made</h2>{html_table(made, head=False)}",
     ]
     title = escape(f"{name}, compressed by blr")
     return PAGE.format(title=title, style=STYLE, body="\n".join(filter(None, sections)))
-
-
-def _said(data: Mapping[str, Any]) -> str:
-    """One sentence below the title."""
-    facts = data["facts"]
-    method = facts.get("method", "several methods")
-    how = "calibrated" if facts.get("calibration") else "from the weights alone, uncalibrated"
-    healed = ", then healed" if data.get("healing") else ""
-    return f'<p class="said">Method {escape(str(method))}, {how}{healed}.</p>'
 
 
 def _tiles(data: Mapping[str, Any]) -> str:
@@ -119,7 +117,7 @@ def _perplexity(found: Any) -> str:
 
 
 def _tail(kl: Mapping[str, Any], first: int | None) -> str:
-    """How far single tokens are from the dense model's prediction, and where that is the worst."""
+    """Percentiles of the divergence from the dense model, and the worst windows."""
     names = {"50": "half of the tokens", "90": "9 in 10", "99": "99 in 100", "100": "all"}
     rows = [(f"{names[n]}, at most", v, f"{v:.4g}", 1) for n, v in kl["percentiles"].items()]
     text = f"<h3>KL to the dense model, nats a token</h3>{_bars(rows)}"
@@ -130,7 +128,7 @@ def _tail(kl: Mapping[str, Any], first: int | None) -> str:
 
 
 def _where(data: Mapping[str, Any]) -> str:
-    """Errors and sizes of all layers as pictures: a row for each type, a column for each block."""
+    """Heat maps of errors and sizes: a row for each type of layer, a column for each block."""
     text = ""
     for key, what in (("weighted_error", "layer outputs"), ("error", "weights")):
         if found := [x for x in data["layers"] if known(x.get(key))]:
@@ -155,7 +153,7 @@ def _share(layer: Mapping[str, Any]) -> Cell:
 
 
 def _sizes_of(entry: Mapping[str, Any]) -> tuple[int, int]:
-    """Before and after, in bytes, or in numbers where an earlier version recorded no more."""
+    """Sizes before and after, in bytes; in parameters for reports of earlier versions."""
     unit = "bytes" if "bytes" in entry else "parameters"
     return entry[f"dense_{unit}"], entry[unit]
 
@@ -182,7 +180,9 @@ def _healing(found: Any) -> str:
     ]
     labels = [("own text" if n == "self" else n, colour) for colour, n in enumerate(names)]
     rows = [(k, _words(v)) for k, v in found["facts"].items() if k not in ("before", "after")]
-    return f"<h2>Healing</h2>{legend(labels)}{chart(series, 'step', KL[key])}{_facts(rows)}"
+    return (
+        f"<h2>Healing</h2>{legend(labels)}{chart(series, 'step', KL[key])}{html_table(rows, head=False)}"
+    )
 
 
 def _spectra(data: Mapping[str, Any]) -> str:
@@ -227,43 +227,30 @@ def _plan(data: Mapping[str, Any]) -> str:
             *(layer["module"], layer["structure"], layer["rank"], f"{layer['parameters']:,}"),
             *(_number(layer.get("bits"), ".3f"), _number(layer.get(key), ".4f"), layer["rule"]),
         )
-        for layer in data["layers"]
+        for layer in sorted(
+            data["layers"], key=lambda x: x[key] if known(x.get(key)) else -1.0, reverse=True
+        )
     ]
     rows += [(k["module"], "dense", "", f"{k['parameters']:,}", "", "", k["rule"]) for k in data["kept"]]
     numeric = [name in ("parameters", "bits", *ERRORS.values()) for name in head]
-    top = "".join(f"<th{_right(n)}>{escape(h)}</th>" for h, n in zip(head, numeric, strict=True))
-    lines = ["".join(_td(*cell) for cell in zip(row, numeric, strict=True)) for row in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    many = f"<summary>{len(rows)} layers, and the rule that decided on each</summary>"
-    return f"<h2>Plan</h2><details>{many}<table><tr>{top}</tr>{body}</table></details>"
+    many = f"{len(rows)} layers by {ERRORS[key]}, the largest first, and the rule that decided on each"
+    many = f"<summary>{many}</summary>"
+    return f"<h2>Plan</h2><details>{many}{html_table([head, *rows], numeric)}</details>"
 
 
-def _td(text: str, numeric: bool) -> str:
-    return f"<td{_right(numeric)}>{escape(text)}</td>"
-
-
-def _right(numeric: bool) -> str:
-    return ' class="n"' if numeric else ""
-
-
-def _notes(data: Mapping[str, Any]) -> str:
-    lines = [*data["notes"], *(f"{x['module']}: {note}" for x in data["layers"] for note in x["notes"])]
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<h2>Notes and fallbacks</h2><ul>{items}</ul>" if items else ""
-
-
-def _made(data: Mapping[str, Any]) -> str:
-    shown = {k: v for k, v in data["facts"].items() if k not in ("name", "cf") and v is not None}
-    return f"<h2>How it was made</h2>{_facts([(k, _words(v)) for k, v in shown.items()])}"
-
-
-def _facts(rows: Sequence[tuple[str, str]]) -> str:
-    cells = (f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows)
-    return f"<table>{''.join(cells)}</table>"
+def html_table(rows: Sequence[Sequence[str]], numeric: Sequence[bool] = (), head: bool = True) -> str:
+    """Rows of cells as a table, the first as its `head`; `numeric` columns are aligned right."""
+    lines = ""
+    for n, row in enumerate(rows):
+        tag = "th" if head and n == 0 else "td"
+        kinds = [' class="n"' if right else "" for right in numeric] or [""] * len(row)
+        cells = (f"<{tag}{k}>{escape(cell)}</{tag}>" for cell, k in zip(row, kinds, strict=True))
+        lines += f"<tr>{''.join(cells)}</tr>"
+    return f"<table>{lines}</table>"
 
 
 def _bars(rows: Sequence[tuple[str, float, str, int]]) -> str:
-    """Horizontal bars that shrink with the screen. rows: label, value, text beside the bar, colour."""
+    """Horizontal bars. A row has a label, a value, a text beside the bar and a colour."""
     widest = max((value for _, value, _, _ in rows), default=1.0) or 1.0
     items = "".join(
         f"<span>{escape(name)}</span><div>"
@@ -280,7 +267,7 @@ def known(value: Any) -> bool:
 
 
 def _number(value: Any, form: str) -> str:
-    """As `form` says; a dash for what earlier versions did not record."""
+    """`value` in a format; a dash for a figure that earlier versions did not record."""
     return format(value, form) if known(value) else "–"
 
 

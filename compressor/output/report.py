@@ -1,4 +1,4 @@
-"""The report of an output: `report.json` and a self-contained `report.html` with its plots.
+"""The report of an output, `report.json` and `report.html`, and the records that it is made from.
 
 The same plan, records and facts give the same bytes: no times, no paths, numbers rounded.
 """
@@ -7,34 +7,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from blr.compressor.checkpoint.extras import REPORT
+from blr.compressor.checkpoint.extras import LAYERS, MAX_BYTES, REPORT
+from blr.compressor.checkpoint.header import read_header
+from blr.compressor.checkpoint.regular import read_json
 from blr.compressor.output.page import known, report_html
 from blr.compressor.planning.plan import Plan, PlannedLayer
-from blr.compressor.structures.specs import Spec
+from blr.compressor.structures.specs import spec_from_dict
 
 CURVE_POINTS = 256
 Records = Mapping[str, Mapping[str, Any]]
 
 
 def report_files(plan: Plan, records: Records, facts: Mapping[str, Any]) -> dict[str, bytes]:
-    """The report's files, name to contents.
-
-    Args:
-        plan: what was decided, in order.
-        records: by module: `type`, `spec`, `error` (relative error of the weight), and optionally
-            `weighted_error` (of the outputs), `curve` (as `thin_curve` gives it) and `notes`.
-        facts: JSON-ready account of the run: `name`, `method`, `cf`, `calibration`, `versions`.
-    """
+    """The report's files. Records have `type`, `spec`, `error`, and may have `weighted_error`, `curve`
+    and `notes`; `facts` have `name`, `method`, `cf`, `calibration` and `versions`."""
     return report_pages(report_data(plan, records, facts))
 
 
 def report_pages(data: Mapping[str, Any]) -> dict[str, bytes]:
-    """The same of what `report_data` gave, with a `loss` (facts of `output/loss.py`) and a `healing`
-    where these are known."""
+    """The report's files from `report_data`, to which a `loss` and a `healing` may have been added."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     return {REPORT: text.encode() + b"\n", "report.html": report_html(data).encode()}
 
@@ -48,7 +45,7 @@ def thin_curve(curve: Sequence[float], points: int = CURVE_POINTS) -> list[float
 
 
 def report_data(plan: Plan, records: Records, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything the report says, JSON-ready."""
+    """The content of the report, JSON-ready."""
     layers = [_layer(planned, records[planned.layer.module]) for planned in plan.layers]
     kept = [
         {
@@ -83,7 +80,7 @@ def _layer(planned: PlannedLayer, record: Mapping[str, Any]) -> dict[str, Any]:
         "structure": spec.structure,
         "shape": [spec.out_features, spec.in_features],
         "rank": spec.describe(),
-        "equal_rank": _round(rank_on_curve(spec)),
+        "equal_rank": _round(spec.parameters / (spec.in_features + spec.out_features)),
         "dense_parameters": spec.dense_parameters,
         "parameters": spec.parameters,
         "dense_bytes": planned.layer.entry.nbytes,
@@ -100,11 +97,6 @@ def _layer(planned: PlannedLayer, record: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def rank_on_curve(spec: Spec) -> float:
-    """The rank whose low-rank factors would hold as many parameters, which is what curves are over."""
-    return spec.parameters / (spec.in_features + spec.out_features)
-
-
 def _type(kind: str, layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     chosen = [layer for layer in layers if layer["type"] == kind]
     return {
@@ -119,7 +111,7 @@ def _type(kind: str, layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def mean_errors(kind: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Of the layers of a type: the means of what is known."""
+    """Mean errors of the layers of a type, None where none was measured."""
     found = dict[str, float | None]()
     for name in ("error", "weighted_error"):
         values = [x[name] for x in layers if x["type"] == kind and known(x.get(name))]
@@ -128,12 +120,12 @@ def mean_errors(kind: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, flo
 
 
 def _round(value: float) -> float | None:
-    """Six significant digits; None for what JSON has no word for."""
+    """`value` with six significant digits; None if it is not finite."""
     return float(f"{value:.6g}") if isfinite(value) else None
 
 
 def _plain(value: Any) -> Any:
-    """JSON-ready: numbers rounded, keys text, anything unknown as text."""
+    """`value` for JSON: numbers rounded, keys as text, other objects as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -141,3 +133,38 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return _round(value)
     return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def read_records(folder: Path) -> dict[str, dict[str, Any]]:
+    """What compression recorded for every layer of an output: spec, type and relative error."""
+    return _read(folder / LAYERS) if "blr" in _read(folder / "config.json") else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path, MAX_BYTES, constants=True)
+
+
+def is_layer(record: dict[str, Any]) -> bool:
+    """Whether a journal's record is of a fitted layer; others are of blocks, texts and statistics."""
+    return "spec" in record
+
+
+def as_recorded(plan: Plan, records: dict[str, dict[str, Any]]) -> Plan:
+    """`plan` with the specs of an output, as a run that found it finished measured nothing."""
+    made = {module: spec_from_dict(record["spec"]) for module, record in records.items()}
+    layers = [replace(p, spec=made.get(p.layer.module, p.spec)) for p in plan.layers]
+    return replace(plan, layers=layers)
+
+
+def tensor_bytes(path: Path) -> int:
+    """Bytes of tensor data in one shard."""
+    return sum(entry.nbytes for entry in read_header(path).entries.values())
+
+
+def by_type(records: dict[str, Any], name: str) -> dict[str, float]:
+    """The mean of `name` in the records, by layer type."""
+    found: dict[str, list[float]] = {}
+    for record in records.values():
+        if record.get(name) is not None:
+            found.setdefault(record["type"], []).append(record[name])
+    return {kind: sum(values) / len(values) for kind, values in found.items()}

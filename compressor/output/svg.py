@@ -20,8 +20,8 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one colour: a line (`joined`) or dots. `marks` are points to stress, with a text that a
-    pointer shows, or that stands beside them (`named`)."""
+    """Points of one colour: a line (`joined`) or dots with `titles`. `marks` are stressed, with a
+    tooltip or a text beside them (`named`)."""
 
     name: str
     points: Sequence[Point]
@@ -52,8 +52,14 @@ def chart(
         return TOP + (height - TOP - BOTTOM) * (high - value) / ((high - low) or 1.0)
 
     axes = _y_axis(ticks, lambda t: at_y(10**t if log else t), log)
-    axes += _x_axis(_ticks(x_low, x_high), at_x, (x_low, x_high), height)
-    axes += _labels(x_label, y_label, height)
+    for t in _ticks(x_low, x_high):
+        if x_low <= t <= x_high:
+            axes += _text(at_x(t), height - BOTTOM + 16, "middle", f"{t:.4g}", tick=True)
+    middle = TOP + (height - TOP - BOTTOM) / 2
+    axes += _text((LEFT + WIDTH) / 2, height - 6, "middle", x_label) + (
+        f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle">'
+        f"{escape(y_label)}</text>"
+    )
     return _framed(picture(axes + "".join(_drawn(one, at_x, at_y) for one in series), height))
 
 
@@ -75,10 +81,7 @@ def heatmap(cells: Sequence[Cell], colour: int = 0) -> str:
     label = 16 + 7 * max(len(name) for name in rows)
     width = min((WIDTH - label - RIGHT) / len(columns), 46.0)
     most = max(cell.value for cell in cells) or 1.0
-    drawn = "".join(
-        f'<text x="{label - 8}" y="{n * BAR + 15}" text-anchor="end">{escape(name)}</text>'
-        for n, name in enumerate(rows)
-    )
+    drawn = "".join(_text(label - 8, n * BAR + 15, "end", name) for n, name in enumerate(rows))
     for cell in cells:
         x, y = label + columns.index(cell.column) * width, rows.index(cell.row) * BAR
         drawn += (
@@ -86,14 +89,10 @@ def heatmap(cells: Sequence[Cell], colour: int = 0) -> str:
             f'fill="var(--c{colour})" fill-opacity="{max(cell.value / most, 0.03):.3f}">'
             f"<title>{escape(cell.title)}</title></rect>"
         )
+    below = len(rows) * BAR + 14
     for n in sorted({0, len(columns) // 2, len(columns) - 1}):
-        drawn += (
-            f'<text class="tick" x="{label + (n + 0.5) * width - 1:.1f}" y="{len(rows) * BAR + 14}" '
-            f'text-anchor="middle">{columns[n]}</text>'
-        )
-    drawn += (
-        f'<text class="tick" x="{label - 8}" y="{len(rows) * BAR + 14}" text-anchor="end">block</text>'
-    )
+        drawn += _text(label + (n + 0.5) * width - 1, below, "middle", str(columns[n]), tick=True)
+    drawn += _text(label - 8, below, "end", "block", tick=True)
     return _framed(picture(drawn, len(rows) * BAR + 20))
 
 
@@ -128,42 +127,23 @@ def _drawn(one: Series, at_x: Callable[[float], float], at_y: Callable[[float], 
             f"<title>{escape(text)}</title></circle>"
         )
         if one.named:
-            right = at_x(x) > WIDTH / 2
-            drawn += (
-                f'<text class="tick" x="{at_x(x) + (-8 if right else 8):.1f}" y="{at_y(y) - 6:.1f}" '
-                f'text-anchor="{"end" if right else "start"}">{escape(text)}</text>'
-            )
+            aside, anchor = (-8, "end") if at_x(x) > WIDTH / 2 else (8, "start")
+            drawn += _text(at_x(x) + aside, at_y(y) - 6, anchor, text, tick=True)
     return drawn
+
+
+def _text(x: float, y: float, anchor: str, words: str, tick: bool = False) -> str:
+    """A text at a place, small and faint beside a `tick`."""
+    kind = ' class="tick"' if tick else ""
+    return f'<text{kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def _y_axis(ticks: Sequence[float], at: Callable[[float], float], log: bool) -> str:
     return "".join(
         f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at(t):.1f}" y2="{at(t):.1f}" '
         f'stroke="var(--line)"/>'
-        f'<text class="tick" x="{LEFT - 6}" y="{at(t) + 4:.1f}" text-anchor="end">'
-        f"{f'1e{t:.0f}' if log else f'{t:.4g}'}</text>"
+        + _text(LEFT - 6, at(t) + 4, "end", f"1e{t:.0f}" if log else f"{t:.4g}", tick=True)
         for t in ticks
-    )
-
-
-def _x_axis(
-    ticks: Sequence[float], at: Callable[[float], float], ends: tuple[float, float], height: int
-) -> str:
-    return "".join(
-        f'<text class="tick" x="{at(t):.1f}" y="{height - BOTTOM + 16}" '
-        f'text-anchor="middle">{t:.4g}</text>'
-        for t in ticks
-        if ends[0] <= t <= ends[1]
-    )
-
-
-def _labels(x_label: str, y_label: str, height: int) -> str:
-    middle = TOP + (height - TOP - BOTTOM) / 2
-    return (
-        f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{height - 6}" '
-        f'text-anchor="middle">{escape(x_label)}</text>'
-        f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle">'
-        f"{escape(y_label)}</text>"
     )
 
 
@@ -192,5 +172,5 @@ def picture(body: str, height: int) -> str:
 
 
 def _framed(svg: str) -> str:
-    """In a frame of the page's style `wide`, which scrolls on narrow screens."""
+    """A picture in a frame that scrolls on narrow screens."""
     return f'<div class="wide">{svg}</div>'

@@ -28,7 +28,7 @@ from blr.compressor.planning.training_sizes import (
     STATES,
 )
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.structures.sizes import SPREAD_BYTES
+from blr.compressor.structures.base import SPREAD_BYTES
 from blr.compressor.structures.specs import BlastSpec, CorrectedSpec, LowRankSpec, PivotedSpec, Spec
 
 TOGETHER = 0.85  # of the speed that as many GPUs would have apart
@@ -185,7 +185,7 @@ def _training(work: Compression, parts: int = 1) -> float:
 
 def masters(spec: Spec) -> int:
     """Numbers that training moves: of those in few bits all."""
-    return spec.dense_parameters if isinstance(spec, CorrectedSpec) else spec.parameters
+    return spec.dense_parameters if spec.corrected else spec.parameters
 
 
 def disk_bytes(work: Compression) -> int:

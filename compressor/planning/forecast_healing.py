@@ -26,13 +26,9 @@ from blr.compressor.planning.training_sizes import CHUNK, HALF, HOST_BYTES, SING
 from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.structures.specs import (
     BlastSpec,
-    CorrectedSpec,
     DenseSpec,
     LowRankSpec,
-    PivotedSpec,
-    QuantizedSpec,
     Spec,
-    leaves,
 )
 
 TRAINED = 2 * HALF + 4 * SINGLE  # bytes of a trained parameter
@@ -133,9 +129,9 @@ def kept_bytes(
 def masters(spec: Spec) -> int:
     """Numbers that are trained of a layer: of those in few bits all, and the scales but of float8."""
     scales = 0
-    for _, leaf in leaves(spec):
-        if isinstance(leaf, QuantizedSpec) and not leaf.fp8:
-            formats = ((prod(shape), leaf.format_of(name)) for name, shape in leaf.shapes().items())
+    for _, leaf in spec.parts():
+        if (packing := leaf.packing) is not None and not packing.fp8:
+            formats = ((prod(shape), packing.format_of(name)) for name, shape in leaf.shapes().items())
             scales += sum(-(-numbers // form[1]) for numbers, form in formats if form is not None)
     return spec.parameters + scales
 
@@ -239,18 +235,18 @@ def _models(sizes: Sizes, specs: Mapping[str, Spec], group: GpuGroup) -> tuple[f
 
 def _composed(spec: Spec) -> int:
     """Numbers that the backward pass of one layer's weight keeps."""
-    inner = (spec.correction if isinstance(spec, CorrectedSpec) else spec).plain
+    inner = spec.added.plain
     mixed = inner.blocks * inner.in_features * inner.rank if isinstance(inner, BlastSpec) else 0
-    if isinstance(spec, CorrectedSpec):  # the correction's weight, and the sum
+    if spec.corrected:  # the correction's weight, and the sum
         return 2 * spec.dense_parameters + mixed
-    plain = isinstance(inner, LowRankSpec | PivotedSpec | DenseSpec)
+    plain = inner.low_rank().structure in (LowRankSpec.structure, DenseSpec.structure)
     return 0 if plain else spec.dense_parameters + mixed
 
 
 def _flops(sizes: Sizes, specs: Mapping[str, Spec], kept: bool) -> float:
     """Operations a token: of the teacher once, of the student forward and twice that back."""
     plain = (spec.plain for spec in specs.values())
-    low = (spec for spec in plain if isinstance(spec, LowRankSpec | PivotedSpec))
+    low = (spec for spec in plain if spec.low_rank().structure == LowRankSpec.structure)
     saved = sum(spec.dense_parameters - spec.parameters for spec in low)
     return 2.0 * (sizes.parameters + (sizes.parameters - saved) * (4 if kept else 3))
 

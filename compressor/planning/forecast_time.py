@@ -31,7 +31,6 @@ from blr.compressor.recipe.architectures import find_family
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.structures.specs import (
     BlastSpec,
-    CorrectedSpec,
     DenseSpec,
     LowRankSpec,
     Spec,
@@ -155,16 +154,17 @@ class Compression:
 
     def layer_seconds(self, layer: PlannedLayer) -> float:
         spec, plain = layer.spec, layer.spec.plain
-        products = 0 if isinstance(plain, DenseSpec) else 2 * predicted_cost(spec, self.calibrated)
+        products = (
+            0 if plain.structure == DenseSpec.structure else 2 * predicted_cost(spec, self.calibrated)
+        )
         least = float(EACH)
         if self.calibrated:
             o, i = spec.out_features, spec.in_features
             least = CALIBRATED + DECOMPOSED * o * i * min(o, i) / (DOUBLE * self.rate)
         rounded = COLUMN * spec.in_features if spec.quantized and self.calibrated else 0.0
-        if BlastSpec.structure not in families(spec) or isinstance(spec, CorrectedSpec):
+        if BlastSpec.structure not in families(spec) or spec.corrected:
             return products / (DECOMPOSITION * self.rate) + least + rounded
         rounds = (ROUNDS if layer.rounds is None else layer.rounds) / ROUNDS
-        assert isinstance(plain, BlastSpec)
         share = WEIGHTED if self.calibrated else DESCENT
         return rounds * (products / (share * self.rate) + ROUND * ROUNDS) + least + rounded
 
@@ -241,9 +241,9 @@ def _step(work: Compression, parts: int) -> float:
     """Of all blocks, a batch there and back in so many parts."""
     flops = spread = 0.0
     for spec in work.specs:
-        plain = (spec.correction if isinstance(spec, CorrectedSpec) else spec).plain
+        plain = spec.added.plain
         wide = spec.in_features + spec.out_features > WIDEST
-        whole = isinstance(spec, CorrectedSpec) or not (isinstance(plain, LowRankSpec) or wide)
+        whole = spec.corrected or not (plain.structure == LowRankSpec.structure or wide)
         flops += 6.0 * work.batch_tokens * (spec.dense_parameters if whole else spec.parameters)
         if isinstance(plain, BlastSpec):
             flops += 6.0 * parts * (not wide) * spec.dense_parameters * plain.rank

@@ -94,7 +94,7 @@ def _family(source: Source, notes: list[str]) -> Family:
             f"{source.folder}: found {source.model_type}, which has no table in configs/; expected one "
             f"of diffusers that has one: {', '.join(known)}"
         )
-    from blr.compressor.loading.discover import discover_family
+    from blr.compressor.loading.native import discover_family
 
     found = discover_family(source)
     notes.append(
@@ -192,7 +192,7 @@ def _correction(spec: Spec, stored: StoredAs, width: int) -> Spec:
 
 
 def _couplings(spec: Spec, stored: StoredAs) -> int | None:
-    return stored.couplings if isinstance(spec, BlastSpec) else None
+    return stored.couplings if spec.structure == BlastSpec.structure else None
 
 
 def what_became(specs: Iterable[Spec], layers: str = "") -> str:
@@ -203,13 +203,13 @@ def what_became(specs: Iterable[Spec], layers: str = "") -> str:
 
 
 def _became(spec: Spec) -> str:
-    if isinstance(spec, CorrectedSpec):
-        corrected = f"corrected by {spec.correction.structure}{_packed(spec.correction)}"
-        return f"stored{_packed(spec.base)}, {corrected}"
+    if spec.corrected:
+        (_, base), (_, added) = spec.parts()
+        return f"stored{_packed(base)}, corrected by {added.structure}{_packed(added)}"
     if spec.structure == DENSE:
         return f"stored{_packed(spec)}"
     return f"replaced by {spec.structure}{_packed(spec)}"
 
 
 def _packed(spec: Spec) -> str:
-    return f" in {spec.kind}" if isinstance(spec, QuantizedSpec) else ""
+    return f" in {spec.packing.kind}" if spec.packing else ""

@@ -15,7 +15,7 @@ from blr.compressor.planning.layers import Layer, find_layers, select, stored_sp
 from blr.compressor.planning.rank_caches import KINDS as CACHED_KINDS
 from blr.compressor.planning.rank_caches import Cached, cache_notes
 from blr.compressor.recipe.schema import DENSE, FORMER, NONE, PIVOTED, Recipe
-from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec
+from blr.compressor.structures.specs import DenseSpec, Spec
 
 __all__ = ["KeptLayer", "Layer", "Plan", "PlannedLayer", "make_plan"]
 
@@ -176,7 +176,7 @@ def _dense(tasks: list[Task], notes: list[str]) -> tuple[list[PlannedLayer], lis
             continue
         o, i = task.layer.shape
         spec = stored_spec(DenseSpec(i, o), task.settings.stored, task.width)
-        if isinstance(spec, QuantizedSpec):
+        if spec.packing is not None:
             fixed.append(PlannedLayer(task.layer, spec, rule=task.decided("dense"), width=task.width))
             continue
         kept.append(KeptLayer(task.layer, task.decided("kept dense")))

@@ -9,23 +9,21 @@ is charged for each kernel: at one token that decides whether a small layer gain
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
+from typing import Any
 
 from blr.compressor.base.device import Card, installed_card
 from blr.compressor.base.errors import UsageError
 from blr.compressor.recipe.architectures import read_config_table
 from blr.compressor.structures.specs import (
     BlastSpec,
-    CorrectedSpec,
-    DenseSpec,
     KroneckerSpec,
     LowRankSpec,
     MonarchSpec,
     PivotedSpec,
-    QuantizedSpec,
     Spec,
 )
 
@@ -111,46 +109,60 @@ def layer_time(spec: Spec, tokens: int, gpu: Gpu, launch: bool = True) -> float:
 
 
 def kernels(spec: Spec, tokens: int) -> Iterator[Kernel]:
-    """The kernels of a structured layer for `tokens` inputs. For one token BLAST's mix with S is the
-    prologue of the second product; packed weights are unpacked as they are read; any other structure
-    is one kernel that uses every number once."""
-    if isinstance(spec, CorrectedSpec):
+    """The kernels of a layer for `tokens` inputs. Packed weights are unpacked as they are read. A
+    structure that is not in `KERNELS` is one kernel that uses every number once."""
+    if spec.corrected:
         for _, part in spec.parts():
             yield from kernels(part, tokens)
-        return
-    if isinstance(spec, QuantizedSpec):
-        yield from _packed(list(kernels(spec.of, tokens)), spec)
-        return
-    o, i, n = spec.out_features, spec.in_features, tokens
-    if isinstance(spec, DenseSpec):
-        yield _matmul(n, i, o)
-    elif isinstance(spec, LowRankSpec):
-        inner = spec.rank * spec.groups
-        U, V = (prod(shape) for shape in spec.shapes().values())
-        yield Kernel(n * i + V + n * inner, n * V)
-        yield Kernel(n * inner + U + n * o, n * U)
-    elif isinstance(spec, PivotedSpec):
-        U, V = (prod(shape) for shape in spec.shapes().values())
-        yield Kernel(n * i + V + n * spec.rank, n * V)
-        yield Kernel(n * spec.rank + U + n * (o - spec.rank), n * U)
-        yield Kernel(2 * n * o, 0)
-    elif isinstance(spec, MonarchSpec | BlastSpec):
-        inner, rank = n * spec.blocks * spec.rank, spec.rank
-        mix = spec.blocks * spec.blocks * rank if isinstance(spec, BlastSpec) else 0
-        fused = mix if tokens == DECODE else 0
-        yield Kernel(n * i + rank * i + inner, n * rank * i)
-        if mix and not fused:
-            yield Kernel(2 * inner + mix, n * mix)
-        yield Kernel(inner + fused + rank * o + n * o, n * (rank * o + fused))
-    elif isinstance(spec, KroneckerSpec):
-        for a, b, c, d in reversed(spec.patterns):
-            yield Kernel(n * a * c * d + a * b * c * d + n * a * b * d, n * a * b * c * d)
+    elif spec.packing is not None:
+        yield from _packed(list(kernels(spec.plain, tokens)), spec)
     else:
-        yield Kernel(n * i + spec.parameters + n * o, n * spec.parameters)
+        yield from KERNELS.get(spec.structure, _one)(spec, tokens)
 
 
-def _packed(found: list[Kernel], spec: QuantizedSpec) -> Iterator[Kernel]:
-    """The kernels of ``spec.of`` with its weights read in fewer bits, alike in all of them."""
+def _one(spec: Spec, n: int) -> Iterator[Kernel]:
+    moved = n * spec.in_features + spec.parameters + n * spec.out_features
+    yield Kernel(moved, n * spec.parameters)
+
+
+def _low_rank(spec: LowRankSpec, n: int) -> Iterator[Kernel]:
+    inner = spec.rank * spec.groups
+    U, V = (prod(shape) for shape in spec.shapes().values())
+    yield Kernel(n * spec.in_features + V + n * inner, n * V)
+    yield Kernel(n * inner + U + n * spec.out_features, n * U)
+
+
+def _pivoted(spec: PivotedSpec, n: int) -> Iterator[Kernel]:
+    U, V = (prod(shape) for shape in spec.shapes().values())
+    yield Kernel(n * spec.in_features + V + n * spec.rank, n * V)
+    yield Kernel(n * spec.rank + U + n * (spec.out_features - spec.rank), n * U)
+    yield Kernel(2 * n * spec.out_features, 0)
+
+
+def _blocked(spec: MonarchSpec | BlastSpec, n: int) -> Iterator[Kernel]:
+    """For one token BLAST's mix with S is the prologue of the second product."""
+    o, i, rank, inner = spec.out_features, spec.in_features, spec.rank, n * spec.blocks * spec.rank
+    mix = prod(spec.shapes().get("S", (0,)))
+    fused = mix if n == DECODE else 0
+    yield Kernel(n * i + rank * i + inner, n * rank * i)
+    if mix and not fused:
+        yield Kernel(2 * inner + mix, n * mix)
+    yield Kernel(inner + fused + rank * o + n * o, n * (rank * o + fused))
+
+
+def _kronecker(spec: KroneckerSpec, n: int) -> Iterator[Kernel]:
+    for a, b, c, d in reversed(spec.patterns):
+        yield Kernel(n * a * c * d + a * b * c * d + n * a * b * d, n * a * b * c * d)
+
+
+KERNELS: dict[str, Callable[[Any, int], Iterator[Kernel]]] = {
+    **{"svd": _low_rank, "pivoted": _pivoted, "monarch": _blocked, "blast": _blocked},
+    "ks": _kronecker,
+}
+
+
+def _packed(found: list[Kernel], spec: Spec) -> Iterator[Kernel]:
+    """The kernels of ``spec.plain`` with its weights read in fewer bits, alike in all of them."""
     whole = sum(kernel.moved for kernel in found)
     spared = spec.parameters - spec.stored_bits() / (8 * ELEMENT)
     yield from (replace(k, moved=round(k.moved * (1 - spared / whole))) for k in found)

@@ -17,7 +17,7 @@ from blr.compressor.planning.dimensions import dimensions_of
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import DECODE, Gpu, chosen_gpu, dense_time, layer_time
 from blr.compressor.recipe.schema import DENSE, PACED, Recipe, make_recipe
-from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec
+from blr.compressor.structures.specs import DenseSpec, Spec
 from blr.kernels.decode.quantized.formats import GROUP
 
 READ = {True: 0.85, False: 0.75}  # of the copy's speed, by whether a weight is dense
@@ -53,14 +53,14 @@ def _predicted(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> fl
 
 def _decoded(spec: Spec, gpu: Gpu) -> float:
     """Microseconds of a layer for one token."""
-    if isinstance(spec, CorrectedSpec):
+    if spec.corrected:
         return CORRECTED + sum(_decoded(part, gpu) for _, part in spec.parts())
     whole = spec.structure == DenseSpec.structure
     time = layer_time(spec, DECODE, gpu, launch=False) / READ[whole]
-    if not isinstance(spec, QuantizedSpec) or spec.bits not in UNPACKED:
+    if spec.packing is None or spec.packing.bits not in UNPACKED:
         return time
-    rate = UNPACKED[spec.bits] * gpu.sm_ghz * 1e3 * (1.0 if whole else PARTED)  # a microsecond
-    return max(time, spec.of.parameters / rate)
+    rate = UNPACKED[spec.packing.bits] * gpu.sm_ghz * 1e3 * (1.0 if whole else PARTED)  # a microsecond
+    return max(time, spec.parameters / rate)
 
 
 def _dense(out_features: int, in_features: int, gpu: Gpu) -> float:

@@ -1,14 +1,14 @@
-"""Binds phases to memory: one function without arguments each, of kernels or of plain torch."""
+"""Binds phases to memory: makes a function without arguments of each, by kernels or in plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from blr.compressor.modeling.modeling_blr import is_number
 from blr.compressor.modeling.stages import Packed
@@ -19,18 +19,18 @@ from blr.kernels.decode.gemv.reference import ACTIVATIONS
 from blr.kernels.decode.gemv.segments import SEVERAL, Segment
 from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment, dual, grouped
 
-Run = Callable[[], Any]
+Run = Callable[[], object]
 # Kinds of phases that are kernels of ours, as the others are torch's.
 KERNELS = ("embed", "stages", "dual", "gather", "attention", "choose")
 
 
 @dataclass(frozen=True)
 class Binder:
-    """How phases run: on the first `rows` rows of `state`, contexts of up to `bucket` slots.
+    """Binds phases for the first `rows` rows of `state` and contexts of up to `bucket` slots.
 
-    triton: kernels, else the references. pdl: kernels start while the kernel before them ends.
-    halved: slots whose numbers are in the model's dtype. ordered: and in the order of the packed weights
-    that read them.
+    triton: by kernels, else by the references. pdl: kernels start while the kernel before them ends.
+    halved: slots whose numbers are in the model's dtype. ordered: slots whose numbers are also in the
+    order of the packed weights that read them.
     """
 
     state: DecoderState
@@ -42,11 +42,9 @@ class Binder:
     ordered: set[Columns] = field(default_factory=set)
 
     def bind_all(self, phases: Sequence[Phase]) -> list[Run]:
-        """The functions that run `phases` one after the other.
-
-        The first never overlaps with what is before it: what earlier tokens wrote is there when any
-        kernel of this one starts. Nor does one overlap with torch's own kernels.
-        """
+        """The functions that run `phases` one after the other. The first never overlaps with a kernel
+        before it, so that all kernels see what earlier tokens wrote; nor does any overlap with torch's
+        kernels."""
         runs, overlap = [], False
         for phase in phases:
             runs.append(replace(self, pdl=self.pdl and overlap).bind(phase))
@@ -77,7 +75,7 @@ class Binder:
         )
 
     def _order(self, part: StagePart) -> tuple[int, int] | None:
-        """The order in which packed weights read a stage's target, if tensor cores surely take them."""
+        """The order in which packed weights read a target; None unless tensor cores compute them."""
         least = SEVERAL if part.order is None or part.order[0] == 4 else SEVERAL + 1
         return part.order if self.triton and self.rows >= least else None
 
@@ -104,7 +102,8 @@ class Binder:
     def _tensor_cores(
         self, phase: Phase, segments: list[Segment | QuantizedSegment], **options: Any
     ) -> Run | None:
-        """What runs segments on tensor cores, if those take them, and what is stored in whose order."""
+        """A function that runs segments on tensor cores; None if they cannot. Records the order of
+        targets."""
         from blr.kernels.decode.skinny.bound import SkinnyOptions, stages
 
         dtype, order = self.state.kv.dtype, self._order(phase.parts[0])
@@ -120,7 +119,7 @@ class Binder:
         return self._view(phase.source), self._view(phase.target)
 
     def _view(self, slot: Columns) -> Tensor:
-        """A slot: what packed weights read, and several rows of plain ones, in the model's dtype."""
+        """A slot, in the model's dtype where packed weights read it or there are several rows."""
         half = self.rows >= SEVERAL or slot in self.halved
         return self.state.view(slot, self.rows, self.triton and half)
 
@@ -142,12 +141,18 @@ class Binder:
     def _norm(self, phase: Phase) -> Run:
         (source, target), gain = self._slots(phase), phase.gain
         assert gain is not None
-        return lambda: torch.mul(_over_rms(source, phase.eps), gain.float(), out=target)
+
+        def norm() -> None:
+            x = source * torch.rsqrt(source.square().mean(-1, keepdim=True) + phase.eps)
+            torch.mul(x, gain.float(), out=target)
+
+        return norm
 
     def _module(self, phase: Phase) -> Run:
         (source, target), module = self._slots(phase), phase.module
         assert module is not None
-        dtype = next((t.dtype for t in _stored(module) if is_number(t)), source.dtype)
+        stored = (*module.parameters(), *module.buffers())
+        dtype = next((t.dtype for t in stored if is_number(t)), source.dtype)
 
         def call() -> None:
             y = module(source.to(dtype))
@@ -196,12 +201,3 @@ class Binder:
         options: dict[str, Any] = {"BLOCK": CHOICE_BLOCK, "PARTS": values.shape[1], "PDL": self.pdl}
         options |= {"launch_pdl": True} if self.pdl else {}
         return lambda: choose_kernel[grid](*arguments, **options)
-
-
-def _over_rms(x: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-
-
-def _stored(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()

@@ -1,22 +1,21 @@
-"""Generates with a transformers model, one CUDA graph a token: the phases of `plan.py` replayed, as
-a kernel each or all in one.
+"""Generates with a model of transformers by one CUDA graph a token, which runs the phases of `plan.py`.
 
-The prompt goes through the model's own modules (`prompt.py`); each new token is chosen on the device
-and fed back there. All modes are deterministic: every sum has an order that does not depend on
-timing.
+The prompt goes through the model's own modules (`prompt.py`); each new token is chosen on the device and
+fed back there. All modes are deterministic: the order of every sum does not depend on timing.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial, wraps
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.runtime.bind import Binder, Run
@@ -45,10 +44,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _on_own_gpu(method: Method) -> Method:
-    """Inside, the GPU of the decoder is the current one: graphs, streams and launches are of that."""
+    """Run a method with the decoder's GPU as the current one, for graphs, streams and launches."""
 
     @wraps(method)
-    def run(self: Decoder, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Decoder, *args: object, **kwargs: object) -> object:
         with on_gpu(self.state.tokens.device):
             return method(self, *args, **kwargs)
 
@@ -56,9 +55,8 @@ def _on_own_gpu(method: Method) -> Method:
 
 
 class Decoder:
-    """Decodes with `model`, whose parameters it reads in place.
-
-    One cache serves all calls: threads that `generate` take turns.
+    """Generates tokens with `model`, whose parameters it reads in place. One cache serves all calls, so
+    threads that `generate` take turns.
 
     Args:
         model: a causal language model of transformers (dense or structured layers in any mixture),
@@ -68,8 +66,8 @@ class Decoder:
             power of two of the context; "eager" launches the phases one by one; "auto" is "graph".
             Without a GPU, or with ops "torch", "graph" runs as "eager".
         ops: "triton" kernels, or "torch" for their references, on any device.
-        cache: of keys and values, "whole" in the model's dtype or "int8" with a scale a token and head,
-            half the memory and bytes to read.
+        cache: how keys and values are kept, "whole" in the model's dtype or "int8" with a scale for each
+            token and head, which halves memory and bytes to read.
 
     Attributes:
         pdl: whether kernels overlap with the ones before them (compute capability 9 and later).
@@ -80,7 +78,7 @@ class Decoder:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         *,
         batch: int = 1,
         context: int,
@@ -105,7 +103,7 @@ class Decoder:
     @torch.no_grad()
     @_on_own_gpu
     def prefill(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Forget everything and take a prompt.
+        """Forget what was decoded and read a prompt.
 
         Args:
             input_ids: [B, T] int64, padded on the left. lengths: [B], tokens of each row at its end
@@ -188,7 +186,8 @@ class Decoder:
     def _continue(
         self, logits: Tensor, sampler: Sampler, collector: Collector, steps: int, seed: int
     ) -> list[list[int]]:
-        """The tokens of `steps` steps behind a prefill with these logits, or until all rows ended."""
+        """The tokens of at most `steps` steps after a prefill with these logits, until all rows have
+        ended."""
         device = self.model.device
         generator = None if sampler.greedy else torch.Generator(device).manual_seed(seed)
         tokens = self.state.tokens[: self.rows]
@@ -205,11 +204,11 @@ class Decoder:
         return collector.finish()
 
     def stages(self) -> list[tuple[str, int]]:
-        """Names of the phases and the bytes that a token reads in each, with the cache as it is."""
+        """The names of all phases, and the bytes that a token reads in each with the cache as it is."""
         return [(phase.name, self.bytes_of(phase)) for phase in self.plan.phases]
 
     def bytes_of(self, phase: Phase) -> int:
-        """Bytes of weights and cache that `phase` reads for one token of every row."""
+        """The bytes of weights and cache that `phase` reads for one token of every row."""
         rows = max(self.rows, 1)
         if phase.heads is not None:
             seen = min(self.position + 1, phase.heads.window or self.context)
@@ -218,30 +217,24 @@ class Decoder:
 
     @_on_own_gpu
     def profile(self, steps: int = 20) -> list[tuple[str, float, int]]:
-        """Times of the phases after a `prefill`: (name, microseconds, bytes a token).
+        """Time the phases after a `prefill`: (name, microseconds, bytes a token).
 
-        Phases that differ in the layer only are timed together, all layers in a row, so that their
-        weights come from memory; the layer's number is then "*" and the figures are of one of them.
-        The last entry, "token", is a whole token. What was decoded so far is forgotten.
+        The same phase of all layers is timed in a row, so that weights come from memory; its name has
+        "*" for the layer, and the figures are of one layer. The last entry, "token", is a whole token.
+        The decoder forgets what was decoded so far.
         """
         if self.rows == 0:
             raise BatchError("profile before any prompt: expected a prefill; call prefill first")
         with torch.no_grad():
-            measured = measure(self, steps)
+            measured = _measure(self, steps)
         self.rows = self.position = 0
         return measured
 
-    def binder(self, rows: int, bucket: int) -> Binder:
-        """How the phases run for `rows` rows and contexts of up to `bucket` slots."""
-        return Binder(self.state, rows, bucket, self.ops == "triton", self.pdl)
-
-    def token(self, rows: int, bucket: int) -> Run:
-        """A whole token of `rows` rows in contexts of up to `bucket` slots."""
-        return self.capture(self.binder(rows, bucket).bind_all(self.plan.phases))
-
-    def capture(self, runs: list[Run]) -> Run:
-        """One function that does `runs` in order: a CUDA graph unless in mode "eager", on a GPU. They
-        run once before; tokens and positions are put back as they were."""
+    def bind(self, rows: int, bucket: int, phases: Sequence[Phase]) -> Run:
+        """One function that runs `phases` for `rows` rows in contexts of up to `bucket` slots: a CUDA
+        graph on a GPU unless in mode "eager". They run once before; tokens and positions are put back
+        then."""
+        runs = Binder(self.state, rows, bucket, self.ops == "triton", self.pdl).bind_all(phases)
 
         def once() -> None:
             for run in runs:
@@ -257,11 +250,12 @@ class Decoder:
         return partial(_replay, Captured(once), runs)
 
     def _advance(self) -> None:
-        """Feed the tokens of the state; leaves logits, the greedy next tokens and positions."""
+        """Compute one token from those in the state, where it leaves logits, the most likely next tokens
+        and positions."""
         self._check_room(self.position + 1)
         key = (self.rows, bucket_of(self.position + 1))
         if key not in self._runs:
-            self._runs[key] = self.token(*key)
+            self._runs[key] = self.bind(*key, self.plan.phases)
         self._runs[key]()
         self.position += 1
 
@@ -274,11 +268,11 @@ class Decoder:
 
 
 def _replay(captured: Captured, runs: list[Run]) -> None:
-    """runs: what was captured, held for the tensors of its own: a graph knows addresses only."""
+    """Replay a graph. runs: what was captured, kept because its tensors must stay where they are."""
     captured()
 
 
-def _check(model: Any, batch: int, context: int, mode: str, ops: str, cache: str) -> None:
+def _check(model: PreTrainedModel, batch: int, context: int, mode: str, ops: str, cache: str) -> None:
     if cache not in CACHES:
         raise UnsupportedError(f"cache {cache!r}: expected one of {', '.join(CACHES)}")
     if mode not in MODES:
@@ -297,9 +291,9 @@ def _check(model: Any, batch: int, context: int, mode: str, ops: str, cache: str
         raise ContextError(f"context {context}: expected 1 to the model's {limit}; lower it")
 
 
-def measure(decoder: Any, steps: int) -> list[tuple[str, float, int]]:
-    """See `Decoder.profile`."""
-    groups: dict[str, list[Any]] = defaultdict(list)
+def _measure(decoder: Decoder, steps: int) -> list[tuple[str, float, int]]:
+    """Time the phases as `Decoder.profile` says."""
+    groups: dict[str, list[Phase]] = defaultdict(list)
     for phase in decoder.plan.phases:
         groups[re.sub(r"^layer\.\d+\.", "layer.*.", phase.name)].append(phase)
     groups["token"] = decoder.plan.phases
@@ -308,14 +302,11 @@ def measure(decoder: Any, steps: int) -> list[tuple[str, float, int]]:
         raise ContextError("profile: the cache is full; expected room for two tokens at least")
     steps = min(steps, room)
     shape = decoder.rows, bucket_of(decoder.position + steps + 2)
-    binder = decoder.binder(*shape)
     kept = [t.clone() for t in (decoder.state.tokens, decoder.state.pos)]
     measured = []
     for name, phases in groups.items():
-        whole = name == "token"
-        count = 1 if whole else len(phases)
-        run = decoder.token(*shape) if whole else decoder.capture(binder.bind_all(phases))
-        seconds = average(run, steps, kept[0].device)
+        count = 1 if name == "token" else len(phases)
+        seconds = average(decoder.bind(*shape, phases), steps, kept[0].device)
         size = sum(decoder.bytes_of(phase) for phase in phases) // count
         measured.append((name, seconds * 1e6 / count, size))
         for tensor, value in zip((decoder.state.tokens, decoder.state.pos), kept, strict=True):
@@ -323,8 +314,8 @@ def measure(decoder: Any, steps: int) -> list[tuple[str, float, int]]:
     return measured
 
 
-def average(run: Callable[[], Any], steps: int, device: torch.device) -> float:
-    """Seconds that a call of `run` takes on `device`, one uncounted call before."""
+def average(run: Callable[[], object], steps: int, device: torch.device) -> float:
+    """The mean seconds of `steps` calls of `run` on `device`, after one call that does not count."""
     run()
     if device.type != "cuda":
         begun = perf_counter()

@@ -1,9 +1,8 @@
-"""What the decoder refuses, each in one line: found, expected, what to do."""
+"""The errors of the decoder. Each message has one line: found, expected, what to do."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 MODES = ("auto", "graph", "eager")
 FORMER = {"persistent": "graph"}  # modes of earlier versions, by what does their work
@@ -12,7 +11,7 @@ CACHES = ("whole", "int8")  # what is kept of keys and values
 
 
 class DecoderError(ValueError):
-    """Base of what the decoder refuses."""
+    """Base of the decoder's errors."""
 
 
 class UnsupportedError(DecoderError):
@@ -32,8 +31,8 @@ class BusyError(DecoderError):
 
 
 class Turn:
-    """A lock that a thread holds as a context; others wait. Copies and pickles have their own. Raises
-    BusyError where a thread enters it again, which would wait for itself."""
+    """A lock that one thread holds as a context while others wait. Copies and pickles get their own.
+    Raises BusyError where a thread enters it again, which would wait forever."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,5 +52,5 @@ class Turn:
         self._holder = None
         self._lock.release()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return Turn, ()

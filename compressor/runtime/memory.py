@@ -1,13 +1,15 @@
-"""The memory of a decoder: buffers, cache, rotary tables, tokens and positions, all on one device."""
+"""Holds the memory of a decoder on one device: buffers, cache, rotary tables, tokens and positions."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.runtime.failures import CACHES
 from blr.compressor.runtime.plan import Columns, TokenPlan
@@ -23,8 +25,8 @@ MIN_BUCKET = 128
 
 
 class PrefillLayer(CacheLayerMixin):
-    """A layer of transformers' cache over slots of tensors that are not its own. keys, values: [B, Hkv,
-    L, D]; the slots from `length` on are free."""
+    """A layer of transformers' cache over given tensors. keys, values: [B, Hkv, L, D], whose slots from
+    `length` on are free."""
 
     is_compileable = False
     is_sliding = False
@@ -38,10 +40,10 @@ class PrefillLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the tensors exist."""
+        """Do nothing: the tensors exist."""
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append [B, Hkv, T, D] each; returns views of all slots in use."""
         end = self.length + key_states.shape[-2]
@@ -51,24 +53,22 @@ class PrefillLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the slots that a mask covers."""
+        """The length and offset of the slots that a mask covers."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Slots in use."""
+        """The number of slots in use."""
         return self.length
 
     def get_max_length(self) -> int:
-        """Slots there are."""
+        """The number of slots."""
         return self.keys.shape[-2]
 
 
 class PackedLayer(PrefillLayer):
-    """The same over int8. The tokens that come are read as they are kept, so that results do not depend
-    on where one prompt's chunks begin.
-
-    keys, values: [B, Hkv, L, D] in int8; scales: [B, Hkv, L] of each.
-    """
+    """A layer of the cache in int8. New tokens are read back as they are kept, so that results do not
+    depend on where a prompt's chunks begin. keys, values: [B, Hkv, L, D]. scales: [B, Hkv, L] of
+    each."""
 
     def __init__(
         self, keys: Tensor, values: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype
@@ -77,7 +77,7 @@ class PackedLayer(PrefillLayer):
         self.scales, self.dtype = scales, dtype
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append [B, H, T, D] each; returns all slots in use, unpacked."""
         start, end = self.length, self.length + key_states.shape[-2]
@@ -93,15 +93,18 @@ class PackedLayer(PrefillLayer):
 
 
 class StaticKV:
-    """Keys and values of all layers: [layers, 2, B, Hkv, L, D] in one allocation, zeros; in int8 with
-    scales [layers, 2, B, Hkv, L] in float32.
-
-    Args:
-        like: of the dtype and on the device of whole keys and values. kind: one of `modes.CACHES`.
-    """
+    """The keys and values of all layers [layers, 2, B, Hkv, L, D] in one allocation; int8 has scales
+    [layers, 2, B, Hkv, L] in float32. like: has the dtype and device of whole keys and values. kind: of
+    `CACHES`."""
 
     def __init__(
-        self, config: Any, rows: int, context: int, width: int, like: Tensor, kind: str = WHOLE
+        self,
+        config: PreTrainedConfig,
+        rows: int,
+        context: int,
+        width: int,
+        like: Tensor,
+        kind: str = WHOLE,
     ) -> None:
         shape = (config.num_hidden_layers, 2, rows, config.num_key_value_heads, context, width)
         packed = kind == INT8
@@ -111,47 +114,52 @@ class StaticKV:
         self.scale_data = scales
 
     def layer(self, index: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [rows, Hkv, L, D] of one layer."""
+        """The keys and values [rows, Hkv, L, D] of one layer."""
         return self.data[index, 0, :rows], self.data[index, 1, :rows]
 
     def scales(self, index: int, rows: int) -> tuple[Tensor, Tensor] | None:
-        """Scales [rows, Hkv, L] of one layer's keys and values; None if they are whole."""
+        """The scales [rows, Hkv, L] of one layer's keys and values; None if they are whole."""
         scales = self.scale_data
         return None if scales is None else (scales[index, 0, :rows], scales[index, 1, :rows])
 
     def for_prefill(self, rows: int) -> Cache:
-        """The same tensors, empty, as the cache that transformers' models append to."""
-        return Cache(layers=[self._prefill(index, rows) for index in range(len(self.data))])
+        """The same tensors as an empty cache that models of transformers append to."""
+        layers: list[Any] = []
+        for index in range(len(self.data)):
+            held, scales = self.layer(index, rows), self.scales(index, rows)
+            layers.append(
+                PrefillLayer(*held) if scales is None else PackedLayer(*held, scales, self.dtype)
+            )
+        return Cache(layers=layers)
 
     def bytes_a_slot(self, rows: int) -> int:
-        """Bytes that one layer's attention reads for each slot in use."""
+        """The bytes that one layer's attention reads for each slot in use."""
         heads, width = self.data.shape[3], self.data.shape[5]
         scale = 0 if self.scale_data is None else self.scale_data.element_size()
         return 2 * rows * heads * (width * self.data.element_size() + scale)
 
-    def _prefill(self, index: int, rows: int) -> PrefillLayer:
-        held, scales = self.layer(index, rows), self.scales(index, rows)
-        return PrefillLayer(*held) if scales is None else PackedLayer(*held, scales, self.dtype)
-
 
 class DecoderState:
-    """What phases read and write, for up to `batch` rows of up to `context` slots.
+    """The tensors that phases read and write, for up to `batch` rows of up to `context` slots.
 
     Args:
-        kind: of the cache, one of `modes.CACHES`.
+        kind: of the cache, one of `CACHES`.
 
     Attributes:
         tokens: [batch] int64, the tokens that the next step feeds; it leaves the next ones there.
         pos: [batch] int64, the slot of those tokens. start: [batch] int64, first slot in use.
         cos, sin: [context, R] in float32, by the model's own rotary embedding.
-        kv: the cache. attention, choice, workspace: of kernels.
-        operands: twins in the model's dtype of buffers that only products read, for several rows.
+        kv: the cache. attention, choice, workspace: memory of kernels.
+        operands: copies in the model's dtype of buffers that only products of several rows read.
     """
 
-    def __init__(self, model: Any, plan: TokenPlan, batch: int, context: int, kind: str = WHOLE) -> None:
+    def __init__(
+        self, model: PreTrainedModel, plan: TokenPlan, batch: int, context: int, kind: str = WHOLE
+    ) -> None:
         device, config = model.device, model.config
+        dtypes = {"inner": model.dtype}  # the MLP's activations are the widest input; others are float32
         self.buffers = {
-            name: torch.zeros(batch, width, dtype=buffer_dtype(name, model.dtype), device=device)
+            name: torch.zeros(batch, width, dtype=dtypes.get(name, torch.float32), device=device)
             for name, width in plan.buffers.items()
         }
         self.operands = {
@@ -164,7 +172,8 @@ class DecoderState:
         self.start = torch.zeros(batch, dtype=torch.int64, device=device)
         self.cos, self.sin = rotary_tables(model, context)
         width = next(phase.heads.width for phase in plan.phases if phase.heads)
-        self.kv = StaticKV(config, batch, context, width, model.get_input_embeddings().weight, kind)
+        like = cast(Tensor, model.get_input_embeddings().weight)
+        self.kv = StaticKV(config, batch, context, width, like, kind)
         heads = (config.num_attention_heads, config.num_key_value_heads)
         self.attention = attention_workspace(batch, *heads, width, device)
         parts = 1 << (-(-config.vocab_size // CHOICE_BLOCK) - 1).bit_length()
@@ -176,24 +185,19 @@ class DecoderState:
 
     @cached_property
     def workspace(self) -> Any:
-        """Of products of several rows."""
+        """The memory of products of several rows."""
         from blr.kernels.decode.skinny.launch import PartialSums
 
         return PartialSums()
 
     def view(self, slot: Columns, rows: int, half: bool = False) -> Tensor:
-        """[rows, width] of a buffer. half: of its twin in the model's dtype, if it has one."""
+        """The slot [rows, width] of a buffer. half: of its copy in the model's dtype, if it has one."""
         buffers = self.operands if half and slot.name in self.operands else self.buffers
         return buffers[slot.name][:rows, slot.start : slot.start + slot.width]
 
 
-def buffer_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """float32, but for the activations inside the MLP: the widest input, so read in the model's own."""
-    return dtype if name == "inner" else torch.float32
-
-
-def rotary_tables(model: Any, context: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [context, R] in float32 of every position, by the model's rotary module."""
+def rotary_tables(model: PreTrainedModel, context: int) -> tuple[Tensor, Tensor]:
+    """The cosines and sines [context, R] in float32 of every position, by the model's rotary module."""
     position = torch.arange(context, device=model.device)[None]
     like = torch.zeros(1, 1, dtype=torch.float32, device=model.device)
     with torch.no_grad():
@@ -202,5 +206,5 @@ def rotary_tables(model: Any, context: int) -> tuple[Tensor, Tensor]:
 
 
 def bucket_of(slots: int) -> int:
-    """The power of two at or above, `MIN_BUCKET` at least: contexts of one bucket share launches."""
+    """The next power of two, `MIN_BUCKET` at least. Contexts of one bucket share launches."""
     return max(MIN_BUCKET, 1 << (slots - 1).bit_length())

@@ -1,15 +1,17 @@
-"""Turns a model into the list of phases that compute one token (`plan.py`)."""
+"""Turns a model into the phases that compute one token (`plan.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
 
-from blr.compressor.modeling.stages import LayerStage, kind_of, stages_of
+from blr.compressor.modeling.stages import LayerStage, Packed, kind_of, stages_of
 from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.plan import Columns, Heads, Phase, StagePart, TokenPlan
 from blr.kernels.decode.gemv.segments import dual_fits
@@ -32,7 +34,7 @@ ROTARY = ("default", "linear", "llama3", "yarn")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def supports(model: Any) -> str | None:
+def supports(model: PreTrainedModel) -> str | None:
     """Why `model` cannot be decoded by phases, in one line; None if it can."""
     config = model.config
     family = config.model_type.removeprefix("blr_")
@@ -52,15 +54,15 @@ def supports(model: Any) -> str | None:
 
 
 @torch.no_grad()
-def make_plan(model: Any) -> TokenPlan:
-    """The phases of `model`, which may mix dense and structured layers. Raises UnsupportedError: with
-    the reason that `supports` gives."""
+def make_plan(model: PreTrainedModel) -> TokenPlan:
+    """Plan the phases of `model`, which may mix dense and structured layers. Raises UnsupportedError
+    with the reason that `supports` gives."""
     reason = supports(model)
     if reason is not None:
         raise UnsupportedError(f"{reason}; generate with transformers instead")
     base, config, plan = model.get_decoder(), model.config, TokenPlan()
     x = Columns("x", config.hidden_size)
-    table = model.get_input_embeddings().weight
+    table = cast(Tensor, model.get_input_embeddings().weight)
     plan.add(Phase("embed", "embed", target=x, weight=table))
     activation = ACTIVATIONS[config.hidden_act]
     for index, layer in enumerate(base.layers[: config.num_hidden_layers]):
@@ -73,7 +75,7 @@ def make_plan(model: Any) -> TokenPlan:
     return plan
 
 
-def _heads(attention: Any, config: Any, index: int) -> Heads:
+def _heads(attention: Any, config: PreTrainedConfig, index: int) -> Heads:
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     window = getattr(config, "sliding_window", None)
     if hasattr(attention, "sliding_window"):
@@ -86,7 +88,7 @@ def _heads(attention: Any, config: Any, index: int) -> Heads:
 
 
 def _attention(plan: TokenPlan, prefix: str, layer: Any, heads: Heads, x: Columns) -> None:
-    """Norm, projections, attention and the output projection of a decoder layer."""
+    """Add the norm, projections, attention and output projection of a decoder layer."""
     own, targets, at = layer.self_attn, {}, 0
     for name in TOGETHER["self_attn"]:
         module = getattr(own, name)
@@ -102,7 +104,7 @@ def _attention(plan: TokenPlan, prefix: str, layer: Any, heads: Heads, x: Column
 
 
 def _mlp(plan: TokenPlan, prefix: str, layer: Any, activation: str, x: Columns) -> None:
-    """Norm, gated projections and the output projection of a decoder layer."""
+    """Add the norm, gated projections and output projection of a decoder layer."""
     mlp, width = layer.mlp, layer.mlp.down_proj.in_features
     inner, norm = Columns("inner", width), layer.post_attention_layernorm
     modules = [getattr(mlp, name) for name in TOGETHER["mlp"]]
@@ -126,15 +128,15 @@ def _mlp(plan: TokenPlan, prefix: str, layer: Any, activation: str, x: Columns) 
 
 
 def _order(stages: Sequence[Sequence[LayerStage] | None], depth: int) -> tuple[int, int] | None:
-    """Bits and group of the weights of all stages at a depth, if they are one packed block each that is
-    neither mixed nor corrected, of whole groups or with zeros where the last one is padded."""
+    """Bits and group of the weights that all stages at a depth have; None unless each is one packed
+    block, neither mixed nor corrected, of whole groups or with zeros as padding of the last."""
     found = set()
     for chain in stages:
         if chain is None:
             return None
         w = chain[depth].w
         bits, group, _ = kind_of(w)
-        whole = bits == 4 or (bits == 2 and w.K % group == 0)
+        whole = bits == 4 or (bits == 2 and isinstance(w, Packed) and w.K % group == 0)
         if not whole or w.shape[0] > 1 or chain[depth].mix is not None or chain[depth].correction:
             return None
         found.add((bits, group))
@@ -148,12 +150,12 @@ def _pair(gate: Sequence[LayerStage], up: Sequence[LayerStage]) -> bool:
 
 
 def _number(stages: Sequence[LayerStage] | None) -> tuple[int, bool]:
-    """Of stages, none for layers that only their own forward computes, and whether these hold pivots."""
+    """The number of a layer's stages, 0 if its own forward computes it, and whether it holds pivots."""
     return (0, False) if stages is None else (len(stages), _pivots(stages))
 
 
 def _pivots(stages: Sequence[LayerStage]) -> bool:
-    """Whether the outputs of the stage before the last one are outputs of the layer as well."""
+    """Whether the outputs of the last stage but one are outputs of the layer as well."""
     return stages[-1].places is not None
 
 
@@ -166,7 +168,7 @@ def _projections(
     norm: Any = None,
     add: bool = False,
 ) -> None:
-    """Layers that share an input: in common launches if their numbers of stages agree."""
+    """Add layers that share an input, in common launches if their numbers of stages agree."""
     found = {key: stages_of(module) for key, (module, _) in targets.items()}
     if len(set(map(_number, found.values()))) > 1:
         for key, target in targets.items():
@@ -190,7 +192,8 @@ def _projections(
 def _advance(
     plan: TokenPlan, name: str, stages: Sequence[Sequence[LayerStage]], source: Columns, norm: Any
 ) -> list[Columns]:
-    """All stages but the last of layers that share `source`; returns where each one's input is."""
+    """Add all stages but the last of layers that share `source`; returns the inputs of the last
+    stages."""
     inputs = [source] * len(stages)
     orders = [_order(stages, depth + 1) for depth in range(len(stages[0]) - 1)]
     for depth in range(len(stages[0]) - 1):
@@ -211,8 +214,8 @@ def _last(
     targets: Sequence[Columns],
     order: tuple[int, int] | None = None,
 ) -> list[StagePart]:
-    """The last stages, into `targets`, in an order as of `Part`; first stages of corrections side by
-    side into "z"."""
+    """The last stages, into `targets`; the first stages of corrections write side by side into "z".
+    order: as of `StagePart`."""
     parts, at = [], 0
     for chain, given, target in zip(stages, inputs, targets, strict=True):
         stage, first = chain[-1], None
@@ -234,8 +237,8 @@ def _pivoted(
     add: bool = False,
     activation: str = "",
 ) -> None:
-    """Layers of pivots: the results of both stages side by side, then each of them in its place in
-    `target`, where layers stand side by side, too, or are multiplied with an activation."""
+    """Add layers of pivots: both stages write side by side; then every result goes to its place in
+    `target`, where the layers' outputs stand side by side or, with an activation, are multiplied."""
     first, last, index, at = [], [], [], 0
     for V, U in stages:
         pivots = Columns("pivots", V.rows, at)
@@ -255,7 +258,7 @@ def _pivoted(
 
 
 def _side_by_side(biases: Sequence[Tensor | None], index: Sequence[Tensor]) -> Tensor | None:
-    """[o] in float32, zeros for those that are None; None if all are."""
+    """All biases as one [o] in float32, with zeros for those that are None; None if all are."""
     some = next((bias for bias in biases if bias is not None), None)
     if some is None:
         return None
@@ -271,7 +274,7 @@ def _modules(
     norm: Any,
     add: bool,
 ) -> None:
-    """Layers that only their own forward computes, after a norm of its own."""
+    """Add layers that only their own forward computes, with their norm as a phase before."""
     if norm is not None:
         normed, key = Columns("normed", source.width), "+".join(targets)
         gain = {"gain": norm.weight, "eps": norm.variance_epsilon}

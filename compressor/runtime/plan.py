@@ -1,9 +1,9 @@
-"""What computes one token, as data: phases that read and write named buffers.
+"""Describes the computation of one token as data: phases that read and write named buffers.
 
-Buffers are [rows, width]: "x" is the residual stream, "qkv" the raw projections, "heads" the
-attention's result, "z0" a first stage's results, "pivots" those of both stages of pivot rows, "inner"
-the gated activations, "logits". `memory.py` says in which dtype; `bind.py` runs phases, with Triton
-kernels or in plain torch.
+Buffers are [rows, width]: "x" is the residual stream, "qkv" the raw projections, "heads" the attention's
+result, "z0" the results of first stages, "pivots" those of both stages of pivot rows, "inner" the gated
+activations, "logits". `memory.py` gives their dtypes; `bind.py` runs phases by Triton kernels or in
+torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from blr.kernels.layers.pivoted.places import Places
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns `start` … of the buffer `name`, `width` of them."""
+    """`width` columns of the buffer `name`, from `start` on."""
 
     name: str
     width: int
@@ -30,8 +30,8 @@ NOWHERE = Columns("", 0)
 
 @dataclass(frozen=True)
 class StagePart:
-    """One stage of a launch, from one slot into another. first: that of its correction. order: bits and
-    group of the packed weights that alone read the target, if there are such."""
+    """One stage of a launch, from one slot into another. first: the first stage of its correction.
+    order: bits and group of the packed weights that read the target, if no others do."""
 
     stage: LayerStage
     source: Columns
@@ -40,13 +40,14 @@ class StagePart:
     order: tuple[int, int] | None = None
 
     def slots(self) -> list[Columns]:
-        """Where it reads and writes."""
+        """The slots that it reads and writes."""
         return [self.source, self.target] + ([] if self.first is None else self.first.slots())
 
 
 @dataclass(frozen=True)
 class Heads:
-    """What the attention of one layer needs to know. width: of a head. gains: [width] or None."""
+    """The settings of one layer's attention. width: of a head. q_gain, k_gain: [width], of norms of
+    queries and keys, or None."""
 
     layer: int
     width: int
@@ -59,13 +60,12 @@ class Heads:
 
 @dataclass(frozen=True)
 class Phase:
-    """One step of a token.
+    """One step in the computation of a token.
 
-    kind: "embed" (token to `target`), "stages" (`parts` in one launch), "dual" (act(first part) ⊙
-    second part), "gate" (act(first half of `source`) ⊙ second half), "gather" (`places` of `source`,
-    with an activation then as "gate"), "norm", "module" (calls `module`), "attention", "choose" (token
-    of the largest logit; ends the token).
-    gain, eps: of the RMS norm of the input. add: the result is added to `target`.
+    kind: "embed" (token to `target`), "stages" (`parts` in one launch), "dual" (act(first part) ⊙ second
+    part), "gate" (act(first half of `source`) ⊙ second half), "gather" (`places` of `source`, with an
+    activation then as "gate"), "norm", "module" (calls `module`), "attention", "choose" (takes the token
+    of the largest logit). gain, eps: of the RMS norm of the input. add: add the result to `target`.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Phase:
 
     @property
     def bytes(self) -> int:
-        """Bytes of weights that one token reads in this phase (the cache not counted)."""
+        """The bytes of weights that one token reads in this phase, without the cache."""
         if self.places is not None:
             return self.places.bytes
         if self.weight is not None:  # the embedding, of which one row is read

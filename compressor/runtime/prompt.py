@@ -1,15 +1,15 @@
-"""Takes prompts through the model's own modules into the static cache: short ones by CUDA graphs of a
-few lengths, since the host takes longer to call the modules than a GPU to compute them."""
+"""Reads prompts into the static cache by the model's own modules. Short ones run as CUDA graphs of a few
+lengths, for the host takes longer to call the modules than a GPU to compute them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.modeling.cuda_graphs import Capture, ForwardGraphs, captured_if_faster
@@ -45,27 +45,20 @@ def left_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tenso
 
 
 class Prompts:
-    """Passes prompts through the layers of `model`; `kv` takes their keys and values.
+    """Passes prompts through the layers of `model`, whose keys and values go to `kv`.
 
-    A graph is of more tokens than its prompt: those behind the end, which no token before them sees,
-    fill slots of the cache that tokens to come are written over. So are whole rows.
-
-    Args:
-        capture: as of `ForwardGraphs`; None: no graphs.
+    A graph may have more tokens and rows than its prompt: no token of the prompt sees those behind its
+    end, and later tokens overwrite their slots in the cache. capture: as of `ForwardGraphs`; None: no
+    graphs.
     """
 
-    def __init__(self, model: Any, kv: StaticKV, capture: Capture | None) -> None:
+    def __init__(self, model: PreTrainedModel, kv: StaticKV, capture: Capture | None) -> None:
         self.model, self.kv = model, kv
         self.graphs = None if capture is None else ForwardGraphs(capture, GRAPHS)
 
     def take(self, input_ids: Tensor, start: Tensor) -> Tensor:
-        """Pass [B, T] tokens through.
-
-        Args:
-            start: [B] on the CPU, the first slot of each row that is not padding.
-
-        Returns [B, H], the normalized hidden states of the last slot.
-        """
+        """Pass tokens [B, T] through; returns the normalized hidden states [B, H] of the last slot.
+        start: [B] on the CPU, the first slot of each row that is not padding."""
         padding = start.to(input_ids.device) if int(start.max()) > 0 else None
         found = None
         with suppress(torch.OutOfMemoryError):
@@ -73,7 +66,7 @@ class Prompts:
         return self._whole(input_ids, padding) if found is None else found
 
     def _replayed(self, input_ids: Tensor, padding: Tensor | None) -> Tensor | None:
-        """The same by a graph; None where there is none for so many tokens."""
+        """Pass tokens through by a graph; None where there is none for so many tokens."""
         rows, length = input_ids.shape
         most_rows, context = self.kv.data.shape[2], self.kv.data.shape[4]
         shape = graph_shape(rows, length, most_rows, context)
@@ -88,12 +81,12 @@ class Prompts:
         return None if found is None else found[:rows]
 
     def _at_once(self, input_ids: Tensor, last: Tensor, padding: Tensor | None = None) -> Tensor:
-        """[B, H] of slot `last`, a tensor of one, of tokens that pass together."""
+        """The hidden states [B, H] of slot `last` (a tensor of one) of tokens that pass together."""
         hidden = self._chunk(input_ids, padding, self.kv.for_prefill(len(input_ids)), 0)
         return hidden.index_select(1, last)[:, 0]
 
     def _whole(self, input_ids: Tensor, padding: Tensor | None) -> Tensor:
-        """A prompt without graphs, as much of it at once as there is memory for."""
+        """Pass a prompt through without graphs, as much at once as there is memory for."""
         rows, length = input_ids.shape
         if self._on_gpu(input_ids):
             most = WHOLE if rows * length <= WHOLE else WHOLE // 2
@@ -112,8 +105,8 @@ class Prompts:
             hidden = self._chunk(input_ids[:, begin : begin + step], padding, cache, begin)
         return hidden[:, -1]
 
-    def _chunk(self, input_ids: Tensor, padding: Tensor | None, cache: Any, begin: int) -> Tensor:
-        """[B, T, H] of tokens from slot `begin` on, behind those that the cache has."""
+    def _chunk(self, input_ids: Tensor, padding: Tensor | None, cache: Cache, begin: int) -> Tensor:
+        """The hidden states [B, T, H] of tokens from slot `begin` on, after those in the cache."""
         end = begin + input_ids.shape[1]
         slot, mask = torch.arange(end, device=input_ids.device), None
         positions = slot[None, begin:]
@@ -127,19 +120,16 @@ class Prompts:
 
 
 def capture_on(device: torch.device) -> Capture | None:
-    """What captures passes on a device: graphs that share their memory. None on a CPU."""
+    """The function that captures passes on a GPU in graphs that share memory; None on a CPU."""
     if device.type != "cuda":
         return None
-    found: Callable[..., Any] = partial(captured_if_faster, pool=torch.cuda.graph_pool_handle())
-    return found
+    return partial(captured_if_faster, pool=torch.cuda.graph_pool_handle())
 
 
 def graph_shape(rows: int, length: int, most_rows: int, context: int) -> tuple[int, int] | None:
-    """Rows and tokens of the graph that takes a prompt of so many; None where it is too long for one.
-
-    Tokens are the next of lengths that lie a quarter apart, rows the next power of two, neither beyond
-    what the cache has.
-    """
+    """The rows and tokens of the graph for a prompt; None where the prompt is too long for one. Tokens
+    are the next of lengths that lie a quarter apart, rows the next power of two, neither more than the
+    cache has."""
     step = max(LEAST, 1 << max((length - 1).bit_length() - 3, 0))
     tokens = min(-(-length // step) * step, context)
     wide = min(1 << (rows - 1).bit_length(), most_rows)
@@ -147,7 +137,7 @@ def graph_shape(rows: int, length: int, most_rows: int, context: int) -> tuple[i
 
 
 def _filled(t: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`t` with zeros behind it along every axis."""
+    """Pad `t` with zeros at the end of every axis to `shape`."""
     room = t.new_zeros(shape)
     room[tuple(slice(size) for size in t.shape)] = t
     return room

@@ -1,4 +1,4 @@
-"""Chooses tokens on the device, without waiting for it."""
+"""Chooses tokens on the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LAG = 3
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raise NumericsError for logits [B, vocab] that choose no token: NaN or +inf among them, or -inf
-    throughout. Waits for the device."""
+    """Raise NumericsError for logits [B, vocab] by which no token can be chosen: one is NaN or +inf, or
+    all are -inf. Waits for the device."""
     if not bool(torch.isfinite(logits.amax(-1)).all()):  # of which NaN is the largest
         raise NumericsError(
             "the logits of the next token hold NaN or Inf, expected finite numbers; compute in --dtype "
@@ -27,10 +27,10 @@ def check_logits(logits: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Temperature 0 takes the most likely token; otherwise one is drawn.
+    """Chooses the most likely token at temperature 0, and draws one otherwise.
 
-    top_k: only among the k most likely. top_p: only among the most likely that together reach this
-    probability. The order is that of transformers: temperature, top-k, top-p.
+    top_k: draw among the k most likely. top_p: draw among the most likely that together reach this
+    probability. They apply in the order of transformers: temperature, top-k, top-p.
 
     Raises ValueError: a temperature below 0, a top_k below 1, a top_p outside (0, 1].
     """
@@ -52,7 +52,7 @@ class Sampler:
         return self.temperature == 0
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[B, vocab] in float32 of logits [B, vocab], for a temperature above 0."""
+        """Probabilities [B, vocab] in float32 of logits [B, vocab], for a temperature above 0."""
         logits = logits.float() / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, -1).values[:, -1:]
@@ -66,7 +66,8 @@ class Sampler:
         return torch.zeros_like(probabilities).scatter_(-1, index, kept)
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """[B] int64. A draw is the largest of probability over an exponential variate."""
+        """Choose tokens [B] int64. A draw takes the largest of probability over an exponential
+        variate."""
         if self.greedy:
             return logits.argmax(-1)
         probabilities = self.probabilities(logits)
@@ -78,7 +79,7 @@ class Collector:
     """Collects the tokens of each row up to and including its first stop token.
 
     Args:
-        rows: of a step. limit: steps at most. stop_ids: tokens that end a row.
+        rows: tokens of a step. limit: steps at most. stop_ids: tokens that end a row.
         on_token: called with (row, token) for each token kept, in order.
     """
 
@@ -104,7 +105,7 @@ class Collector:
         return not self._open
 
     def push(self, tokens: Tensor) -> None:
-        """Start to bring tokens [rows], and take those that came `LAG` steps ago."""
+        """Start to copy tokens [rows] from the device, and take those of `LAG` steps ago."""
         self._host[self._steps].copy_(tokens, non_blocking=self._asynchronous)
         event = None
         if self._asynchronous:
@@ -125,12 +126,10 @@ class Collector:
             if event is not None:
                 event.synchronize()
             for row, token in enumerate(self._host[step].tolist()):
-                if row in self._open:
-                    self._keep(row, token)
-
-    def _keep(self, row: int, token: int) -> None:
-        self.tokens[row].append(token)
-        if token in self._stop:
-            self._open.discard(row)
-        if self._on_token is not None:
-            self._on_token(row, token)
+                if row not in self._open:
+                    continue
+                self.tokens[row].append(token)
+                if token in self._stop:
+                    self._open.discard(row)
+                if self._on_token is not None:
+                    self._on_token(row, token)

@@ -1,4 +1,4 @@
-"""Other factors of the same product (up to rounding): of even size, or with their ranks mixed.
+"""Changes factors but not their product (up to rounding): to even sizes, or with mixed ranks.
 
 Adam moves every number of a tensor by a like amount, so that a component which is large in one factor
 and small in the other would be trained in one of them only: `balanced`.
@@ -26,17 +26,20 @@ Tensors = dict[str, Tensor]
 
 
 def balanced(tensors: Tensors, spec: Spec) -> Tensors:
-    """`tensors` by the names of `spec`, with even sizes; pivots leave no choice of them."""
-    return BALANCED.get(spec.structure, lambda held, _: held)(tensors, spec)
+    """Factors of the same product with even sizes. Pivot rows have none: theirs are fixed."""
+    known: dict[str, Callable[[Tensors], Tensors]] = {
+        **{"svd": _lowrank, "monarch": _monarch, "blast": _blast, "ks": _chain}
+    }
+    return known[spec.structure](tensors) if spec.structure in known else tensors
 
 
 def _size(tensor: Tensor, *axes: int) -> Tensor:
-    """Root mean square over `axes`, which stay as length 1; 1 for what is zero."""
+    """Root mean square over `axes`, which keep length 1; 1 for zeros."""
     size = tensor.square().mean(axes, keepdim=True).sqrt()
     return torch.where(size > 0, size, torch.ones_like(size))
 
 
-def _lowrank(tensors: Tensors, spec: Spec | None = None) -> Tensors:
+def _lowrank(tensors: Tensors) -> Tensors:
     """Every component u vᵀ with |u| = |v|, of groups as well."""
     left, right = (tensors[name].square().sum(-2, keepdim=True).sqrt() for name in "UV")
     scale = _ratio(left, right).sqrt()
@@ -49,8 +52,8 @@ def _ratio(left: Tensor, right: Tensor) -> Tensor:
     return torch.where(good, left / torch.where(good, right, 1.0), torch.ones_like(left))
 
 
-def _monarch(tensors: Tensors, spec: Spec) -> Tensors:
-    """As of low rank, in every block: U[k, :, (l, s)] belongs to V[l, :, (k, s)]."""
+def _monarch(tensors: Tensors) -> Tensors:
+    """Every component of every block as of low rank: U[k, :, (l, s)] belongs to V[l, :, (k, s)]."""
     b = len(tensors["U"])
     left = tensors["U"].unflatten(-1, (b, -1))  # [k, q, l, s]
     right = tensors["V"].unflatten(-1, (b, -1)).transpose(0, 2)  # [k, p, l, s]
@@ -60,7 +63,7 @@ def _monarch(tensors: Tensors, spec: Spec) -> Tensors:
     return {"U": U.contiguous(), "V": V.contiguous()}
 
 
-def _blast(tensors: Tensors, spec: Spec) -> Tensors:
+def _blast(tensors: Tensors) -> Tensors:
     """Columns of U_k and V_l of one size, what they differ by in S; then a third of the size of each
     rank in each of the three."""
     U, S, V = (tensors[name] for name in "USV")
@@ -72,7 +75,7 @@ def _blast(tensors: Tensors, spec: Spec) -> Tensors:
     return {"U": U * third, "S": S * (third / of_s), "V": V * third}
 
 
-def _chain(tensors: Tensors, spec: Spec) -> Tensors:
+def _chain(tensors: Tensors) -> Tensors:
     """Every channel between two factors as large on the one side as on the other."""
     names, found = list(tensors), dict(tensors)
     for outer, inner in pairwise(names):
@@ -85,13 +88,9 @@ def _chain(tensors: Tensors, spec: Spec) -> Tensors:
     return found
 
 
-BALANCED: dict[str, Callable[[Tensors, Spec], Tensors]] = {
-    **{"svd": _lowrank, "monarch": _monarch, "blast": _blast, "ks": _chain}
-}
-
-
 def even_columns(spec: Spec, factors: Tensors) -> Tensors:
-    """The same product with columns of U of one size, V taking the rest, for rows that share a scale."""
+    """Factors of the same product in which all columns of U have one size, for rows that share a
+    scale."""
     if spec.structure not in ("svd", "monarch", "blast"):
         return factors
     U, V = factors["U"], factors["V"]
@@ -105,8 +104,9 @@ def even_columns(spec: Spec, factors: Tensors) -> Tensors:
 
 
 def turned(spec: Spec, factors: Mapping[str, Tensor]) -> Tensors:
-    """Canonical factors with the ranks of U and V rotated, those of every block of Monarch alike; as
-    they are where a structure has couplings between ranks, or none."""
+    """Factors of the same product with the ranks of U and V mixed by a random rotation, one for all
+    blocks of Monarch. Factors stay as they are in structures with couplings between ranks, or without
+    ranks."""
     if spec.structure not in ("svd", "monarch"):
         return dict(factors)
     rank = factors["U"].shape[-1] // (len(factors["U"]) if spec.structure == "monarch" else 1)

@@ -1,4 +1,4 @@
-"""What a factorizer receives and returns, and the errors it is judged by."""
+"""The options and results of factorizers, and the errors that they are judged by."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ if TYPE_CHECKING:
 
     from blr.compressor.base.processes import Processes
 
+SPREAD_BYTES = 1 << 33  # memory that BLAST's fit may take for the products V_lᵀ H_l of all block rows
+
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How to fit: `solver` names one of the family's solvers, None takes its default.
+    """How to fit a layer.
 
-    `rounds` counts alternations (or gradient steps of a gradient solver); None takes the
-    solver's default. `seed` feeds the solvers that start from random numbers. `processes` are those
-    that fit this layer together, all calling the same; None: this one alone. `noise` is the relative
-    variance that rounding will give each term of a product (0: none worth a thought).
+    solver: one of the structure's solvers; None: its default. rounds: alternations, or steps of a
+    gradient solver; None: the solver's default. seed: of solvers that start from random numbers.
+    processes: those that fit this layer together, with the same calls; None: this one alone. noise: the
+    relative variance that rounding will give each term of a product, 0 for none.
     """
 
     solver: str | None = None
@@ -30,11 +32,9 @@ class FitOptions:
 
 @dataclass
 class Fit:
-    """Factors found for one layer: `tensors` as named by the spec, in the weight's working dtype.
-
-    `notes` are fallbacks to record; `losses` the weighted squared error after every round of an
-    iterative solver, its start first.
-    """
+    """The factors of one layer. tensors: by the names of the spec, in the dtype of the fit. notes:
+    fallbacks to record. losses: the weighted squared error at the start and after every round of an
+    iterative solver."""
 
     tensors: dict[str, Tensor]
     notes: list[str] = field(default_factory=list)
@@ -42,11 +42,9 @@ class Fit:
 
 
 def weighted_norm_squared(matrix: Tensor, gram: Tensor | None = None) -> float:
-    """tr(M H Mᵀ) of `matrix` [o, i] with `gram` H [i, i]; the squared Frobenius norm if H is None.
-
-    With M = W − W' this is the squared error of the layer's output over the calibration inputs
-    (H = Σ x xᵀ).
-    """
+    """tr(M H Mᵀ) of `matrix` [o, i] with `gram` H [i, i]; the squared Frobenius norm if H is None. With
+    M = W − W' this is the squared error of the layer's output over the calibration inputs (H = Σ x
+    xᵀ)."""
     weighted = matrix if gram is None else matrix @ gram
     return float((weighted * matrix).sum())
 

@@ -1,14 +1,14 @@
-"""BLAST factorization ``W_kl = U_k diag(S_kl) V_lᵀ`` in the norm of the calibration statistics.
+"""Fits BLAST, ``W_kl = U_k diag(S_kl) V_lᵀ``, in the norm of the calibration statistics.
 
 `varpro` (default) starts from the optimal low rank of the same norm with S = 1, so it is never
 worse than low rank at equal rank. U is always the exact minimizer for (S, V),
 ``U_k = W_k H Z_kᵀ (Z_k H Z_kᵀ)⁻¹`` with ``Z_k = [diag(S_kl) V_lᵀ]_l``; S and V descend by
 preconditioned L-BFGS, every accepted step lowering tr((W−W')H(W−W')ᵀ).
 
-Left alone that ends in large terms that cancel each other, as canonical decompositions do, and rounding
-them loses more than the fit has gained. So what rounding is expected to lose is part of the loss: with
-relative variance `noise` of a term u_kr s_klr v_lrᵀ, λ Σ_klr ‖u_kr s_klr v_lr‖², which is quadratic in U
-and the same however the size of a term is spread over its factors.
+This alone ends in large terms that cancel each other, as canonical decompositions do, and rounding them
+loses more than the fit has gained. So the loss includes what rounding is expected to lose: with relative
+variance `noise` of a term u_kr s_klr v_lrᵀ, λ Σ_klr ‖u_kr s_klr v_lr‖², which is quadratic in U and the
+same however the size of a term is spread over its factors.
 
 `precgd` is the published solver. Structure: "Memory-Efficient Acceleration of Block Low-Rank Foundation
 Models", section 2.
@@ -28,7 +28,7 @@ from blr.compressor.base.device import tensor_cores
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.base.processes import OrderedSum, Processes, rounds
 from blr.compressor.structures import lowrank
-from blr.compressor.structures.base import Fit, FitOptions
+from blr.compressor.structures.base import SPREAD_BYTES, Fit, FitOptions
 from blr.compressor.structures.descent import Apply, descend
 from blr.compressor.structures.linalg import (
     definite,
@@ -38,7 +38,6 @@ from blr.compressor.structures.linalg import (
     solve_tiled,
 )
 from blr.compressor.structures.precgd import STEPS, Factors, precgd
-from blr.compressor.structures.sizes import SPREAD_BYTES
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec
 from blr.kernels.common.available import kernels_on
 from blr.kernels.common.capturing import Captured
@@ -61,11 +60,9 @@ def fit(
     gram: Tensor | None = None,
     options: FitOptions = FitOptions(),
 ) -> Fit:
-    """U [b, q, r], S [b, b, r], V [b, p, r] for `weight` [o, i] in the norm of `gram` [i, i].
-
-    `options.solver` is "varpro" (default) or "precgd", which ignores `gram`; `options.rounds`
-    counts accepted steps. Tensors keep the dtype of `weight`.
-    """
+    """U [b, q, r], S [b, b, r], V [b, p, r] for `weight` [o, i] in the norm of `gram` [i, i], in the
+    dtype of `weight`. `options.solver` is "varpro" (default) or "precgd", which ignores `gram`;
+    `options.rounds` counts accepted steps."""
     if options.solver == "precgd":
         steps = STEPS if options.rounds is None else options.rounds
         return _named(precgd(weight, spec, steps, options.seed))
@@ -93,7 +90,7 @@ def _named(factors: Factors, losses: list[float] | None = None) -> Fit:
 
 
 def _balance(U: Tensor, S: Tensor, V: Tensor) -> Factors:
-    """Spread the size of each rank evenly over U, S and V; the product is unchanged."""
+    """Spread the size of each rank evenly over U, S and V. The product stays."""
 
     def size(factor: Tensor) -> Tensor:
         return factor.square().mean((0, 1)).sqrt().clamp_min(torch.finfo(factor.dtype).tiny ** 0.5)
@@ -104,8 +101,8 @@ def _balance(U: Tensor, S: Tensor, V: Tensor) -> Factors:
 
 
 def rows_at_once(spec: BlastSpec, item_bytes: int, calibrated: bool) -> int:
-    """Block rows that are treated together: as many as memory allows, but an eighth of them where that
-    is work enough, so that eight processes may share them. The same for any number of processes."""
+    """How many block rows are treated together: as many as memory allows, but an eighth of all where
+    that is work enough, so that eight processes may share them. It does not depend on their number."""
     width = 3 * spec.in_features * spec.rank * item_bytes
     most = max(1, min(spec.blocks, CHUNK_BYTES // width))
     if not calibrated or 2 * spec.blocks * spec.in_features**2 * spec.rank < LARGE:
@@ -123,19 +120,15 @@ Part = tuple[Tensor, Tensor, Tensor]  # of block rows: their loss, its gradient 
 
 
 class Products(NamedTuple):
-    """Of some block rows: Z_k and Z_k H [k, r, i], Z_k H Z_kᵀ [k, r, r], W_k H Z_kᵀ [k, q, r], and what
-    noise adds to the diagonals [k, r]."""
+    """What U of some block rows follows from. Z, weighted: Z_k and Z_k H [k, r, i]. normal: Z_k H Z_kᵀ
+    [k, r, r]. right: W_k H Z_kᵀ [k, q, r]. sizes: what noise adds to the diagonals [k, r] of
+    `normal`."""
 
     Z: Tensor
     weighted: Tensor
     normal: Tensor
     right: Tensor
     sizes: Tensor
-
-
-def is_mixed(shared: Tensor) -> bool:
-    """Whether our kernel mixes V_lᵀH_l [l, r, i]."""
-    return kernels_on(shared.device) and len(shared) in MIXED and shared.dtype == torch.float32
 
 
 class BlastProblem:
@@ -203,21 +196,21 @@ class BlastProblem:
         return found
 
     def settle(self, theta: Tensor, noise: float) -> Tensor:
-        """The exact U [b, q, r] at `theta` with another `noise`."""
+        """The exact U [b, q, r] at `theta` for another `noise`."""
         self.noise, self.replayed, self.captures = noise, None, False
         self._evaluated(theta)
         return self.left()
 
     def _capture(self, theta: Tensor) -> None:
-        """From the next evaluation on one launch makes all of it, which nobody looks at on the way: a
-        loss of NaN says that there was no exact U."""
+        """Capture the evaluation as a CUDA graph for the next ones. A graph cannot raise: its loss is
+        NaN where there is no exact U."""
         found, self.captures = self.found, False
         with suppress(RuntimeError):
             self.replayed = Captured(self._at_once, theta)
         self.kept, self.found = self.found, found
 
     def _at_once(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """`evaluate` without a look at whether systems could be solved."""
+        """Evaluate without checking whether systems could be solved."""
         S, V = self.split(theta)
         self.found = {}
         parts = list(self._parts(list(range(len(self.starts))), S, V, solve_tiled))
@@ -248,7 +241,8 @@ class BlastProblem:
         return loss, self.join(torch.cat(self._all(gradients, S.shape[1:])), pulled.total())
 
     def _tried(self, parts: Iterator[Part], V: Tensor) -> Part:
-        """The next of `parts`; NaN where rows have no exact U: the other processes wait for these."""
+        """The next of `parts`. Where rows have no exact U it is NaN, since other processes wait for
+        it."""
         try:
             return next(parts)
         except StopIteration:
@@ -262,11 +256,9 @@ class BlastProblem:
         return torch.cat(self._all(self.found, (self.rows.shape[1], self.spec.rank)))
 
     def _parts(self, mine: list[int], S: Tensor, V: Tensor, solve: Solve = solve_spd) -> Iterator[Part]:
-        """What each of `mine`, chunks of rows, adds to the loss, its gradient of S, and what it adds to
-        that of V; ends where rows have no exact U.
-
-        The systems of several chunks are solved at once: alone they leave a GPU idle.
-        """
+        """For each of `mine`, chunks of rows: its part of the loss, its gradient of S, and its part of
+        that of V. Ends where rows have no exact U. Several chunks' systems are solved at once: one
+        leaves a GPU idle."""
         shared, wave = self._shared(V), self._wave(V.element_size())
         for first in range(0, len(mine), wave):
             numbers = mine[first : first + wave]
@@ -283,23 +275,23 @@ class BlastProblem:
         return slice(self.starts[n], self.starts[n] + self.chunk)
 
     def _wave(self, item_bytes: int) -> int:
-        """Chunks whose products are held at once."""
+        """How many chunks' products are held at once."""
         if self.weight.device.type == "cpu":
             return 1
         size = 2 * self.chunk * self.spec.in_features * self.spec.rank * item_bytes
         return max(1, SPREAD_BYTES // size)
 
     def _shared(self, V: Tensor) -> Tensor | None:
-        """What the products of all block rows are made of: V_lᵀV_l [l, r, r], or V_lᵀH_l [l, r, i] with
-        the rows H_l of the Gram matrix, b times fewer operations than H Z_k for every k. None where
-        that takes too much memory."""
+        """The products that all block rows share: V_lᵀV_l [l, r, r], or V_lᵀH_l [l, r, i] with the rows
+        H_l of the Gram matrix, b times fewer operations than H Z_k for every k. None where that takes
+        too much memory."""
         if self.gram is None:
             return V.mT @ V
         size = self.spec.blocks * self.spec.in_features * self.spec.rank * V.element_size()
         return V.mT @ self.gram.unflatten(0, (-1, self.p)) if size <= SPREAD_BYTES else None
 
     def _products(self, at: slice, S: Tensor, V: Tensor, shared: Tensor | None) -> Products:
-        """Of some block rows, everything that U follows from."""
+        """Compute what U of some block rows follows from."""
         Z = (S[at].mT[..., None] * V.permute(2, 0, 1)).flatten(2)  # [k, r, i]
         weighted = self._weighted(Z, S[at], shared)
         if self.gram is None and shared is not None:
@@ -315,14 +307,14 @@ class BlastProblem:
             return Z
         if shared is None:
             return Z @ self.gram
-        if is_mixed(shared):
+        if kernels_on(shared.device) and len(shared) in MIXED and shared.dtype == torch.float32:
             return mix(shared, S, cores="cuda")
         return (S.permute(2, 0, 1) @ shared.transpose(0, 1)).transpose(0, 1)
 
     def _pulls(self, at: slice, made: Products, U: Tensor, S: Tensor, V: Tensor) -> Part:
-        """The loss of some rows, their gradient of S, and what they add to that of V, by their pull
-        ``H E_kᵀ U_k`` [k, l, p, r]. E H is what is left of W H, which is made once: with H Z at hand no
-        error is multiplied with H. The error itself and the pull bear tensor cores' rounding."""
+        """The loss of some rows, their gradient of S, and their part of that of V, by the pull ``H E_kᵀ
+        U_k`` [k, l, p, r]. E H is computed as a difference from W H, since H Z is at hand. The error
+        itself and the pull bear tensor cores' rounding."""
         pushed = self.targets[at] - U @ made.weighted
         with tensor_cores(V.device):
             error = pushed if self.gram is None else self.rows[at] - U @ made.Z
@@ -335,7 +327,8 @@ class BlastProblem:
         return loss, for_s, for_v
 
     def _all(self, mine: dict[int, Tensor], shape: tuple[int, ...] | torch.Size) -> list[Tensor]:
-        """What all processes have of the rows, in their order, each row of `shape`."""
+        """Collect tensors of all chunks from the processes that own them, in order. shape: of one
+        row."""
         heights = [len(self.rows[k : k + self.chunk]) for k in self.starts]
         return [
             self.processes.spread(
@@ -364,6 +357,6 @@ class BlastProblem:
 
 
 def from_low_rank(left: Tensor, right: Tensor, spec: BlastSpec) -> dict[str, Tensor]:
-    """The factors of ``left rightᵀ`` [o, r] and [i, r] in blocks, all couplings 1."""
+    """Write the low rank ``left rightᵀ`` of [o, r] and [i, r] as BLAST with all couplings 1."""
     U, V = (factor.unflatten(0, (spec.blocks, -1)) for factor in (left, right))
     return {"U": U, "S": left.new_ones(spec.blocks, spec.blocks, spec.rank), "V": V}

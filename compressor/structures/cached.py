@@ -1,4 +1,4 @@
-"""Sizes of the ranks that a cache of keys and values holds."""
+"""How many bytes a cache of keys and values takes for ranks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ LEADING = 4  # one in so many ranks is in int8 beside int4, at least
 
 
 def leading(rank: int) -> int:
-    """How many of `rank` ranks are in int8 beside int4: what is left is even, two a byte."""
+    """How many of `rank` ranks are in int8 beside int4: an even number is left, two a byte."""
     return rank - (rank - -(-rank // LEADING)) // 2 * 2
 
 
 def held_bytes(rank: int, kind: str, width: int) -> int:
-    """Of a token's ranks and their scales; `kind` of `KV_CACHES`, `width` of a number in bytes."""
+    """The bytes of a token's ranks and scales. kind: of `KV_CACHES`. width: bytes of an unrounded
+    number."""
     if kind == "ranks":
         return width * rank
     first = rank if kind == "int8" else leading(rank)

@@ -1,4 +1,4 @@
-"""Preconditioned L-BFGS that never goes up: the descent the weighted factorizers share.
+"""Minimizes a function by preconditioned L-BFGS whose steps never go up, for the weighted fits.
 
 A problem eliminates one factor exactly at every evaluation (variable projection) and offers the
 exact diagonal blocks of its Hessian as preconditioner, which leaves few, cheap rounds. Sources:
@@ -32,20 +32,15 @@ class Descent(Protocol):
 
     def evaluate(self, theta: Tensor) -> tuple[float, Tensor]:
         """The loss and its negative gradient at theta [n] (up to one common positive factor)."""
-        ...
 
     def preconditioner(self, theta: Tensor) -> Apply:
-        """An approximate inverse Hessian at the `theta` evaluated last, on flat vectors."""
-        ...
+        """An approximate inverse Hessian at the `theta` evaluated last, which maps flat vectors."""
 
 
 def descend(problem: Descent, theta: Tensor, rounds: int) -> tuple[Tensor, list[float]]:
-    """Minimize `problem` from `theta` [n] for at most `rounds` accepted steps.
-
-    Returns:
-        The last point and the loss after every accepted step, the first entry being the start:
-        a strictly falling sequence. Stops early when no direction lowers the loss any more.
-    """
+    """Minimize `problem` from `theta` [n] by at most `rounds` accepted steps; stops early when no
+    direction lowers the loss. Returns the last point and the strictly falling losses, of the start and
+    every step."""
     loss, gradient = problem.evaluate(theta)
     losses, pairs = [loss], list[Pair]()
     apply = problem.preconditioner(theta) if rounds else None
@@ -70,11 +65,9 @@ def descend(problem: Descent, theta: Tensor, rounds: int) -> tuple[Tensor, list[
 def _line_search(
     problem: Descent, theta: Tensor, loss: float, direction: Tensor
 ) -> tuple[Tensor, float, Tensor] | None:
-    """The first of ever shorter steps that lowers the loss: point, loss, negative gradient.
-
-    Along directions that singular inputs never show, steps can be so long that rounding is all that
-    is left of the sums: they have no eliminated factor, or a square below zero, and are too long.
-    """
+    """Try ever shorter steps; the point, loss and negative gradient of the first that lowers the loss.
+    Along directions that singular inputs never show a step can be so long that only rounding is left of
+    sums: then there is no eliminated factor, or a square below zero."""
     length = 1.0
     for _ in range(BACKTRACKS):
         moved = theta + length * direction

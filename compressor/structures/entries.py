@@ -1,4 +1,4 @@
-"""What an export packs, as entries of a table of layers, without torch."""
+"""Lists the layers that an export packs, as entries of a layer table, without torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def packed_entries(
     dense: Mapping[str, Sequence[int]],
     head: Entries,
 ) -> Entries:
-    """Module to what its layer is made from, for all that an export packs; what is in few bits itself is
-    as it was.
+    """The entry of every layer that an export packs, by module. Layers that were in few bits before are
+    not among them.
 
     Args:
         layers: the table of the compressed checkpoint. bits: of a packed weight, 0 for a head alone.

@@ -1,4 +1,4 @@
-"""Rounding to float8 behind error compensation, at scales that are chosen by what errors cost.
+"""Rounds to float8 with error compensation, at scales that are chosen by what errors cost.
 
 A scale only says where the numbers of a row fall between powers of two: the best of some within a factor
 of two is taken. Then columns are rounded in turn, costly ones first, errors made good by those that
@@ -27,8 +27,8 @@ EASE = 0.3
 
 
 class Costs(NamedTuple):
-    """What errors of columns cost: `order` [..., K] of them, costly ones first, and in that order `gram`
-    H [..., K, K] with its ridge and `root` [..., K, K], its `compensation`."""
+    """The cost of errors in columns. order: [..., K], costly columns first. In that order, gram: H [...,
+    K, K] with its ridge; root: its `compensation` [..., K, K]."""
 
     order: Tensor
     gram: Tensor
@@ -36,7 +36,7 @@ class Costs(NamedTuple):
 
 
 def costs_of(gram: Tensor, ease: float = 0.0) -> Costs:
-    """Of H [..., K, K], float64, and `ease` of its own diagonal."""
+    """The costs by H [..., K, K], float64, with `ease` times its own diagonal added."""
     gram = gram + ease * torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))
     order = gram.diagonal(dim1=-2, dim2=-1).argsort(descending=True, stable=True)
     at = order[..., None, :].expand_as(gram)
@@ -47,7 +47,7 @@ def costs_of(gram: Tensor, ease: float = 0.0) -> Costs:
 def round_fp8(
     weight: Tensor, costs: Costs, group: int, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Numbers [..., R, K] and scales [..., R, groups] as of `reference.quantize_fp8`.
+    """Round `weight`: numbers [..., R, K] and scales [..., R, groups] as of `reference.quantize_fp8`.
 
     Args:
         weight: [..., R, K], float32 or float64. group: columns that share a scale, per row; `ROW` for
@@ -73,7 +73,7 @@ def round_fp8(
 def _best(
     weight: Tensor, gram: Tensor, scales: list[Tensor], by_column: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Of `scales` [..., R, groups] those of every row with which its nearest numbers lose least."""
+    """For every row the `scales` [..., R, groups] at which its nearest numbers lose least."""
     best, least = scales[0], torch.full_like(weight[..., :1], torch.inf)
     for scale in scales:
         missed = weight - _nearest(weight, by_column(scale))
@@ -88,7 +88,7 @@ def _nearest(weight: Tensor, by: Tensor) -> Tensor:
 
 
 def _in_turn(weight: Tensor, by: Tensor, root: Tensor) -> Tensor:
-    """Values of the columns [..., R, K], errors made good by those behind."""
+    """Rounded values [..., R, K], column by column; later columns compensate each error."""
     left, value = weight.clone(), torch.empty_like(weight)
     for start in range(0, weight.shape[-1], COLUMNS):
         columns = slice(start, start + COLUMNS)
@@ -104,7 +104,8 @@ def _in_turn(weight: Tensor, by: Tensor, root: Tensor) -> Tensor:
 
 
 def _again(weight: Tensor, value: Tensor, by: Tensor, gram: Tensor) -> Tensor:
-    """`value` [..., R, K], each moved in turn to the nearest of what is best beside the others."""
+    """One sweep of coordinate descent: each value [..., R, K] becomes the one nearest to the best beside
+    the others."""
     moved, pull = value.clone(), (weight - value) @ gram
     for start in range(0, weight.shape[-1], COLUMNS):
         columns = slice(start, start + COLUMNS)

@@ -1,4 +1,4 @@
-"""Error-compensated rounding: each column's error is made good by the columns that follow.
+"""Rounds matrices column by column; the columns that follow compensate each column's error.
 
 For dense weights columns are inputs. For a factor U of W = U Zᵀ they are ranks and ZᵀHZ is the Gram
 matrix: what rounding one term loses, terms that are like it take over.
@@ -27,8 +27,9 @@ Rounding = Callable[..., tuple[Tensor, ...]]
 
 
 class Rounded(NamedTuple):
-    """`levels` [..., o, i], int8, and `scale` [..., o, groups], which make `value` [..., o, i]; `latent`
-    [..., o, i] are the compensated weights that were rounded, from which training goes on."""
+    """A rounded matrix: `levels` [..., o, i], int8, and `scale` [..., o, groups] stand for `value` [...,
+    o, i]. `latent` [..., o, i] are the compensated weights before rounding, from which training goes
+    on."""
 
     levels: Tensor
     scale: Tensor
@@ -37,17 +38,13 @@ class Rounded(NamedTuple):
 
 
 def compensation(gram: Tensor) -> Tensor:
-    """Upper Cholesky factor R [..., i, i] of H⁻¹ = Rᵀ R: row j says what columns behind j take over of
-    an error in column j.
-
-    Args:
-        gram: H [..., i, i], float64.
-    """
+    """Upper Cholesky factor R [..., i, i] of H⁻¹ = Rᵀ R, for H [..., i, i] in float64: row j says how
+    later columns compensate an error in column j."""
     return cholesky(inverse_spd(damped(gram))).mT.contiguous()
 
 
 def damped(gram: Tensor) -> Tensor:
-    """H [..., i, i] over its mean diagonal, with a ridge: errors that inputs hardly show cost, too."""
+    """H [..., i, i] over its mean diagonal, with a ridge: all errors cost at least a little."""
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     scale = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(gram.dtype).tiny)
     return gram / scale[..., None, None] + DAMP * identity
@@ -61,13 +58,9 @@ def gptq(
     scale_dtype: torch.dtype,
     curved: bool = True,
 ) -> Rounded:
-    """Round `weight` [..., o, i] to `bits`, column by column.
-
-    Args:
-        weight: float32 or float64. root: of `compensation` [..., i, i], in the same dtype.
-        group: columns that share a scale, per row; the last group may be shorter.
-        scale_dtype: what scales are stored in. curved: which grid 3 bits take.
-    """
+    """Round `weight` [..., o, i], float32 or float64, to `bits`, column by column. root: of
+    `compensation`, in the same dtype. group: columns of a row that share a scale; the last group may be
+    shorter. scale_dtype: what scales are stored in. curved: which grid 3 bits take."""
     left, scales = weight.clone(), []
     levels = torch.empty_like(weight, dtype=torch.int8)
     value, latent = torch.empty_like(left), torch.empty_like(left)
@@ -84,7 +77,7 @@ def gptq(
 
 
 def _rounding(part: Tensor) -> Rounding:
-    """`round_group`, by one kernel where it can be."""
+    """The function `round_group`, or a kernel that does the same where one runs."""
     if part.dtype != torch.float32 or not kernel_device(part):
         return round_group
     from blr.kernels.decode.quantized import compensate
@@ -95,7 +88,7 @@ def _rounding(part: Tensor) -> Rounding:
 def _one_by_one(
     rounding: Rounding, parts: Tensor, roots: Tensor, scales: Tensor, *form: Any
 ) -> tuple[Tensor, ...]:
-    """`rounding`, which takes matrices, of every matrix."""
+    """Round every matrix of a batch by `rounding`, which takes one."""
     found = [rounding(*each, *form) for each in zip(parts, roots, scales, strict=True)]
     return tuple(torch.stack(kind) for kind in zip(*found, strict=True))
 
@@ -103,8 +96,8 @@ def _one_by_one(
 def round_group(
     part: Tensor, root: Tensor, scale: Tensor, bits: int, curved: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels of the columns of `part` [..., o, g] in turn, what was rounded, and the errors over the
-    diagonal of `root` [..., g, g]."""
+    """Round the columns of `part` [..., o, g] in turn. Returns levels, the compensated weights that were
+    rounded, and errors divided by the diagonal of `root` [..., g, g]."""
     left, missed = part.clone(), torch.empty_like(part)
     levels = torch.empty_like(part, dtype=torch.int8)
     for j in range(part.shape[-1]):

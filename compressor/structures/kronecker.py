@@ -1,4 +1,4 @@
-"""Kronecker-sparse factorization of any chainable patterns.
+"""Fits Kronecker-sparse factors for any chain of patterns.
 
 Hierarchical: the factors are split off one by one from the left, each split being one batch of
 truncated SVDs. All factors but the last are isometries on every block, so the error of a later
@@ -50,15 +50,10 @@ def fit(
     gram: Tensor | None = None,
     options: FitOptions = FitOptions(),
 ) -> Fit:
-    """Factors ``factors.n`` [a, b, c, d] of `weight` [o, i] in the norm of `gram` [i, i].
-
-    Without `gram` the norm is Frobenius and `options.rounds` defaults to 0; with it, to at most
-    `DEFAULT_ROUNDS`, never ending with a larger weighted error than the unweighted fit. Tensors
-    keep the dtype of `weight` (half precision is computed in float32); float64 is advised.
-
-    Raises:
-        UsageError: the patterns are no chain for this weight.
-    """
+    """Factors ``factors.n`` [a, b, c, d] of `weight` [o, i] in the norm of `gram` [i, i], in the dtype
+    of `weight`, or float32 for half precision; float64 is advised. `options.rounds` defaults to 0
+    without `gram`; with it to at most `DEFAULT_ROUNDS`, and the weighted error is never larger than that
+    of the unweighted fit. Raises UsageError for patterns that are no chain for this weight."""
     validate_chain(spec.patterns, weight.shape[1], weight.shape[0])
     weight = weight.float() if weight.dtype.itemsize < 4 else weight
     gram = definite(gram.to(weight)) if gram is not None and bool(gram.any()) else None
@@ -75,12 +70,9 @@ def reconstruct(tensors: dict[str, Tensor], spec: KroneckerSpec) -> Tensor:
     return _dense(_product([tensors[name] for name in spec.shapes()]))
 
 
-# --- Twiddles -------------------------------------------------------------------------------
-
-
 def _multiply(left: Tensor, right: Tensor) -> Tensor:
-    """The twiddle [a1, b1·D, A·c2, d2] of a product, with A = a2/a1 and D = d1/d2: one product
-    through the block rank for each (a1, A, D, d2)."""
+    """The twiddle [a1, b1·D, A·c2, d2] of a product of two, with A = a2/a1 and D = d1/d2: one matrix
+    product over the block rank for each (a1, A, D, d2)."""
     (a1, b1, c1, d1), (a2, _, c2, d2) = left.shape, right.shape
     times, strides = a2 // a1, d1 // d2
     rank = c1 // times
@@ -109,16 +101,13 @@ def _gather(matrix: Tensor, pattern: Pattern) -> Tensor:
 
 
 def _dense(twiddle: Tensor) -> Tensor:
-    """[abd, acd] from [a, b, c, d]."""
+    """The dense matrix [abd, acd] of a twiddle [a, b, c, d]."""
     a, b, c, d = twiddle.shape
     if a == d == 1:
         return twiddle.reshape(b, c)
     matrix = twiddle.new_zeros(a * b * d, a * c * d)
     _support(matrix, (a, b, c, d)).copy_(twiddle.permute(1, 2, 0, 3))
     return matrix
-
-
-# --- Hierarchical factorization -------------------------------------------------------------
 
 
 def _hierarchical(weight: Tensor, patterns: Sequence[Pattern], gram: Tensor | None) -> list[Tensor]:
@@ -134,8 +123,8 @@ def _hierarchical(weight: Tensor, patterns: Sequence[Pattern], gram: Tensor | No
 
 
 def _split(twiddle: Tensor, left: Pattern, right: Pattern, gram: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`twiddle` ≈ left [a1, b1, c1, d1] times the rest [a2, b2, ·, d]: a rank-r truncation of
-    each block. The left factor has orthonormal columns in each block."""
+    """Split `twiddle` into left [a1, b1, c1, d1] times the rest [a2, b2, ·, d], by truncating each block
+    to rank r. The left factor has orthonormal columns in each block."""
     (a1, b1, c1, d1), a2, d = left, right[0], twiddle.shape[3]
     times, strides = a2 // a1, d1 // d
     rank = c1 // times
@@ -162,9 +151,6 @@ def _left_vectors(blocks: Tensor, rank: int) -> Tensor:
     return torch.nn.functional.pad(basis, (0, rank - basis.shape[-1]))
 
 
-# --- Refinement in the metric H -------------------------------------------------------------
-
-
 def _refine(
     weight: Tensor, starts: list[list[Tensor]], gram: Tensor | None, rounds: int
 ) -> tuple[list[Tensor], list[float]]:
@@ -189,14 +175,14 @@ def _refine(
 
 
 def _residual(weight: Tensor, factors: list[Tensor] | None, gram: Tensor | None) -> tuple[float, Tensor]:
-    """tr(E H Eᵀ) and E H for E = W − W', where W' = 0 without factors."""
+    """The error tr(E H Eᵀ) and E H, for E = W − W', with W' = 0 without factors."""
     error = weight if factors is None else weight - _dense(_product(factors))
     weighted = error if gram is None else error @ gram
     return float((error * weighted).sum()), weighted
 
 
 def _refitted(factors: list[Tensor], n: int, residual: Tensor, gram: Tensor | None) -> list[Tensor]:
-    """Factor n moved towards the least weighted error, the others fixed. With L and R the products left
+    """Move factor n towards the least weighted error, the others fixed. With L and R the products left
     and right of it, the correction Δ solves ``support(LᵀL Δ R H Rᵀ) = support(Lᵀ (E H) Rᵀ)``."""
     a, b, c, d = factors[n].shape
     pattern = (a, b, c, d)
@@ -218,7 +204,7 @@ def _refitted(factors: list[Tensor], n: int, residual: Tensor, gram: Tensor | No
 
 
 def _left_gram(left: Tensor | None) -> Tensor | None:
-    """LᵀL as a twiddle [a, c, c, d]; None is the identity."""
+    """LᵀL as a twiddle [a, c, c, d]; None stands for the identity."""
     if left is None:
         return None
     blocks = left.permute(0, 3, 1, 2)
@@ -226,7 +212,7 @@ def _left_gram(left: Tensor | None) -> Tensor | None:
 
 
 def _right_gram(right: Tensor | None, gram: Tensor | None) -> Tensor | None:
-    """R H Rᵀ, dense; None is the identity."""
+    """R H Rᵀ, dense; None stands for the identity."""
     if right is None:
         return gram
     half = _dense(right).mT if gram is None else kronecker_factor(gram, right)  # H Rᵀ
@@ -273,12 +259,9 @@ def _conjugate_gradients(apply: Operator, solve: Operator, right: Tensor) -> Ten
     return x
 
 
-# --- Scales ---------------------------------------------------------------------------------
-
-
 def _balanced(factors: list[Tensor]) -> list[Tensor]:
-    """Rescale the middle indices so that neighbours have equal column and row norms; the product
-    is unchanged, and half-precision storage harmless."""
+    """Rescale the indices between factors so that neighbours have equal column and row norms: the
+    product stays, and half precision holds all factors."""
     factors = list(factors)
     for _ in range(SWEEPS if len(factors) > 2 else 1):
         for n in reversed(range(len(factors) - 1)):

@@ -1,4 +1,4 @@
-"""The sizes by which kernels, and the tables that choose among them, know a layer on a GPU."""
+"""The sizes of a layer on a GPU, by which kernels and their tables know it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from blr.kernels.common.tables import Shape
 
 
 def laid_rank(spec: Spec) -> int:
-    """The rank that kernels see, zeros behind it included; 0 where there is none."""
+    """The rank with the zeros behind it, as kernels see it; 0 where there is no rank."""
     rank = int(getattr(spec, "rank", 0))
     whole = spec.structure in ("svd", "blast") and getattr(spec, "groups", 1) == 1
     return wide_rank(rank) if whole else rank
 
 
 def laid_shape(spec: Spec) -> Shape:
-    """What a table is asked by; the blocks of a Kronecker-sparse layer are its factors."""
+    """The sizes by which a table is asked. The blocks of a Kronecker-sparse layer are its factors."""
     blocks = len(getattr(spec, "patterns", ())) or getattr(spec, "blocks", 1)
     return Shape(spec.in_features, spec.out_features, blocks, laid_rank(spec))

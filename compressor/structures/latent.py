@@ -1,4 +1,4 @@
-"""Training what is stored rounded: a latent weight and a scale for every number that is kept.
+"""Trains rounded weights by a latent weight for every number and a scale for every group.
 
 The model computes with the rounded value as a plain parameter; before every step its gradient is
 handed to the latent weight as it is where the value is within the grid (straight-through, Bengio et
@@ -8,7 +8,7 @@ plain model, whatever is rounded in it, and rounding costs a step, not a micro-b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from blr.kernels.decode.quantized.reference import levels_of, scales_of, values_of
 
 SCALE_RATE = 0.3  # of the rate of weights
+MOST = 1 << 26  # numbers of a bank: a step holds some forty bytes of each for a moment
 Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """Where the numbers of a parameter lie in rows of groups: `rows` gives the matrix [..., R, K] of a
-    tensor shaped as the parameter, `back` is its inverse."""
+    """How the numbers of a parameter are ordered in groups. rows: turns a tensor of the parameter's
+    shape into the matrix [..., R, K] whose rows are split into groups. back: the inverse."""
 
     rows: Change
     back: Change
@@ -33,12 +34,12 @@ AS_IT_IS = GroupPlace(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class Latent:
-    """The masters of one rounded parameter.
+    """A parameter that is trained rounded, with its masters: latent weights and scales.
 
     Args:
         parameter: what the model computes with. bits, group, curved: of its grid.
-        scale: [..., R, groups]; None searches them. latent: as `parameter`; None takes its value.
-        scale_dtype: what scales are stored in.
+        scale: [..., R, groups]; None searches the best. latent: of the parameter's shape; None takes its
+            value. scale_dtype: what scales are stored in.
     """
 
     def __init__(
@@ -65,17 +66,17 @@ class Latent:
 
     @property
     def masters(self) -> list[tuple[Tensor, float]]:
-        """What an optimizer moves, each with the share of the rate that it gets."""
+        """The tensors that an optimizer moves, each with its share of the learning rate."""
         return [(self.latent, 1.0), (self.scale, SCALE_RATE)]
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Give the parameter the rounded value of the masters."""
+        """Round the masters and give the parameter that value."""
         levels, scale = self._levels()
         self.take(values_of(levels, scale, self.bits, self.curved))
 
     def take(self, value: Tensor) -> None:
-        """Give the parameter `value`, shaped as the latent weights."""
+        """Give the parameter a value that is shaped as the latent weights."""
         self.parameter.copy_(self._ungrouped(value))
 
     def full(self) -> Tensor:
@@ -86,7 +87,7 @@ class Latent:
         return self.place.back(value.flatten(-2)[..., : self.width])
 
     def given(self) -> Tensor:
-        """The parameter's gradient, shaped as the latent weights, zeros for none; it keeps none."""
+        """Take the parameter's gradient from it, shaped as the latent weights; zeros for none."""
         if self.parameter.grad is None:
             return torch.zeros_like(self.latent)
         gradient, self.parameter.grad = self.parameter.grad, None
@@ -103,12 +104,13 @@ class Latent:
             add_gradient(master, gradient)
 
     def rounded(self) -> tuple[Tensor, Tensor]:
-        """Levels int8 [..., R, K'] of whole groups, and scales [..., R, groups] as they are stored."""
+        """The rounded weights: levels int8 [..., R, K'], padded to whole groups, and scales [..., R,
+        groups] as they are stored."""
         levels, scale = self._levels()
         return levels.flatten(-2), scale.squeeze(-1).to(self.scale_dtype)
 
     def _levels(self) -> tuple[Tensor, Tensor]:
-        """Of the latent weights, with the scales as they are stored."""
+        """Levels of the latent weights, and the scales as they are stored."""
         scale = self.scale.to(self.scale_dtype).float()
         return levels_of(self.latent, scale, self.bits, self.curved), scale
 
@@ -123,7 +125,7 @@ class Latent:
 def straight_through(
     latent: Tensor, scale: Tensor, levels: Tensor, gradient: Tensor, bits: int, curved: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of latent weights [..., G] and of scales [..., 1] from that of the rounded values."""
+    """Gradients of latent weights [..., G] and of scales [..., 1], from that of the rounded values."""
     unit = torch.where(scale == 0, 0.0, latent / scale)
     step = values_of(levels, torch.ones_like(scale), bits, curved)
     within = (unit - step).abs() <= 1  # beyond the outermost levels by no more than the steps are
@@ -131,17 +133,13 @@ def straight_through(
 
 
 def add_gradient(master: Tensor, gradient: Tensor) -> None:
-    """Leave `gradient` at `master`, with what is there."""
+    """Add `gradient` to the gradient of `master`."""
     master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
 
 class Plain:
-    """A parameter that is stored as it is.
-
-    Args:
-        parameter: what the model computes with. master: what an optimizer moves in its place, in a wider
-            dtype; None: the parameter itself.
-    """
+    """A parameter that is trained as it is. master: what an optimizer moves in its place, in a wider
+    dtype; None: the parameter itself."""
 
     def __init__(self, parameter: nn.Parameter, master: Tensor | None = None) -> None:
         self.parameter = parameter
@@ -149,7 +147,7 @@ class Plain:
 
     @property
     def masters(self) -> list[tuple[Tensor, float]]:
-        """As of `Latent`."""
+        """The tensor that an optimizer moves, with its share of the learning rate."""
         return [(self.master, 1.0)]
 
     @torch.no_grad()
@@ -160,7 +158,7 @@ class Plain:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """As of `Latent`."""
+        """Add the parameter's gradient to that of a wider master, and drop it."""
         if self.master is self.parameter or self.parameter.grad is None:
             return
         add_gradient(self.master, self.parameter.grad.to(self.master.dtype))
@@ -168,3 +166,105 @@ class Plain:
 
 
 Trained = Plain | Latent
+
+
+class Bank:
+    """Publishes and collects latents of one grid together. The masters of each become views of `latent`
+    [n, G] and `scale` [n, 1]."""
+
+    def __init__(self, latents: Sequence[Latent]) -> None:
+        self.latents, self.bits, self.scale_dtype = latents, latents[0].bits, latents[0].scale_dtype
+        self.curved = latents[0].curved
+        self.latent = torch.cat([found.latent.flatten(0, -2) for found in latents])
+        self.scale = torch.cat([found.scale.flatten(0, -2) for found in latents])
+        self.sizes = [found.scale.numel() for found in latents]
+        rows, scales = self._split(self.latent), self._split(self.scale)
+        for found, row, scale in zip(latents, rows, scales, strict=True):
+            found.latent, found.scale = row.view_as(found.latent), scale.view_as(found.scale)
+        self.levels = self._levels()[0]
+
+    def publish(self) -> None:
+        """Give the parameters the rounded values of the masters."""
+        self.levels, scale = self._levels()
+        values = self._split(values_of(self.levels, scale, self.bits, self.curved))
+        for found, value in zip(self.latents, values, strict=True):
+            found.take(value.view_as(found.latent))
+
+    def collect(self) -> None:
+        """Add the gradients of the values published last to those of all masters."""
+        if all(found.parameter.grad is None for found in self.latents):
+            return
+        rows = torch.cat([found.given().flatten(0, -2) for found in self.latents])
+        scale = self.scale.to(self.scale_dtype).float()
+        found = straight_through(self.latent, scale, self.levels, rows, self.bits, self.curved)
+        for latent, gradient, of_scale in zip(self.latents, *map(self._split, found), strict=True):
+            add_gradient(latent.latent, gradient.view_as(latent.latent))
+            add_gradient(latent.scale, of_scale.view_as(latent.scale))
+
+    def _levels(self) -> tuple[Tensor, Tensor]:
+        scale = self.scale.to(self.scale_dtype).float()
+        return levels_of(self.latent, scale, self.bits, self.curved), scale
+
+    def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return rows.split(self.sizes)
+
+
+class Banks:
+    """All that is trained: rounded parameters in banks, parameters with a wider master together, others
+    one by one."""
+
+    def __init__(self, trained: Iterable[Trained]) -> None:
+        kinds: dict[tuple[int, int, bool, torch.dtype], list[Latent]] = {}
+        self.copies: list[Plain] = []
+        self.others: list[Trained] = []
+        for part in trained:
+            if isinstance(part, Latent):
+                kind = part.bits, part.group, part.curved, part.scale_dtype
+                kinds.setdefault(kind, []).append(part)
+            elif type(part) is Plain and part.master is not part.parameter:
+                self.copies.append(part)
+            else:
+                self.others.append(part)
+        self.banks = [Bank(some) for same in kinds.values() for some in _portions(same)]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give all parameters the values of their masters."""
+        if self.copies:
+            torch._foreach_copy_([p.parameter for p in self.copies], [p.master for p in self.copies])
+        for part in (*self.banks, *self.others):
+            part.publish()
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the gradients of all parameters to those of their masters, and drop them."""
+        fresh = [part for part in self.copies if part.parameter.grad is not None]
+        if fresh:
+            wide = [torch.empty_like(part.master) for part in fresh]
+            given = [part.parameter.grad for part in fresh if part.parameter.grad is not None]
+            torch._foreach_copy_(wide, given)
+            for copy in fresh:
+                copy.parameter.grad = None
+            _add_all([part.master for part in fresh], wide)
+        for part in (*self.banks, *self.others):
+            part.collect()
+
+
+def _portions(latents: Iterable[Latent]) -> Iterator[list[Latent]]:
+    """Split `latents`, in order, into portions of at most `MOST` numbers."""
+    portion: list[Latent] = []
+    for found in latents:
+        if portion and sum(one.latent.numel() for one in (*portion, found)) > MOST:
+            yield portion
+            portion = []
+        portion.append(found)
+    yield portion
+
+
+def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Add gradients to masters as `add_gradient` does, by a few kernels."""
+    known = [*zip(masters, gradients, strict=True)]
+    if later := [(master.grad, new) for master, new in known if master.grad is not None]:
+        torch._foreach_add_([old for old, _ in later], [new for _, new in later])
+    for master, new in known:
+        master.grad = new if master.grad is None else master.grad

@@ -1,8 +1,8 @@
-"""Dense linear algebra that does not fail on singular input: the solvers all families share.
+"""Linear algebra that does not fail on singular matrices, for the fits of all structures.
 
-The only module that calls decompositions of the library, which on a GPU stop converging where the
-statistics of activations are singular (dead inputs behind GELU, padded vocabularies): every one is
-repeated here on the CPU in float64, in a bounded way and recorded.
+Decompositions of the library stop converging on a GPU where the statistics of activations are singular
+(dead inputs behind GELU, padded vocabularies). Only this module calls them: it repeats a failed one on
+the CPU in float64, a bounded number of times, and records that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _fallbacks: ContextVar[list[str] | None] = ContextVar("fallbacks", default=None)
 
 @contextmanager
 def recorded_fallbacks() -> Iterator[list[str]]:
-    """Yields a list that gets a line for every kind of retry that a solver needed meanwhile."""
+    """Collect a line for every kind of retry that solvers need while active."""
     notes: list[str] = []
     token = _fallbacks.set(notes)
     try:
@@ -40,21 +40,16 @@ def recorded_fallbacks() -> Iterator[list[str]]:
 
 
 def record_fallback(note: str) -> None:
-    """Add a line to the list of the `recorded_fallbacks` around, if there is one."""
+    """Add a line to the list of the innermost `recorded_fallbacks`, if one is active."""
     notes = _fallbacks.get()
     if notes is not None and note not in notes:
         notes.append(note)
 
 
 def cholesky(matrix: Tensor) -> Tensor:
-    """Lower Cholesky factor [..., r, r] of symmetric positive semi-definite matrices.
-
-    The diagonal is shifted by a jitter scaled to its mean, retried ten times larger until the
-    factorization succeeds (at most a dozen times).
-
-    Raises:
-        NumericsError: NaN, Inf or strongly negative eigenvalues.
-    """
+    """Lower Cholesky factor [..., r, r] of symmetric positive semi-definite matrices. The diagonal is
+    shifted by a jitter relative to its mean, ten times larger after each failure, at most a dozen times.
+    Raises NumericsError for NaN, Inf or strongly negative eigenvalues."""
     jitters = JITTERS[matrix.dtype]
     _, factor, jitter = _shifted(matrix, jitters)
     if jitter > jitters[0]:
@@ -63,22 +58,17 @@ def cholesky(matrix: Tensor) -> Tensor:
 
 
 def definite(gram: Tensor) -> Tensor:
-    """`gram` [n, n] with a mean diagonal of 1, symmetric, and with no eigenvalue below zero.
-
-    Sums in single precision leave such where inputs are dependent, and a descent runs off along them.
-    They are lifted by a shift of the diagonal, the least that `cholesky` would take.
-
-    Raises:
-        NumericsError: as `cholesky`.
-    """
+    """Scale `gram` [n, n] to a mean diagonal of 1, and lift eigenvalues below zero by the least shift of
+    the diagonal that `cholesky` takes. Sums in single precision leave such where inputs are dependent,
+    and a descent would run off along them. Raises NumericsError as `cholesky`."""
     mean = gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)
     return _shifted((gram + gram.mT) / (2 * mean), [0.0, *JITTERS[gram.dtype]])[0]
 
 
 def _shifted(matrix: Tensor, shifts: Sequence[float]) -> tuple[Tensor, Tensor, float]:
-    """`matrix` [..., r, r], each with the first of `shifts` of its diagonal that makes it positive
-    definite, whatever the others of a batch take; their lower Cholesky factors, and the largest shift.
-    Raises NumericsError if none does."""
+    """Shift the diagonal of each `matrix` [..., r, r] by the first of `shifts` that makes it positive
+    definite, independently of the others of a batch. Returns the shifted matrices, their lower Cholesky
+    factors and the largest shift. Raises NumericsError if no shift is enough."""
     scale = _scale(matrix)[..., None]
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     taken = torch.full_like(scale, shifts[0])
@@ -96,27 +86,19 @@ def _shifted(matrix: Tensor, shifts: Sequence[float]) -> tuple[Tensor, Tensor, f
 
 
 def rough_cholesky(grams: Tensor) -> Tensor:
-    """Cholesky factors of positive semi-definite matrices [..., n, n] with a relative shift that
-    starts at √eps and is raised until it succeeds; good enough for a start or a preconditioner.
-
-    Unlike in `cholesky` a zero matrix counts as the identity: its inverse must stay finite.
-    """
+    """Rough Cholesky factors of positive semi-definite matrices [..., n, n], for a start or a
+    preconditioner: the diagonal's shift starts at √eps and is raised until it succeeds. A zero matrix
+    counts as the identity, for its inverse must stay finite."""
     n = grams.shape[-1]
     identity = torch.eye(n, dtype=grams.dtype, device=grams.device)
     scale = grams.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     scale = torch.where(scale > 0, scale, 1.0)
     for shift in (torch.finfo(grams.dtype).eps ** 0.5, 1e-3, 1e-1, 1.0):
-        factor = _cholesky(grams + shift * scale * identity)
-        if factor is not None:
+        factor, bad = _cholesky_of_each(grams + shift * scale * identity)
+        if not bad.any():
             return factor
         record_fallback("a start or preconditioner without an exact Cholesky factor")
     return (scale.sqrt() * identity).expand_as(grams)
-
-
-def _cholesky(matrix: Tensor) -> Tensor | None:
-    """Lower factors, or None where one of the matrices is not positive definite."""
-    factor, bad = _cholesky_of_each(matrix)
-    return None if bad.any() else factor
 
 
 def _cholesky_of_each(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,14 +135,14 @@ def inverse_spd(matrix: Tensor) -> Tensor:
 
 
 def solve_tiled(matrix: Tensor, right: Tensor) -> Tensor:
-    """As `solve_spd` where kernels take the batch, with the least jitter alone: NaN where a matrix takes
-    more. Waits for no GPU."""
+    """Solve as `solve_spd` by our kernels, with the least jitter only: NaN for a matrix that needs more.
+    Waits for no GPU."""
     return _tiles(matrix).solve(right)
 
 
 def _by_tiles(matrix: Tensor, right: Tensor) -> Tensor:
-    """`solve_spd` of a batch by our kernels, with the least jitter; what takes more is solved alone, as
-    it is in every other batch: processes share systems out."""
+    """Solve as `solve_spd` by our kernels. A matrix that needs more than the least jitter is solved
+    alone, so that its result does not depend on the batch: processes share systems out."""
     tiles = _tiles(matrix)
     solved = tiles.solve(right)
     for n in tiles.unsound():
@@ -174,25 +156,16 @@ def _tiles(matrix: Tensor) -> Factored:
 
 
 def _scale(matrix: Tensor) -> Tensor:
-    """Mean diagonals [..., 1] that a jitter is relative to, none of them zero."""
+    """The mean diagonals [..., 1], none of them zero, that jitters are multiplied by."""
     tiny = torch.finfo(matrix.dtype).tiny * 1e10
     return matrix.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp_min(tiny)
 
 
 def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The best rank-`rank` approximation ``left @ right.mT`` of each matrix, scales balanced.
-
-    Works through the eigenvectors of the smaller Gram matrix: in float64 that is accurate to
-    1e-8 of the largest singular value, far under what any storage dtype keeps, and several
-    times faster than a full SVD.
-
-    Args:
-        matrix: [..., m, n].
-        rank: r; columns beyond the numerical rank are zero.
-
-    Returns:
-        left [..., m, r] and right [..., n, r].
-    """
+    """The best approximation ``left @ right.mT`` of rank r of each matrix [..., m, n]: left [..., m, r]
+    and right [..., n, r] of even scales, with zero columns beyond the numerical rank. It takes the
+    eigenvectors of the smaller Gram matrix, which is several times faster than an SVD and in float64
+    accurate to 1e-8 of the largest singular value, far below what any storage dtype keeps."""
     if matrix.shape[-2] > matrix.shape[-1]:
         right, left = truncated_svd(matrix.mT, rank)
         return left, right
@@ -204,14 +177,9 @@ def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
     """Eigenvectors [..., m, r] of the `rank` largest eigenvalues of gram [..., m, m], padded with
     zero columns when r > m."""
     size = gram.shape[-1]
-    vectors = _eigenvectors((gram + gram.mT) / 2)
-    vectors = vectors[..., -min(rank, size) :].flip(-1)
+    vectors = _of_symmetric(lambda m: torch.linalg.eigh(m).eigenvectors, (gram + gram.mT) / 2)
+    vectors = vectors[..., -min(rank, size) :].flip(-1)  # by falling eigenvalue
     return torch.nn.functional.pad(vectors, (0, max(rank - size, 0)))
-
-
-def _eigenvectors(matrix: Tensor) -> Tensor:
-    """All eigenvectors [..., m, m] of symmetric matrices, by rising eigenvalue."""
-    return _of_symmetric(lambda m: torch.linalg.eigh(m).eigenvectors, matrix)
 
 
 def eigenvalues(gram: Tensor) -> Tensor:
@@ -226,8 +194,8 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 
 def independent_rows(matrix: Tensor) -> Tensor:
-    """Numbers [n] of n rows of `matrix` [m, n] of full rank that are independent: the pivots of its
-    triangular factorization."""
+    """The numbers of n independent rows of `matrix` [m, n] of full rank: the pivots of its triangular
+    factorization."""
     exchanges = _repeated(lambda m: torch.linalg.lu_factor(m).pivots, matrix, "LU factorization")
     order = list(range(len(matrix)))
     for row, other in enumerate(exchanges.tolist()):  # counted from 1
@@ -245,11 +213,9 @@ def solve_square(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def _of_symmetric(call: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
-    """`call`, an eigendecomposition, of symmetric matrices [..., m, m].
-
-    Where the library does not converge: once more on the CPU in float64, then with small distinct
-    shifts of the diagonal, which separate the eigenvalues it trips over. Raises NumericsError.
-    """
+    """``call(matrix)``, an eigendecomposition of symmetric matrices [..., m, m]. Where the library does
+    not converge it is repeated on the CPU in float64, then with small distinct shifts of the diagonal,
+    which separate the eigenvalues it trips over. Raises NumericsError."""
     if (found := _attempted(call, matrix)) is not None:
         return found
     wide = check_finite(matrix).to("cpu", torch.float64)
@@ -267,8 +233,8 @@ def _of_symmetric(call: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
 
 
 def _repeated(call: Callable[[Tensor], Any], matrix: Tensor, name: str) -> Any:
-    """`call` of a matrix, once more on the CPU in float64 where the library fails on it. Raises
-    NumericsError."""
+    """``call(matrix)``, repeated on the CPU in float64 where the library fails. Raises NumericsError if
+    it fails again."""
     if (found := _attempted(call, matrix)) is not None:
         return found
     check_finite(matrix)
@@ -279,7 +245,7 @@ def _repeated(call: Callable[[Tensor], Any], matrix: Tensor, name: str) -> Any:
 
 
 def check_finite(matrix: Tensor) -> Tensor:
-    """`matrix` itself. Raises NumericsError for NaN or Inf, which no decomposition can take."""
+    """Return `matrix`, or raise NumericsError for NaN or Inf, which no decomposition can take."""
     if bool(matrix.isfinite().all()):
         return matrix
     raise NumericsError(
@@ -289,31 +255,23 @@ def check_finite(matrix: Tensor) -> Tensor:
 
 
 def _attempted(call: Callable[[Tensor], Any], matrix: Tensor) -> Any:
-    """`call` of a matrix, None where the library fails on it: says so, or says nothing and gives NaN
-    (libraries of a GPU do, for some singular matrices)."""
+    """``call(matrix)``; None where the library fails on it, by an error or, as libraries of a GPU do for
+    some singular matrices, by NaN without one. A result that itself says it has no factor is no
+    failure."""
     try:
         found = call(matrix)
     except RuntimeError as error:
-        if not _is_divergence(error):
+        if not isinstance(error, torch.linalg.LinAlgError) and "cusolver" not in str(error).lower():
             raise
         return None
-    return found if _is_sound(found) else None
-
-
-def _is_sound(found: Any) -> bool:
-    """Whether a decomposition is finite, or says itself that there is none."""
     factor = found if isinstance(found, Tensor) else found.L
     said = not isinstance(found, Tensor) and bool(found.info.any())
-    return said or bool(factor.isfinite().all())
-
-
-def _is_divergence(error: RuntimeError) -> bool:
-    return isinstance(error, torch.linalg.LinAlgError) or "cusolver" in str(error).lower()
+    return found if said or bool(factor.isfinite().all()) else None
 
 
 def balance(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Rescale columns so that left [..., m, r] and right [..., n, r] have equal column norms. Their
-    product is unchanged; equal scales keep half-precision storage harmless."""
+    """Rescale columns so that left [..., m, r] and right [..., n, r] have equal column norms: their
+    product stays, and half precision holds both."""
     tiny = torch.finfo(left.dtype).tiny
     left_norm = left.norm(dim=-2, keepdim=True).clamp_min(tiny)
     right_norm = right.norm(dim=-2, keepdim=True)

@@ -1,4 +1,4 @@
-"""Low-rank factorization in closed form.
+"""Fits low rank in closed form.
 
 ``W = U Vᵀ`` minimizing tr((W−W')H(W−W')ᵀ): with Q the top eigenvectors of W H Wᵀ, the factors
 are (Q, Wᵀ Q). No inverse and no square root of H appears, so a singular H is harmless.
@@ -32,12 +32,9 @@ def fit(
     gram: Tensor | None = None,
     options: FitOptions = FitOptions(),
 ) -> Fit:
-    """The optimal U [o, r] and V [i, r] for `weight` [o, i] in the norm of `gram` [i, i].
-
-    Without `gram` this is the truncated SVD, in the dtype of `weight`; with one everything is in float64
-    but for the result, which gets that dtype. With groups U and V have one matrix a group, as `spec`
-    shapes them.
-    """
+    """The optimal U [o, r] and V [i, r] for `weight` [o, i] in the norm of `gram` [i, i], with a matrix
+    for each group if `spec` has some. Without `gram` this is the truncated SVD, in the dtype of
+    `weight`; with it all but the result is computed in float64."""
     if spec.groups > 1:
         return _fit_columns(weight, spec, gram) if spec.side == "in" else _fit_rows(weight, spec, gram)
     if gram is None:
@@ -60,16 +57,16 @@ def _leading(weight: Tensor, gram: Tensor, rank: int) -> Tensor:
 
 
 def _fit_rows(weight: Tensor, spec: LowRankSpec, gram: Tensor | None) -> Fit:
-    """Every group of output rows on its own: optimal."""
+    """Fit every group of output rows on its own, which is optimal."""
     parts = weight.unflatten(0, (spec.groups, -1))  # [G, o/G, i]
     one = LowRankSpec(spec.in_features, parts.shape[1], spec.rank)
     fits = [fit(part, one, gram).tensors for part in parts]
-    return Fit({name: torch.stack([tensors[name] for tensors in fits]) for name in ("U", "V")})
+    return Fit({name: torch.stack([tensors[name] for tensors in fits]) for name in "UV"})
 
 
 def _fit_columns(weight: Tensor, spec: LowRankSpec, gram: Tensor | None) -> Fit:
-    """Groups of input columns: without `gram` optimal; with it the better of two starts, V from the
-    blocks of H and from the plain blocks, each with all U exact."""
+    """Fit groups of input columns. That is optimal without `gram`; with it the better of two starts is
+    taken, V from the blocks of H and from the plain blocks, each also with all U exact."""
     blocks = weight.unflatten(1, (spec.groups, -1)).movedim(1, 0)  # [G, o, i/G]
     left, right = truncated_svd(blocks, spec.rank)
     if gram is None:
@@ -90,7 +87,7 @@ def _fit_columns(weight: Tensor, spec: LowRankSpec, gram: Tensor | None) -> Fit:
 
 
 def _refit_left(weight: Tensor, gram: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """All U [G, o, r] at once for given V [G, i/G, r]: W H Z (Zᵀ H Z)⁻¹, Z their block diagonal."""
+    """The best U [G, o, r] for given V [G, i/G, r]: W H Z (Zᵀ H Z)⁻¹ with the block diagonal Z of V."""
     groups, _, rank = right.shape
     wide = torch.block_diag(*right)  # [i, G·r]
     left = solve_spd(wide.mT @ gram @ wide, weight @ gram @ wide)
@@ -98,7 +95,7 @@ def _refit_left(weight: Tensor, gram: Tensor, right: Tensor) -> tuple[Tensor, Te
 
 
 def _summed(left: Tensor, right: Tensor) -> Tensor:
-    """[o, i] of groups of input columns."""
+    """The dense weight [o, i] of groups of input columns."""
     return (left @ right.mT).movedim(0, 1).flatten(1)
 
 

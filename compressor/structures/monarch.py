@@ -1,4 +1,4 @@
-"""Monarch factorization: every block its own low rank.
+"""Fits Monarch: every block has its own low rank.
 
 Without statistics each block (k, l) gets its truncated SVD, which is optimal. With them the start
 is that SVD in the norm of the block's own H_ll; then U is the exact minimizer for V over the full
@@ -34,11 +34,8 @@ def fit(
     gram: Tensor | None = None,
     options: FitOptions = FitOptions(),
 ) -> Fit:
-    """U [b, q, b·r'] and V [b, p, b·r'] for `weight` [o, i] in the norm of `gram` [i, i].
-
-    `options.rounds` counts accepted steps of V (with `gram` only). Tensors keep the dtype of
-    `weight`.
-    """
+    """U [b, q, b·r'] and V [b, p, b·r'] for `weight` [o, i] in the norm of `gram` [i, i], in the dtype
+    of `weight`. `options.rounds` counts accepted steps of V (with `gram` only)."""
     if gram is None:
         left, right = truncated_svd(in_blocks(weight, spec.blocks), spec.block_rank)
         return Fit({"U": _gather(left), "V": _gather(right.transpose(0, 1))})
@@ -66,7 +63,7 @@ def reconstruct(tensors: dict[str, Tensor], spec: MonarchSpec) -> Tensor:
 
 
 def _gather(factors: Tensor) -> Tensor:
-    """[k, l, m, r'] -> [k, m, l·r'], the stored order of the middle index."""
+    """Bring factors [k, l, m, r'] into the stored order [k, m, l·r'] of the middle index."""
     return factors.transpose(1, 2).flatten(2)
 
 
@@ -88,7 +85,7 @@ class MonarchProblem:
         self.gram_inverse = inverse_spd(self.gram_blocks)
 
     def start(self) -> Tensor:
-        """V of the block SVD in the norm of H_ll."""
+        """The start: V of the blocks' SVD in the norm of H_ll."""
         blocks = in_blocks(self.weight.flatten(0, 1), self.spec.blocks).transpose(0, 1)  # [l, k, q, p]
         left = top_eigenvectors(blocks @ self.gram_blocks[:, None] @ blocks.mT, self.spec.block_rank)
         return (blocks.mT @ left).reshape(-1)

@@ -1,4 +1,4 @@
-"""Factors as the matrices that are packed, and packed."""
+"""Packs factors in few bits or float8, as the matrices that a layer stores, and unpacks them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blr.kernels.fp8.reference import dequantize_fp8, quantize_fp8
 
 
 def to_matrix(spec: QuantizedSpec, name: str, factor: Tensor) -> Tensor:
-    """A canonical factor as it is packed [..., R, K]: its matrix, or tiles of it filled with zeros."""
+    """The matrix [..., R, K] as which a canonical factor is packed, or its tiles, filled with zeros."""
     matrix = to_physical(factor, sum(spec.axes(name), ())).reshape(spec.matrix_shape(name))
     tile = spec.tile(name)
     if tile is None:
@@ -25,7 +25,7 @@ def to_matrix(spec: QuantizedSpec, name: str, factor: Tensor) -> Tensor:
 
 
 def from_matrix(spec: QuantizedSpec, name: str, matrix: Tensor) -> Tensor:
-    """The inverse of `to_matrix`: a view in canonical shape."""
+    """The canonical factor of such a matrix, a view: the inverse of `to_matrix`."""
     if tile := spec.tile(name):
         R, K = spec.matrix_shape(name)[-2:]
         matrix = matrix.unflatten(-1, tile).flatten(-3, -2)[..., :R, :K]
@@ -33,7 +33,7 @@ def from_matrix(spec: QuantizedSpec, name: str, matrix: Tensor) -> Tensor:
 
 
 def from_rows(spec: QuantizedSpec, name: str, matrix: Tensor) -> Tensor:
-    """A view in canonical shape of a factor's matrix [..., R, K], as ``spec.matrix_shape`` has it."""
+    """The canonical factor of a matrix [..., R, K] without tiles, a view."""
     shape, order = spec.shapes()[name], sum(spec.axes(name), ())
     return canonical_view(matrix.reshape([shape[axis] for axis in order]), order)
 
@@ -45,7 +45,7 @@ def pack_factor(
     scale_dtype: torch.dtype,
     importance: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """What is stored of a canonical factor, rounded to the nearest levels, by name.
+    """Round a canonical factor to the nearest levels; returns the stored tensors by name.
 
     Args:
         importance: what errors cost, of a shape that broadcasts to the matrix that is packed; float8
@@ -66,7 +66,7 @@ def pack_factor(
 def unpack_factor(
     spec: QuantizedSpec, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """A canonical factor in `dtype` from what is stored of it."""
+    """The canonical factor in `dtype` that stored tensors stand for."""
     form = spec.format_of(name)
     if form is None:
         return tensors[name].to(dtype)

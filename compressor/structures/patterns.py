@@ -1,4 +1,4 @@
-"""Chains of Kronecker-sparse patterns: how they are written, when they fit, which one to take.
+"""Reads, checks and chooses chains of Kronecker-sparse patterns.
 
 No torch here: the planner chooses patterns before a weight is read. A chain is written output
 side first, ``W = K_0 K_1 … K_{L-1}``. Every two-factor chain of a dense o×i matrix is
@@ -47,7 +47,7 @@ _WRITTEN = re.compile(rf"\s*(?:{_ONE}\s*(?:,\s*)?)+")  # one way to match: no ba
 
 @dataclass(frozen=True)
 class Choice:
-    """The chain `choose_patterns` takes and why, in words for the plan."""
+    """The chain that `choose_patterns` takes, and why, in words for the plan."""
 
     patterns: Chain
     parameters: int
@@ -55,15 +55,9 @@ class Choice:
 
 
 def parse_patterns(text: str, in_features: int | None = None, out_features: int | None = None) -> Chain:
-    """A chain from ``"(1,192,48,2)(2,48,192,1)"`` or from a name, output side first.
-
-    Args:
-        text: patterns, or ``butterfly`` or ``monarch`` (these need both sizes).
-        in_features, out_features: i and o of the layer.
-
-    Raises:
-        UsageError: `text` is neither, or the name does not exist for these sizes.
-    """
+    """Read a chain such as ``"(1,192,48,2)(2,48,192,1)"``, output side first, or the name ``butterfly``
+    or ``monarch``, which needs the layer's sizes. Raises UsageError for other texts, and for a name that
+    does not exist for these sizes."""
     name = text.strip().lower()
     if name in NAMED:
         if in_features is None or out_features is None:
@@ -114,14 +108,9 @@ NAMED: dict[str, Callable[[int, int], Chain]] = {"butterfly": butterfly, "monarc
 
 
 def validate_chain(patterns: Sequence[Pattern], in_features: int, out_features: int) -> None:
-    """Check that `patterns` is a chain of an out×in matrix that can be factorized.
-
-    That is: neighbours have equal sizes, a_l | a_{l+1}, d_{l+1} | d_l, and the block rank
-    a_l·c_l / a_{l+1} = b_{l+1}·d_{l+1} / d_l is an integer.
-
-    Raises:
-        UsageError: one line with what was found, expected, and what to change.
-    """
+    """Raise UsageError unless `patterns` is a chain of an out×in matrix that can be factorized:
+    neighbours have equal sizes, a_l | a_{l+1}, d_{l+1} | d_l, and the block rank a_l·c_l / a_{l+1} =
+    b_{l+1}·d_{l+1} / d_l is an integer."""
     if not patterns or any(len(p) != 4 or min(p) < 1 for p in patterns):
         raise UsageError(
             f"pattern chain {_write(patterns)}: expected one or more patterns of four positive "
@@ -139,8 +128,8 @@ def validate_chain(patterns: Sequence[Pattern], in_features: int, out_features: 
 
 
 def check_pattern(text: str) -> None:
-    """Check a pattern by itself: that there is a layer, of whatever size, that it is a chain of. Raises
-    UsageError as `parse_patterns` and `validate_chain`, and for a layer beyond all sizes."""
+    """Check a pattern without its layer: whether it is a chain for a layer of some size. Raises
+    UsageError as `parse_patterns` and `validate_chain`, and for a size that no layer has."""
     if text.strip().lower() in NAMED:
         return
     patterns = parse_patterns(text)
@@ -177,33 +166,33 @@ def _validate_pair(left: Pattern, right: Pattern) -> None:
 
 
 def parameters(patterns: Sequence[Pattern]) -> int:
-    """Σ abcd."""
+    """The number of parameters of a chain, Σ abcd."""
     return sum(prod(p) for p in patterns)
 
 
 def h(pattern: Pattern) -> float:
-    """(b + c)/(bc): memory traffic the fused kernel saves per multiplication of one factor. Source:
-    "Fast Inference with Kronecker-Sparse Matrices", equation 4."""
+    """(b + c)/(bc): the memory traffic that the fused kernel saves for each multiplication by one
+    factor. Source: "Fast Inference with Kronecker-Sparse Matrices", equation 4."""
     _, b, c, _ = pattern
     return (b + c) / (b * c)
 
 
 def chain_h(patterns: Sequence[Pattern]) -> float:
-    """The smallest h of a chain: what its least favourable factor gains."""
+    """The smallest h of a chain's factors."""
     return min(h(p) for p in patterns)
 
 
 def two_factor_chain(
     in_features: int, out_features: int, row_classes: int, column_blocks: int, rank: int
 ) -> Chain:
-    """(1, o/d1, r·a2, d1)(a2, r·d1, i/a2, 1) for d1 row classes, a2 column blocks and rank r."""
+    """The chain (1, o/d1, r·a2, d1)(a2, r·d1, i/a2, 1)."""
     d1, a2 = row_classes, column_blocks
     return (1, out_features // d1, rank * a2, d1), (a2, rank * d1, in_features // a2, 1)
 
 
 def two_factor_chains(in_features: int, out_features: int) -> Iterator[tuple[int, int, int, int]]:
-    """All grids (d1, a2) with the largest block rank that can matter and the parameters of each
-    unit of rank: (d1, a2, rank limit, a2·o + d1·i)."""
+    """All grids of d1 row classes and a2 column blocks, with the largest block rank that can matter and
+    the parameters of each unit of rank: (d1, a2, limit, a2·o + d1·i)."""
     for d1 in _divisors(out_features):
         for a2 in _divisors(in_features):
             limit = min(out_features // d1, in_features // a2)
@@ -219,10 +208,8 @@ def choose_patterns(
     band: float = BAND,
     tolerance: float = TOLERANCE,
 ) -> Choice:
-    """The two-factor chain for compression factor `cf`: accuracy first, then h.
-
-    Maximizing h alone leads to rank 1 in many tiny blocks, which approximates trained matrices
-    badly; so h decides only between chains predicted to be equally accurate.
+    """Choose the two-factor chain for compression factor `cf`: accuracy first, then h. Maximizing h
+    alone leads to rank 1 in many tiny blocks, which approximates trained matrices badly.
 
     1. Each grid takes the largest rank within the budget i·o/cf, made a multiple of 16, 8, 4
        or 2 where that gives up at most 1% of the budget. The plain low rank (grid 1×1) is
@@ -232,24 +219,25 @@ def choose_patterns(
     3. `predicted_log_error` ranks them. Among those within `band` of the best the largest h
        wins, then the fewest blocks.
 
-    Args:
-        in_features, out_features: i and o.
-        cf: dense over structured parameters, above 1.
-        calibrated: the fit will be weighted by activations, which favours column blocks.
-        band: in relative error.
-        tolerance: on the achieved factor.
-
-    Raises:
-        UsageError: not even rank 1 fits the budget.
+    calibrated: whether the fit will be weighted by activations, which favours column blocks. Raises
+    UsageError where not even rank 1 fits the budget.
     """
     budget = in_features * out_features / cf
-    grids = [g for g in _within(in_features, out_features, budget) if g[:2] != (1, 1)]
-    grids = grids or _within(in_features, out_features, budget)
+    i, o, all_grids = in_features, out_features, _within(in_features, out_features, budget)
+    grids = [grid for grid in all_grids if grid[:2] != (1, 1)] or all_grids
     if not grids:
-        raise UsageError(_impossible(in_features, out_features, cf))
-    near = _near_budget(in_features, out_features, grids, budget / (1 + tolerance))
+        raise UsageError(
+            f"cf {cf:g} leaves no Kronecker-sparse chain for a {o}x{i} layer: two factors reach at "
+            f"most cf {i * o / (i + o):.4g} there; lower --cf, --exclude it or give a longer --pattern"
+        )
+    chains = {grid: two_factor_chain(i, o, *grid) for grid in grids}
+    floor = min(budget / (1 + tolerance), max(map(parameters, chains.values())))
     penalties = PENALTIES["calibrated" if calibrated else "plain"]
-    scored = _scored(in_features, out_features, near, penalties)
+    scored = [
+        (predicted_log_error(i, o, *grid, penalties), grid, chain)
+        for grid, chain in chains.items()
+        if parameters(chain) >= floor
+    ]
     best = min(score for score, _, _ in scored)
     equals = [entry for entry in scored if entry[0] <= best + band]
     _, (d1, a2, rank), chain = min(equals, key=lambda e: (-chain_h(e[2]), e[1][0] * e[1][1], e[1]))
@@ -271,12 +259,9 @@ def predicted_log_error(
     rank: int,
     penalties: tuple[float, float] = PENALTIES["plain"],
 ) -> float:
-    """log of the expected relative error of a grid of rank-r blocks, up to a constant.
-
-    The error of a matrix with independent entries, whose block spectra follow the
-    Marchenko-Pastur law, plus `penalties` for each e-fold of row classes and
-    of column blocks; -inf if exact.
-    """
+    """The logarithm of the expected relative error of a grid of rank-r blocks, up to a constant; -inf if
+    exact. It is that of a matrix with independent entries, whose block spectra follow the
+    Marchenko-Pastur law, plus `penalties` for each e-fold of row classes and of column blocks."""
     m, n = sorted((out_features // row_classes, in_features // column_blocks))
     lost = _marchenko_pastur_tail(m / n, min(rank / m, 1.0))
     error = log(lost) / 2 if lost > 0 else -inf
@@ -285,7 +270,8 @@ def predicted_log_error(
 
 @cache
 def _marchenko_pastur_tail(aspect: float, kept: float) -> float:
-    """Share of ‖M‖² outside the largest `kept` of the singular values, M [m, n], m/n = aspect."""
+    """The share of ‖M‖² that all but the largest singular values have, for random M [m, n].
+    aspect: m/n. kept: the share of singular values that are the largest."""
     low, high = (1 - sqrt(aspect)) ** 2, (1 + sqrt(aspect)) ** 2
     angles = [pi * (k + 0.5) / QUADRATURE for k in range(QUADRATURE)]
     values = [(low + high) / 2 - (high - low) / 2 * cos(t) for t in angles]  # ascending
@@ -299,7 +285,7 @@ def _marchenko_pastur_tail(aspect: float, kept: float) -> float:
 
 
 def _within(i: int, o: int, budget: float) -> list[tuple[int, int, int]]:
-    """(d1, a2, r) for every grid of which rank 1 fits `budget`, r as large as it allows."""
+    """Every grid (d1, a2, r) whose rank 1 fits `budget`, with the largest rank r that does."""
     chains = ((d1, a2, min(limit, budget / unit)) for d1, a2, limit, unit in two_factor_chains(i, o))
     return [(d1, a2, _snap(rank)) for d1, a2, rank in chains if rank >= 1]
 
@@ -309,32 +295,6 @@ def _snap(rank: float) -> int:
         if (snapped := rank // step * step) >= rank * (1 - SNAP_TOLERANCE):
             return int(snapped)
     return int(rank)
-
-
-def _near_budget(
-    i: int, o: int, grids: list[tuple[int, int, int]], least: float
-) -> list[tuple[int, int, int]]:
-    def size(grid: tuple[int, int, int]) -> int:
-        return parameters(two_factor_chain(i, o, *grid))
-
-    floor = min(least, max(map(size, grids)))
-    return [grid for grid in grids if size(grid) >= floor]
-
-
-def _scored(
-    i: int,
-    o: int,
-    grids: list[tuple[int, int, int]],
-    penalties: tuple[float, float],
-) -> list[tuple[float, tuple[int, int, int], Chain]]:
-    return [(predicted_log_error(i, o, *g, penalties), g, two_factor_chain(i, o, *g)) for g in grids]
-
-
-def _impossible(i: int, o: int, cf: float) -> str:
-    return (
-        f"cf {cf:g} leaves no Kronecker-sparse chain for a {o}x{i} layer: two factors reach at "
-        f"most cf {i * o / (i + o):.4g} there; lower --cf, --exclude it or give a longer --pattern"
-    )
 
 
 def _divisors(n: int) -> list[int]:

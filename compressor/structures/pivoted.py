@@ -1,4 +1,5 @@
-"""Low rank held by its own rows: ``W = P [W_p; C W_p]``, the function of U Vᵀ in r(i + o − r) numbers.
+"""Fits low rank that stores some rows of the weight itself: ``W = P [W_p; C W_p]``, the function of U Vᵀ
+in r(i + o − r) numbers.
 
 W_p are r rows of W, C is what the others are made of them. Any r independent rows would do in exact
 arithmetic; here those of a strong rank-revealing factorization, for which no entry of C is beyond
@@ -38,8 +39,8 @@ def fit(
 
 
 def from_low_rank(left: Tensor, right: Tensor) -> dict[str, Tensor]:
-    """U [o - r, r], V [i, r] and places [o] (int32) of ``left rightᵀ``, for left [o, r], right [i, r].
-    Decomposed in float64; U and V get the dtype of `left`."""
+    """Write ``left rightᵀ`` of left [o, r] and right [i, r] by pivot rows: U [o - r, r], V [i, r] and
+    places [o] (int32). Computed in float64; U and V get the dtype of `left`."""
     wide = left.double()
     pivots, coefficients = strong_pivots(orthonormal(wide))
     rest = _others(pivots, len(left))
@@ -50,22 +51,16 @@ def from_low_rank(left: Tensor, right: Tensor) -> dict[str, Tensor]:
 
 
 def to_low_rank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """U [o, r] and V [i, r] of the same function: U has rows of the identity for pivots."""
+    """Write pivot rows as a low rank U [o, r], V [i, r]: U has rows of the identity for pivots."""
     U, V = tensors["U"], tensors["V"]
     one = torch.eye(U.shape[-1], dtype=U.dtype, device=U.device)
     return {"U": torch.cat((one, U)).index_select(0, tensors["places"]), "V": V}
 
 
 def strong_pivots(basis: Tensor, bound: float = BOUND) -> tuple[Tensor, Tensor]:
-    """Rows of `basis` that all others are small multiples of, and these multiples.
-
-    Args:
-        basis: [o, r] float64, orthonormal columns, r < o.
-
-    Returns:
-        Pivots [r] (rising) and C [o - r, r] of the other rows, also rising: ``basis[others] =
-        C basis[pivots]``, with no entry beyond `bound` (and rounding).
-    """
+    """Choose r rows of `basis`, [o, r] float64 with orthonormal columns, of which all others are small
+    combinations. Returns the pivots [r] and C [o - r, r] of the other rows, both rising: ``basis[others]
+    = C basis[pivots]``, with no entry beyond `bound` (and rounding)."""
     pivots = independent_rows(basis)
     while True:
         pivots = pivots.sort().values
@@ -78,8 +73,8 @@ def strong_pivots(basis: Tensor, bound: float = BOUND) -> tuple[Tensor, Tensor]:
 
 
 def _exchanged(pivots: Tensor, others: Tensor, coefficients: Tensor, bound: float) -> Tensor | None:
-    """Pivots after all exchanges that are due, None if none is. Updates work on copies: what they round
-    is made good by whoever solves again for the new pivots."""
+    """The pivots after all exchanges that are due; None if none is. Coefficients are updated as it goes;
+    their rounding errors do not matter, for the caller solves again for the new pivots."""
     table, pivots, others = coefficients.clone(), pivots.clone(), others.clone()
     due = False
     while True:
@@ -99,7 +94,7 @@ def _exchanged(pivots: Tensor, others: Tensor, coefficients: Tensor, bound: floa
 
 
 def _others(pivots: Tensor, rows: int) -> Tensor:
-    """The rows that are no pivots, rising."""
+    """The numbers of the rows that are no pivots, rising."""
     free = torch.ones(rows, dtype=torch.bool, device=pivots.device)
     free[pivots] = False
     return free.nonzero().flatten()
@@ -111,7 +106,7 @@ def right_factor(tensors: dict[str, Tensor], spec: PivotedSpec) -> Tensor:
 
 
 def other_rows(weight: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-    """Rows [o - r, i] of `weight` [o, i] that U makes, in its order."""
+    """The rows [o - r, i] of `weight` [o, i] that U stands for, in its order."""
     return weight[tensors["places"].argsort()[tensors["V"].shape[-1] :]]
 
 

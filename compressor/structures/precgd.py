@@ -1,4 +1,4 @@
-"""BLAST by the published preconditioned gradient descent.
+"""Fits BLAST by the published preconditioned gradient descent.
 
 W is scaled to unit deviation; U, S and V move in turn along the gradients of ‖E‖² (E the residual),
 each multiplied by ``(GᵀG + δ‖E‖I)⁻¹`` with G what the factor is multiplied with; the step falls

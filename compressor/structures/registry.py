@@ -1,8 +1,8 @@
-"""The registry of structured families: one entry each, asked by whatever must know them all.
+"""The registry of structures, with one entry each. Importing it loads no torch.
 
-A new structure is its spec, its module here (``fit`` and ``reconstruct``) and an entry below, and its
-formula in `modeling/modeling_blr.py`; kernels of its own are in `kernels/layers/<folder>`
-(``reference.py``, ``op.py``, ``variants.py``). Importing this loads no torch.
+A new structure needs a spec, a module here (``fit`` and ``reconstruct``), an entry below, and its
+formula in `modeling/modeling_blr.py`; its own kernels are in `kernels/layers/<folder>`
+(``reference.py``, ``op.py``, ``variants.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ Call = Callable[..., "Tensor"]
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """What a spec follows from, beside its rank: sizes, blocks, groups of heads and their side."""
+    """Everything but the rank that a spec is made from: sizes, blocks, groups of heads and their
+    side."""
 
     inputs: int
     outputs: int
@@ -58,16 +59,15 @@ def _blast(form: LayerSizes, rank: int) -> Spec:
 
 @dataclass(frozen=True)
 class Structure:
-    """One structured family.
+    """The entry of one structure.
 
-    `solvers` name its factorizers, the default first. `of_rank` makes the spec of a form and a rank,
-    None where a chain of patterns takes the rank's place. `blocks` is the default number of blocks,
-    None where it has none; `stepped` says that a rank is a multiple of the blocks, `grouped` that heads
-    can be factorized on their own. `linear`: every row of W is one of U times Zᵀ, with Z
-    ``right_factor`` of the factorizer, so that U can be solved for whatever the other factors are; of
-    `pivots` every row that is none.
-    `iterated` says that solvers take rounds, `pivots` that r of the outputs are those of the first
-    product, which spares r² parameters, `tuned` that there are kernels to choose from.
+    solvers: names of its factorizers, the default first. of_rank: makes the spec of given sizes and
+    rank; None where a chain of patterns takes the rank's place. blocks: the default number of blocks,
+    None where there are none. stepped: whether a rank must be a multiple of the blocks. grouped: whether
+    heads can be factorized on their own. linear: whether every row of W is a row of U times Zᵀ, with Z
+    the factorizer's ``right_factor``, so that U can be solved for given the others; with pivots every
+    row that is none. iterated: whether solvers take rounds. pivots: whether r outputs are those of the
+    first product, which saves r² parameters. tuned: whether there are kernels to choose from.
     """
 
     spec: type[Spec]
@@ -88,12 +88,12 @@ class Structure:
 
     @property
     def name(self) -> str:
-        """As recipes, specs, files and the command line write it."""
+        """Its name in recipes, specs, files and on the command line."""
         return self.spec.structure
 
     @property
     def folder(self) -> str:
-        """The folder of its kernels, the module of its factorizers, its name in kernel tables."""
+        """The name of its kernels' folder, of its factorizers' module, and in kernel tables."""
         return FOLDERS.get(self.name, self.name)
 
     def factorizer(self) -> ModuleType:
@@ -101,7 +101,7 @@ class Structure:
         return import_module(f"blr.compressor.structures.{self.folder}")
 
     def reference(self, spec: Spec | None = None) -> Call:
-        """The plain torch product f(x, *factors, bias=None), of `spec`'s groups if it has any."""
+        """The product f(x, *factors, bias=None) in plain torch, in groups if `spec` has some."""
         module = import_module(f"blr.kernels.layers.{self.folder}.reference")
         if getattr(spec, "groups", 1) > 1:
             grouped = getattr(module, f"grouped_{self.folder}_linear")
@@ -110,21 +110,21 @@ class Structure:
         return self._spread(getattr(module, f"{self.folder}_linear"))
 
     def product(self) -> Call:
-        """The entry point of its kernels, f(x, *factors, bias=None)."""
+        """The product f(x, *factors, bias=None) by kernels."""
         if not self.tuned:
             return self.reference()
         module = import_module(f"blr.kernels.layers.{self.folder}.op")
         return self._spread(getattr(module, f"{self.folder}_linear"))
 
     def variants(self) -> tuple[Mapping[str, Call], Mapping[str, list[dict[str, Any]]]]:
-        """VARIANTS, taking factors one by one, and CONFIGS: for each variant with arguments worth
-        trying the list of them."""
+        """Its kernel variants, which take factors one by one, and for each variant the arguments worth
+        trying, if there are any."""
         op = import_module(f"blr.kernels.layers.{self.folder}.op")
         module = import_module(f"blr.kernels.layers.{self.folder}.variants")
         return op.variants(), getattr(module, "CONFIGS", {})
 
     def _spread(self, product: Callable[..., Tensor]) -> Call:
-        """`product` with its factors one by one; that of a chain takes them as a list."""
+        """`product` with its factors as arguments; that of a chain takes them as a list."""
         if self.ranked:
             return product
         return lambda x, *factors, bias=None: product(x, list(factors), bias)

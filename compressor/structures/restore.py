@@ -1,4 +1,4 @@
-"""The dense weight that stored tensors stand for, of plain, packed and corrected layers."""
+"""Computes factors and dense weights from stored tensors, of plain, packed and corrected layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def factors_of(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) ->
 
 
 def restored(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """W [o, i] in `dtype`, in which everything is computed.
+    """The dense weight [o, i], computed in `dtype`.
 
     Args:
         tensors: by the names of ``spec.stored()``.

@@ -1,4 +1,4 @@
-"""What errors in V cost where U is solved for behind it: the part of them that no U makes good.
+"""Computes what rounding errors in V cost where U is fitted afterwards: the part that no U makes good.
 
 Of ``W_k = U_k Z_kᵀ`` an error δ in Z_k is made good as far as it lies in the span of Z_k, in the metric
 of the inputs. To first order the rest costs ``U_k δᵀ (H − H Z_k (Z_kᵀ H Z_k)⁻¹ Z_kᵀ H) δ U_kᵀ``.
@@ -20,9 +20,9 @@ NOTHING = 1e-5  # of the mean diagonal: what float32 leaves of a difference that
 
 
 def seen_by_v(spec: Spec, factors: Mapping[str, Tensor], gram: Tensor | None) -> Tensor | None:
-    """H of the columns of V as it is packed: [i, i] of low rank [r, i]; of Monarch [l, k, p, p] for
-    [l, k·r', p]; of BLAST [l, p, p] for [l, r, p], the mean of its block rows by what they make of it.
-    None where a structure has no such V.
+    """The metric of errors in the columns of a packed V. For low rank V [r, i] it is [i, i]; for Monarch
+    [l, k·r', p] it is [l, k, p, p]; for BLAST [l, r, p] it is [l, p, p], a mean over block rows by their
+    share. None where a structure has no such V.
 
     Args:
         factors: canonical. gram: [i, i] of the layer's inputs, None for white ones.
@@ -42,18 +42,15 @@ def seen_by_v(spec: Spec, factors: Mapping[str, Tensor], gram: Tensor | None) ->
 
 
 def _left(gram: Tensor, Z: Tensor, blocks: int) -> Tensor:
-    """The blocks [b, p, p] on the diagonal of ``H − H Z (Zᵀ H Z)⁻¹ Zᵀ H``; of H itself where next to
-    nothing is left of them, as where Z has the rank of its inputs: that is rounding, also below zero."""
+    """The diagonal blocks [b, p, p] of ``H − H Z (Zᵀ H Z)⁻¹ Zᵀ H``. Where next to nothing but rounding
+    is left, as where Z has the rank of its inputs, those of H."""
     weighted = gram @ Z
     solved = solve_spd(Z.mT @ weighted, weighted)
     own = gram.unflatten(0, (blocks, -1)).unflatten(2, (blocks, -1))
     parts = zip(weighted.chunk(blocks), solved.chunk(blocks), strict=True)
-    found = [
-        _or_all(own[n, :, n] - right @ left.mT, own[n, :, n]) for n, (left, right) in enumerate(parts)
-    ]
+    found = []
+    for n, (left, right) in enumerate(parts):
+        whole, rest = own[n, :, n], own[n, :, n] - right @ left.mT
+        some = rest.diagonal().mean() > NOTHING * whole.diagonal().mean()
+        found.append(torch.where(some, (rest + rest.mT) / 2, whole))
     return torch.stack(found)
-
-
-def _or_all(left: Tensor, whole: Tensor) -> Tensor:
-    some = left.diagonal().mean() > NOTHING * whole.diagonal().mean()
-    return torch.where(some, (left + left.mT) / 2, whole)

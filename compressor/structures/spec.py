@@ -1,4 +1,4 @@
-"""What the specs of all structures share, without torch."""
+"""The base of the specs of all structures, without torch."""
 
 from __future__ import annotations
 
@@ -24,66 +24,84 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """What every family shares: a layer mapping `in_features` to `out_features`."""
+    """The form of one linear layer from `in_features` to `out_features`, of whatever structure."""
 
     in_features: int
     out_features: int
-    structure = ""  # its family, as recipes and files write it
+    structure = ""  # its name, as recipes and files write it
 
     def shapes(self) -> dict[str, Shape]:
-        """Tensor suffix (``U``, ``factors.0``, …) to shape, in the order they are stored."""
+        """The shape of each factor by its name (``U``, ``factors.0``), in the order of storage."""
         raise NotImplementedError
 
     def indices(self) -> dict[str, Shape]:
-        """Suffix to shape of tensors of whole numbers beside those, which nothing trains or casts."""
+        """The shape of each tensor of indices by name, which nothing trains or casts."""
         return {}
 
     def stored(self) -> dict[str, Stored]:
-        """Suffix to what a file holds under it; of plain layers the tensors of `shapes`, and indices."""
+        """Every tensor that a file holds, by name: of plain layers factors and indices."""
         factors = {name: Stored(shape) for name, shape in self.shapes().items()}
         return factors | {name: Stored(shape, INDEX) for name, shape in self.indices().items()}
 
     def stored_bits(self, width: int = 16) -> int:
-        """Bits of all that is stored, where a number of the weight's own dtype takes `width`."""
+        """The bits of all that is stored, with `width` bits for a number of the weight's own dtype."""
         return sum(prod(s.shape) * WIDTHS.get(s.dtype or "", width) for s in self.stored().values())
 
     @property
     def plain(self) -> Spec:
-        """The structure whose factors are stored: itself, but where they are packed."""
+        """The spec without packing: itself, unless its factors are packed."""
         return self
 
     @property
     def packing(self) -> QuantizedSpec | None:
-        """How its factors are packed, None if they are not."""
+        """The spec that says how its factors are packed; None if they are not."""
         return None
 
     def parts(self) -> tuple[tuple[str, Spec], ...]:
-        """The specs that a layer is the sum of, by module in it; "" is the layer itself."""
+        """The specs that a layer is the sum of, by the name of their module; "" is the layer itself."""
         return (("", self),)
 
+    @property
+    def corrected(self) -> bool:
+        """Whether it is the sum of a base in few bits and a correction."""
+        return len(self.parts()) > 1
+
+    @property
+    def added(self) -> Spec:
+        """The correction beside a base in few bits; itself in a layer without one."""
+        return self.parts()[-1][1]
+
+    def start(self) -> Spec:
+        """The spec whose fit a correction of this structure starts from."""
+        return self
+
+    def fitted(self) -> Spec:
+        """The plain structure that is fitted: low rank for pivots and for corrections by BLAST."""
+        return self.added.plain.low_rank().start() if self.corrected else self.plain.low_rank()
+
     def low_rank(self) -> Spec:
-        """The same function by whole factors."""
+        """The spec of the same function by two whole factors, for pivot rows; else itself."""
         return self
 
     @property
     def quantized(self) -> bool:
-        """Whether some of it is stored in fewer bits than its dtype has."""
+        """Whether some factor is stored in few bits or float8."""
         return any(stored.dtype not in (None, INDEX) for stored in self.stored().values())
 
     @property
     def parameters(self) -> int:
-        """Number of parameters; neither the bias, which stays dense and unchanged, nor indices."""
+        """The number of parameters, without bias, which stays as it is, and indices."""
         return sum(prod(shape) for shape in self.shapes().values())
 
     @property
     def dense_parameters(self) -> int:
-        """Number of parameters of the dense weight this spec replaces."""
+        """The number of parameters of the dense weight."""
         return self.in_features * self.out_features
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready description; `spec_from_dict` is the inverse."""
+        """The entry of a layer table in JSON; `spec_from_dict` is the inverse."""
         return {"structure": self.structure, **asdict(self)}
 
     def describe(self) -> str:
-        """The rank or pattern as a person writes it."""
+        """The rank or pattern in words."""
         raise NotImplementedError

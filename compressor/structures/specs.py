@@ -1,4 +1,4 @@
-"""Shapes and parameter counts of the structured families, without torch.
+"""Specs of all structures: shapes and numbers of parameters, without torch.
 
 A spec says what one structured linear layer is: its tensors, their shapes and how many
 parameters they hold. The planner uses specs before a single weight is read, the factorizers
@@ -150,6 +150,9 @@ class BlastSpec(Spec):
             "V": (b, self.in_features // b, r),
         }
 
+    def start(self) -> LowRankSpec:
+        return LowRankSpec(self.in_features, self.out_features, self.rank)
+
     def describe(self) -> str:
         return f"b={self.blocks} r={self.rank}"
 
@@ -242,7 +245,7 @@ class QuantizedSpec(Spec):
 
     @property
     def kind(self) -> str:
-        """As recipes write it: int4, fp8."""
+        """The kind of numbers as recipes write it: int4, fp8."""
         return "fp8" if self.fp8 else f"int{self.bits}"
 
     def shapes(self) -> dict[str, Shape]:
@@ -252,15 +255,15 @@ class QuantizedSpec(Spec):
         return self.of.indices()
 
     def format_of(self, name: str) -> tuple[int, int] | None:
-        """Bits and group of a factor; None for one that is not packed."""
+        """Bits and group of a factor; None if it is not packed."""
         if name != "S":
             return self.bits, self.group
         return (8, KEPT_GROUP) if self.kept_bits else None
 
     def axes(self, name: str) -> Axes:
-        """The canonical axes behind each axis of the matrix [..., R, K] that a factor is packed as: in
-        kernel layout, but two made one where a product sums over both or one alone would leave most of
-        a group empty: Kronecker-sparse [a, d, b·c], and U of low rank in input groups [o, G·r]."""
+        """Which canonical axes each axis of a factor's packed matrix [..., R, K] runs over. The order is
+        that of kernels; two axes are joined where a product sums over both or one alone would leave most
+        of a group empty: Kronecker-sparse [a, d, b·c], and U of low rank in input groups [o, G·r]."""
         if getattr(self.of, "side", "out") == "in" and name == "U":
             return (1,), (0, 2)
         if name == "S":
@@ -271,12 +274,13 @@ class QuantizedSpec(Spec):
         return tuple((axis,) for axis in order)
 
     def matrix_shape(self, name: str) -> Shape:
-        """[..., R, K] of a factor."""
+        """The shape [..., R, K] of a factor's matrix."""
         shape = self.shapes()[name]
         return tuple(prod([shape[axis] for axis in joined]) for joined in self.axes(name))
 
     def tile(self, name: str) -> tuple[int, int] | None:
-        """Rows of a factor that share a group, and the width that each is padded to; None if none do."""
+        """How many rows of a factor share a group, and the width of each with padding; None if none
+        do."""
         K = self.matrix_shape(name)[-1]
         if not self.tiled or name != "U" or self.group < 2 * K:
             return None
@@ -284,7 +288,7 @@ class QuantizedSpec(Spec):
         return self.group // width, width
 
     def packed_shape(self, name: str) -> Shape:
-        """[..., R, K] of what is packed: `matrix_shape`, or its tiles [..., ⌈R/rows⌉, rows·width]."""
+        """The shape of what is packed: `matrix_shape`, or tiles of it [..., ⌈R/rows⌉, rows·width]."""
         if (tile := self.tile(name)) is None:
             return self.matrix_shape(name)
         *outer, R, _ = self.matrix_shape(name)
@@ -297,7 +301,7 @@ class QuantizedSpec(Spec):
         return found | {name: Stored(shape, INDEX) for name, shape in self.indices().items()}
 
     def packed_parts(self, name: str) -> dict[str, Stored]:
-        """What is stored of one factor."""
+        """The tensors that are stored for one factor, by name."""
         form = self.format_of(name)
         if form is None:
             return {name: Stored(self.shapes()[name])}
@@ -356,24 +360,21 @@ class CorrectedSpec(Spec):
         return f"{self.base.describe()} + {self.correction.structure} {self.correction.describe()}"
 
 
-def leaves(spec: Spec) -> tuple[tuple[str, Spec], ...]:
-    """The specs that a layer consists of, which are not corrected, by module in it; "" is the layer."""
-    return spec.parts()
-
-
 def families(spec: Spec) -> set[str]:
-    """Names of the structures that a layer computes with."""
-    return {leaf.structure for _, leaf in leaves(spec)}
+    """The names of the structures that a layer consists of."""
+    return {leaf.structure for _, leaf in spec.parts()}
 
 
 def stored_names(name: str) -> tuple[str, str]:
-    """``V`` -> ``V_q``, ``V_scale``; ``factors.0`` -> ``factors_q.0``, ``factors_scale.0``."""
+    """What files call the numbers and scales of a packed factor: ``V_q`` and ``V_scale`` of ``V``,
+    ``factors_q.0`` and ``factors_scale.0`` of ``factors.0``."""
     stem, dot, index = name.partition(".")
     return f"{stem}{PACKED}{dot}{index}", f"{stem}{SCALE}{dot}{index}"
 
 
 def spec_from_dict(fields: dict[str, Any]) -> Spec:
-    """The inverse of `Spec.to_dict`. Raises ValueError for an unknown structure, and as the specs."""
+    """The spec of a layer table's entry (`Spec.to_dict`). Raises ValueError for an unknown structure or
+    sizes that it cannot have."""
     fields = dict(fields)
     structure = fields.pop("structure", None)
     if structure == CorrectedSpec.structure:

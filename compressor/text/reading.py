@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from blr.compressor.base.errors import HubError, InputError
-from blr.compressor.base.packages import check_packages, is_missing
+from blr.compressor.base.exhaustion import check_packages, is_missing
 from blr.compressor.base.quoting import first_line, is_text, quote
 from blr.compressor.checkpoint.regular import (
     absence,

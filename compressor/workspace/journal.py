@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,6 +23,7 @@ from blr.compressor.base.disk import CHUNK, Bytes, fsync_folder, scratch_for, se
 from blr.compressor.base.errors import InputError, OutputError
 from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry, read_header
 from blr.compressor.checkpoint.source import Source
+from blr.compressor.workspace.manifest import is_digest
 
 SHOWN_WITHIN = 90.0  # seconds in which network file systems show what another host has written
 METADATA_KEY = "blr"  # one key only: safetensors writes several in random order
@@ -47,15 +47,13 @@ class Journal:
         self.folder = folder
 
     def count(self, counts: Callable[[dict[str, Any]], bool]) -> int:
-        """Of the entries those whose record `counts`; what they hold is not looked at."""
-        return sum(map(counts, self._records()))
-
-    def _records(self) -> Iterator[dict[str, Any]]:
+        """How many entries have a record that `counts`; their tensors are not looked at."""
+        found = 0
         for path in self.folder.glob("*.safetensors"):
             with suppress(InputError, OSError, ValueError, KeyError, TypeError):
                 record = json.loads(read_header(path).metadata[METADATA_KEY])["record"]
-                if isinstance(record, dict):
-                    yield record
+                found += isinstance(record, dict) and counts(record)
+        return found
 
     def load(self, key: str) -> tuple[dict[str, TensorEntry], dict[str, Any]] | None:
         """Stored tensors by suffix and the record beside them, or None if not (wholly) there."""
@@ -79,8 +77,7 @@ class Journal:
         return read
 
     def await_all(self, keys: list[str]) -> None:
-        """Return when what other processes have stored under `keys` is seen from here. Raises
-        OutputError: it never is."""
+        """Wait until the layers `keys` of other processes are seen here. Raises OutputError."""
         deadline = time.monotonic() + SHOWN_WITHIN
         for key in keys:
             while not (self.folder / f"{key}.safetensors").exists():
@@ -116,7 +113,9 @@ class Journal:
         scratch = scratch_for(path)
         try:
             save_file(tensors, scratch, metadata={METADATA_KEY: canonical_json(kept).decode()})
-            os.chmod(scratch, 0o666 & ~_umask())
+            current = os.umask(0)
+            os.umask(current)
+            os.chmod(scratch, 0o666 & ~current)
             settle(scratch, path)
         except BaseException:
             scratch.unlink(missing_ok=True)
@@ -139,15 +138,8 @@ def _described(tensor: Any) -> list[Any]:
 
 
 def _seal(key: str, tensors: dict[str, list[Any]], record: dict[str, Any]) -> str:
-    """SHA-256 of all that a file of the journal says and of the name it goes by: neither a changed
-    bit nor two files that changed their places pass."""
+    """SHA-256 of the contents and the name of a journal's file: changes and swaps show."""
     return hashlib.sha256(canonical_json([key, tensors, record])).hexdigest()
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
 
 
 def headers_digest(source: Source) -> str:
@@ -166,34 +158,25 @@ def versions() -> dict[str, str]:
     }
 
 
-def changes(left: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs between two fingerprints, named down to the single setting; of what has a digest,
-    that it has changed; of two commands' runs, the commands."""
+def changes(left: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """Name the settings that differ between two fingerprints; of two commands' runs, the commands."""
     before, after = (next((COMMANDS[k] for k in COMMANDS if k in run), None) for run in (left, now))
-    if before != after:
+    if not prefix and before != after:
         return [f"command was {before}, now {after}"]
-    return _changes(left, now, "")
-
-
-def _changes(left: dict[str, Any], now: dict[str, Any], prefix: str) -> list[str]:
     found = []
     for key in {**left, **now}:
         was, is_now = left.get(key), now.get(key)
         if type(was) is dict and type(is_now) is dict:
-            found += _changes(was, is_now, f"{prefix}{key}.")
+            found += changes(was, is_now, f"{prefix}{key}.")
         elif was != is_now:
-            digests = _is_digest(was) and _is_digest(is_now)
+            digests = is_digest(was) and is_digest(is_now)
             said = "has changed" if digests else f"was {_short(was)}, now {_short(is_now)}"
             found.append(f"{prefix}{key} {said}")
     return found
 
 
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
-
-
 def _short(value: Any) -> str:
-    if value is None or _is_digest(value):
+    if value is None or is_digest(value):
         return "none" if value is None else f"{value[:12]}..."
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -38,11 +38,8 @@ LOCKING = threading.Lock()  # held while a lock file comes or goes, when the lin
 
 
 class Lock:
-    """The exclusive lock on `output`, at `path`; `acquire` and `release` it.
-
-    Attributes:
-        after_kill: another run left the lock behind. moving: it was killed while it moved folders.
-    """
+    """The exclusive lock on `output`, at `path`. `after_kill`: another run left it behind; `moving`:
+    that run was killed while it moved folders."""
 
     def __init__(self, path: Path, output: Path) -> None:
         self.path, self.output = path, output
@@ -50,8 +47,7 @@ class Lock:
         self._descriptor = CLOSED
 
     def acquire(self) -> None:
-        """Take the lock without waiting. Raises OutputError: another run holds it, or something that is
-        no lock of ours is in its place."""
+        """Take the lock without waiting. Raises OutputError if that cannot be."""
         for _ in range(TRIES):
             with LOCKING:
                 if self._try():
@@ -61,19 +57,14 @@ class Lock:
         in_the_way(self.path, "not a lock file of blr")
 
     def begin_moving(self) -> None:
-        """Note, durably, that whole folders are being moved: until that is done the lock stays, even
-        when this process ends, and tells the next run whose they are."""
+        """Note durably that folders are being moved: until then the lock stays after a kill."""
         self.moving = True
         HELD_LOCKS.discard(self.path)
         self._write()
         flush(self._descriptor)
 
-    def done_moving(self) -> None:
-        """What was moved is in its place: `release` removes the lock again."""
-        self.moving = False
-
     def settled(self) -> None:
-        """What the run before left midway is seen to: from here on it is this process's lock."""
+        """Take over a lock whose run was killed, once what it left is in order."""
         self.moving = False
         self._write()
 
@@ -107,7 +98,7 @@ class Lock:
         return taken
 
     def _open(self) -> bool:
-        """Open the file; whether it was made for that."""
+        """Open the lock file; whether this made it."""
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with suppress(FileExistsError):
             self._descriptor = os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o666)
@@ -151,7 +142,7 @@ class Lock:
         return True
 
     def _read(self) -> dict[str, Any] | None:
-        """What the file says, {} if it is ours but damaged, None if it is not ours."""
+        """The contents of the lock file, {} if damaged, None if it is not a lock of blr."""
         data = os.pread(self._descriptor, MAX_BYTES, 0)
         if not data.startswith(MARK):
             return None
@@ -172,7 +163,7 @@ class Lock:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Whether the descriptor's file is locked now; None where the file system has no locks."""
+    """Whether the descriptor's file is locked now; None if the file system has no locks."""
     import fcntl
 
     try:

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import NoneType
@@ -49,11 +48,7 @@ REMEDY = "copy or compress it again; `blr verify` lists all that differs"
 
 
 def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: object) -> bytes:
-    """The manifest as JSON text; no times, no paths.
-
-    Args:
-        folder: where the files lie. files: their names to (bytes, SHA-256).
-    """
+    """The manifest of `files` (size, SHA-256) in `folder`, with `facts`, as JSON."""
     listed: dict[str, dict[str, Any]] = {}
     for name, (size, sha256) in sorted(files.items()):
         listed[name] = {"size": size, "sha256": sha256}
@@ -65,8 +60,7 @@ def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: obj
 
 
 def with_file(folder: Path, name: str, data: bytes) -> bytes:
-    """The manifest of `folder` with other contents for a listed file, which need not lie there yet.
-    Raises as `read_manifest`."""
+    """The manifest of `folder` with other contents for one listed file. Raises as `read_manifest`."""
     manifest = read_manifest(folder)
     files = {listed: (found["size"], found["sha256"]) for listed, found in manifest["files"].items()}
     files[name] = (len(data), hashlib.sha256(data).hexdigest())
@@ -86,12 +80,7 @@ def _with_digest(text: bytes, old: str, new: str) -> bytes:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of an output of ours.
-
-    Raises OutputError when `folder` carries none that this version can read, one that is damaged, or
-    one that no `blr` has written: no files, file names that leave the folder, sizes and digests that
-    are none.
-    """
+    """The manifest of an output of blr. Raises OutputError if it is missing or damaged."""
     manifest, damage = _read(folder)
     if damage:
         remedy = "the folder is not as blr wrote it: copy or compress it again"
@@ -109,8 +98,7 @@ def is_output(folder: Path) -> bool:
 
 
 def computing_digest(folder: Path) -> str | None:
-    """SHA-256 over what the manifest in `folder` says of weights and configuration: the same of a copy
-    with another card. None where there is no manifest that can be read."""
+    """SHA-256 of the listed weights and configuration alone; None without a manifest."""
     try:
         files = read_manifest(folder)["files"]
     except (OutputError, InputError):
@@ -120,8 +108,8 @@ def computing_digest(folder: Path) -> str | None:
 
 
 def verify_manifest(folder: Path) -> int:
-    """Check every file of an output and its manifest; how many files there are. Raises OutputError: as
-    `read_manifest`; VerifyError: a file or the manifest itself differs, or something cannot be read."""
+    """Check every file of an output; how many there are. Raises OutputError as `read_manifest`,
+    VerifyError for a difference."""
     manifest, damage = _read(folder)
     problems = [f"{MANIFEST}: {damage}"] if damage else verify_files(folder, manifest)
     if problems:
@@ -150,15 +138,15 @@ def _damage(manifest: dict[str, Any], text: bytes) -> str:
     kept = manifest.get(DIGEST)
     if manifest["format"] == WITHOUT_DIGEST:
         return f"format {WITHOUT_DIGEST} with a digest" if DIGEST in manifest else ""
-    if not isinstance(kept, str) or not _is_digest(kept):
+    if not isinstance(kept, str) or not is_digest(kept):
         return "no digest of its own"
     found = hashlib.sha256(_with_digest(text, kept, _UNSET)).hexdigest()
     return "" if found == kept else f"SHA-256 {found}, expected {kept}"
 
 
 def saved_by(config: dict[str, Any]) -> str | None:
-    """By whom and from what a folder was saved, None for one that `blr` wrote itself. Raises TypeError
-    or KeyError for a configuration that is none of ours."""
+    """By whom and from what a folder was saved; None if blr wrote it. Raises TypeError or KeyError for
+    other configurations."""
     saved = config["blr"].get("saved")
     if saved is None:
         return None
@@ -178,14 +166,14 @@ def _is_ours(manifest: dict[str, Any]) -> bool:
 
 
 def _is_account(manifest: dict[str, Any]) -> bool:
-    """Whether what a manifest says of its run and source has the types that commands write."""
+    """Whether the facts on run and source have the types that commands write."""
     tables = [manifest.get(name) for name in TABLES]
     source = manifest.get("source") or {}
     read = manifest.get("input_sha256")
     return (
         all(table is None or type(table) is dict for table in tables)
         and all(type(source.get(name)) in (str, NoneType) for name in ("name", "revision"))
-        and (read is None or _is_digest(read))
+        and (read is None or is_digest(read))
     )
 
 
@@ -199,12 +187,13 @@ def _is_listing(found: object) -> bool:
     return (
         type(found) is dict
         and type(found.get("size")) is int
-        and all(_is_digest(value) for key, value in found.items() if key != "size")
+        and all(is_digest(value) for key, value in found.items() if key != "size")
         and "sha256" in found
     )
 
 
-def _is_digest(value: object) -> bool:
+def is_digest(value: object) -> bool:
+    """Whether `value` is a SHA-256 in hexadecimal digits."""
     return type(value) is str and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
@@ -258,8 +247,7 @@ def _check(path: Path, expected: dict[str, Any]) -> str | None:
 
 
 def read_listed(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the manifest of `folder` lists of the files that loaders read; empty without a manifest.
-    Raises InputError for a manifest that is damaged."""
+    """The listed files that loaders read; {} without a manifest. Raises InputError for a damaged one."""
     if not os.path.lexists(folder / MANIFEST):
         return {}
     try:
@@ -270,11 +258,16 @@ def read_listed(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_listed(folder: Path, hashes: Hashes) -> None:
-    """Compare the files of an output with its manifest: their sizes, the headers of shards, and the
-    SHA-256 of those that `hashes` says. Raises InputError naming the first file that differs."""
+    """Compare sizes, headers of shards and the SHA-256 of some files with the manifest. Raises
+    InputError naming the first that differs."""
     listed = read_listed(folder)
     for name, expected in listed.items():
-        _check_outline(folder, name, expected)
+        path = inside(folder, name)
+        size = os.stat(path).st_size
+        if size != expected["size"]:
+            refuse(path, f"{size} bytes", f"{expected['size']} by {MANIFEST}", REMEDY)
+        if HEADER in expected and header_digest(path) != expected[HEADER]:
+            refuse(path, "another header", f"the one that {MANIFEST} lists", REMEDY)
     read = {
         n: e
         for n, e in listed.items()
@@ -287,8 +280,7 @@ def check_listed(folder: Path, hashes: Hashes) -> None:
 
 
 class ShardDigests:
-    """SHA-256 of the whole shards that a manifest or the hub lists, made from the bytes of their tensors
-    as they are read in order."""
+    """SHA-256 of listed shards as a whole, made as their tensors are read in order."""
 
     def __init__(self, source: Source) -> None:
         self._listed = read_listed(source.folder)
@@ -296,7 +288,7 @@ class ShardDigests:
         self._open = {path: hashlib.sha256(header_bytes(path)) for path in known}
 
     def _expected(self, path: Path) -> dict[str, str]:
-        """What a shard should have, by who says so."""
+        """The SHA-256 that a shard should have, by its source."""
         found = {}
         if (shard := remote_shard(path)) is not None and shard.sha256 is not None:
             found["the hub"] = shard.sha256
@@ -314,15 +306,6 @@ class ShardDigests:
         for path, digest in self._open.items():
             for by, expected in self._expected(path).items():
                 _compare(path, digest.hexdigest(), expected, by)
-
-
-def _check_outline(folder: Path, name: str, expected: Mapping[str, Any]) -> None:
-    path = inside(folder, name)
-    size = os.stat(path).st_size
-    if size != expected["size"]:
-        refuse(path, f"{size} bytes", f"{expected['size']} by {MANIFEST}", REMEDY)
-    if HEADER in expected and header_digest(path) != expected[HEADER]:
-        refuse(path, "another header", f"the one that {MANIFEST} lists", REMEDY)
 
 
 def _sha256(path: Path) -> str:

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
@@ -66,8 +67,8 @@ def in_the_way(path: Path, why: str) -> NoReturn:
 
 
 def check_listed(folder: Path, listed: Iterable[str]) -> Entries:
-    """The entries of `folder`, all of them plain files that `listed` names, or folders of these. Raises
-    OutputError naming the first other one."""
+    """The entries of `folder`. Raises OutputError for the first that is no plain file that `listed`
+    names, or a folder of such files."""
     names = set(listed)
     converted = {f"{PICKLED}/{name}" for name in ("teacher", *(f"module-{n}" for n in range(10)))}
     parents = {str(p) for name in names for p in PurePosixPath(name).parents}
@@ -107,8 +108,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_whole(folder: Path) -> Entries:
-    """The entries of an output of ours, which holds what its manifest lists, byte for byte. Raises
-    OutputError naming what is not, also what was changed since."""
+    """The entries of an output that is as its manifest says. Raises OutputError naming others."""
     check_folder(folder)
     manifest = read_manifest(folder)
     found = check_listed(folder, {*manifest["files"], MANIFEST})
@@ -127,8 +127,8 @@ def unchanged(before: Entries, folder: Path) -> bool:
 
 
 def remove(folder: Path, listed: Iterable[str]) -> None:
-    """Delete a folder of ours, its markers last: a kill midway leaves it recognizable. Raises
-    OutputError, before anything is deleted, if it holds anything that is not `listed`."""
+    """Delete a folder of blr, markers last, so that a kill leaves it recognizable. Raises OutputError,
+    before that, for anything not `listed`."""
     check_folder(folder)
     delete(folder, check_listed(folder, listed))
     os.rmdir(folder)
@@ -175,7 +175,7 @@ def read_marker(partial: Path) -> dict[str, Any] | None:
     files = marker.get("files")
     told = marker.get("run") is None or type(marker["run"]) is dict
     known = marker.keys() == {"about", "files", "run"} and depth(marker) <= MAX_DEPTH
-    if not (known and told and _are_names(files)):
+    if not (known and told and type(files) is list and all(map(_is_name, files))):
         in_the_way(path, "damaged")
     return marker
 
@@ -194,7 +194,7 @@ def is_unborn(partial: Path) -> bool:
 
 
 def _small(path: Path) -> bytes:
-    """The bytes of a plain file of ours; b"" for what is none or too large to be ours."""
+    """The bytes of a plain file; b"" for another kind of file, or one too large to be of blr."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -202,10 +202,8 @@ def _small(path: Path) -> bytes:
         return file.read() if plain and status.st_size <= MAX_BYTES else b""
 
 
-def _are_names(files: object) -> bool:
-    if type(files) is not list or not all(type(name) is str for name in files):
-        return False
-    return not any({"", ".", ".."} & set(name.split("/")) for name in files)
+def _is_name(name: object) -> bool:
+    return type(name) is str and not {"", ".", ".."} & set(name.split("/"))
 
 
 def canonical(value: Any) -> Any:
@@ -224,11 +222,7 @@ def output_of(path: Path) -> Path:
 
 
 def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = ()) -> None:
-    """Raise OutputError unless `output` can be written.
-
-    Args:
-        reads: names of what the run reads; of folders among them it must be apart, which is told first.
-    """
+    """Raise OutputError unless `output` can be written, apart from the folders in `reads`."""
     output = absolute(output)
     if not output.name:
         raise OutputError(f"{output}: not a folder that can be made; choose another --output")
@@ -243,7 +237,16 @@ def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = (
                 f"{quote(output, 160)[1:-1]}: a name that is no text in this locale; "
                 "choose another --output"
             )
-        _check_name(output)
+        if output.name.endswith(tuple(f".blr-{kind}" for kind in KINDS)):
+            raise OutputError(
+                f"{output}: a name kept for what lies beside an output; choose another --output"
+            )
+        with suppress(FileNotFoundError):  # of a current folder that was removed
+            if Path(os.path.realpath(os.getcwd())).is_relative_to(os.path.realpath(output)):
+                raise OutputError(
+                    f"{output}: the current folder, or one around it; expected the name of a folder "
+                    "to make: choose another --output"
+                )
         place = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())
         if not place.is_dir():
             raise OutputError(
@@ -271,7 +274,7 @@ def check_apart(output: Path, source: Path) -> None:
 
 
 def check_outside(output: Path) -> None:
-    """Raise OutputError if `output` would lie in an output of ours, which would not verify any more."""
+    """Raise OutputError if `output` would lie in another output, which would then not verify."""
     for around in Path(os.path.realpath(output)).parents:
         if os.path.isfile(around / MANIFEST):
             raise OutputError(
@@ -288,25 +291,6 @@ def absolute(output: Path) -> Path:
         raise OutputError(
             "the current folder: it was removed; expected one that is there; change to another"
         ) from None
-
-
-def _check_name(output: Path) -> None:
-    if output.name.endswith(tuple(f".blr-{kind}" for kind in KINDS)):
-        raise OutputError(
-            f"{output}: a name kept for what lies beside an output; choose another --output"
-        )
-    if _here().is_relative_to(os.path.realpath(output)):
-        raise OutputError(
-            f"{output}: the current folder, or one around it; expected the name of a folder to make: "
-            "choose another --output"
-        )
-
-
-def _here() -> Path:
-    try:
-        return Path(os.path.realpath(os.getcwd()))
-    except FileNotFoundError:  # it was removed
-        return Path("/")
 
 
 def _check_occupied(output: Path, overwrite: bool) -> None:

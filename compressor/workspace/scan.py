@@ -35,14 +35,16 @@ class Scan:
     norms: dict[str, float]
 
 
-def scan_source(source: Source, finite: Collection[str], remedy: str, progress: Progress) -> Scan:
-    """Read all of `source`, which is compared with its manifest if it has one.
+def scan_source(
+    source: Source, remedy: str, progress: Progress, finite: Collection[str] | None = None
+) -> Scan:
+    """Read all of `source`, and compare it with its manifest if it has one.
 
-    Args:
-        finite: names of floating-point tensors that must hold no NaN or Inf. remedy: if one does.
-
-    Raises NumericsError: one of them does. InputError: a shard that its manifest does not list so.
+    Raises NumericsError with `remedy` for NaN or Inf in one of the tensors `finite` (None: all floats),
+    InputError for a shard that differs from its manifest.
     """
+    if finite is None:
+        finite = {entry.name for entry in source.entries.values() if entry.is_float}
     shards = ShardDigests(source)
     places = {_place(source.entries[name]) for name in finite}
     with progress.layers(len(source.stored), READING) as advance:

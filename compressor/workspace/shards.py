@@ -20,6 +20,7 @@ from blr.compressor.checkpoint.header import BITS, TensorEntry
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,10 @@ def write_shards(
         written[name] = write_stream(folder / name, _shard_bytes(slots, read))
     if len(shards) > 1:
         name = index_name(shards)
-        written[name] = write_stream(folder / name, [_index(shards)])
+        weight_map = {slot.name: name for name, slots in shards.items() for slot in slots}
+        total = sum(slot.origin.nbytes for slots in shards.values() for slot in slots)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        written[name] = write_stream(folder / name, [(json.dumps(index, indent=2).encode() + b"\n")])
     return written
 
 
@@ -92,16 +96,6 @@ def _header(slots: list[Slot]) -> bytes:
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _index(shards: Mapping[str, list[Slot]]) -> bytes:
-    weight_map = {slot.name: name for name, slots in shards.items() for slot in slots}
-    total = sum(slot.origin.nbytes for slots in shards.values() for slot in slots)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return json.dumps(index, indent=2).encode() + b"\n"
-
-
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(text: str) -> int:

@@ -42,22 +42,15 @@ def read_kept(
     model: type[Model],
     remedy: str,
     kind: type[BlrError] = OutputError,
-    limit: int = MAX_BYTES,
 ) -> Model | None:
-    """The content of `path`, None where nothing lies there.
-
-    Args:
-        remedy: what to do about a file that cannot be used. kind: of the error. limit: in bytes.
-
-    Raises an error of `kind`, one line: a link, no plain file, too large or too deep, no JSON, or
-    something that no `blr` has written there.
-    """
+    """The content of `path` as a `model`; None where nothing is. Raises an error of `kind` with `remedy`
+    for a link, no plain file, or contents that blr does not write."""
     if not os.path.lexists(path):
         return None
     try:
         if os.path.islink(path):
             refuse(path, "a link", "a file that blr wrote", remedy)
-        return fitted(read_json(path, limit), model, path, remedy)
+        return fitted(read_json(path, MAX_BYTES), model, path, remedy)
     except InputError as error:
         said, _, _ = str(error).rpartition("; ")
         raise kind(f"{said}; {remedy}") from None
@@ -66,8 +59,7 @@ def read_kept(
 def fitted(
     data: dict[str, Any], model: type[Model], path: Path, remedy: str, expected: str = OURS
 ) -> Model:
-    """Parsed JSON as a `model`; `path` names the file in errors, which say that there should be what is
-    `expected`. Raises InputError."""
+    """Parsed JSON as a `model`. Raises InputError, which names `path` and what is `expected`."""
     if depth(data) > MAX_DEPTH:
         refuse(path, f"over {MAX_DEPTH} nested levels", expected, remedy)
     try:

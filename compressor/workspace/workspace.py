@@ -31,15 +31,10 @@ class Workspace:
     """Exclusive access to the partial folder of one output; use as a context manager.
 
     Args:
-        output: the folder to produce.
-        overwrite: replace an existing output of ours.
-        restart: discard what an earlier run left instead of resuming it.
-        visiting: another process of the same run has it, this one adds to its journal: it is not to be
-            entered, and nothing is checked.
+        overwrite: replace an existing output of blr. restart: discard what an earlier run left.
+        visiting: another process holds it, this one adds to its journal, and does not enter.
 
-    Raises (on entering):
-        OutputError: locked by another run, not writable, or something that is not ours is where
-            output, partial folder, replaced output or lock belong.
+    Raises OutputError, on entering, if another run holds it, or if it is not writable or not of blr.
     """
 
     def __init__(
@@ -101,48 +96,43 @@ class Workspace:
             ownership.write_marker(self.partial, self.fingerprint or self._left, self._files)
 
     def open(self, fingerprint: dict[str, Any]) -> None:
-        """Make the partial folder ready for a run.
-
-        Args:
-            fingerprint: everything a resumed run must agree on, by name, JSON-ready.
-
-        Raises OutputError: left by a run with another fingerprint (the message names what changed).
-        """
+        """Make the partial folder ready for a run, which `fingerprint` (JSON-ready) describes. Raises
+        OutputError, naming the differences, for work of a run with another one."""
         self.fingerprint = ownership.canonical(fingerprint)
         if self._left is not None and self._holds_work():
-            self._check_fingerprint(self._left)
+            changed = changes(self._left, self.fingerprint)
+            if changed:
+                discard = "pass --restart to discard it" if self._is_marked() else "move it away"
+                raise OutputError(
+                    f"{self.partial}: left by a run with other settings ({'; '.join(changed)}); "
+                    f"run again with those, or {discard}"
+                )
         if self._is_marked() or not os.path.lexists(self.partial):
             self.claim()
             self.journal.folder.mkdir(exist_ok=True)
             self._remove_scratch()
 
+    def _remove_scratch(self) -> None:
+        """Delete what killed runs were writing."""
+        found = ownership.check_listed(self.partial, self._files)
+        ownership.delete(self.partial, {n: s for n, s in found.items() if ownership.is_scratch(n)})
+
     def finished(self, read: str) -> bool:
-        """Whether an earlier run with this fingerprint was killed when all was written.
-
-        Args:
-            read: digest of everything that the run reads, as it is now.
-
-        Such a run may have been stopped before the last rename, which is then made up for, or
-        after it, if it was to overwrite.
-        """
+        """Whether an earlier run of this fingerprint had written everything; `read` is the digest of its
+        input. One that was stopped before the last rename is committed now."""
         if self.holds_result(self.partial, read):
             self.commit()
             return True
         if not self._is_marked():
             ownership.in_the_way(self.partial, "an output of its own, made from other weights")
         (self.partial / MANIFEST).unlink(missing_ok=True)
-        done = self._after_kill and self._is_result(self.output, read, verify_files)
+        done = self._after_kill and self.holds_result(self.output, read, verify_files)
         if done:
             ownership.remove(self.partial, self._files)
         return done
 
-    def holds_result(self, folder: Path, read: str) -> bool:
-        """Whether `folder` is whole, and what a run with this fingerprint makes of what it reads."""
-        return self._is_result(folder, read, verify_listed)
-
     def commit(self) -> None:
-        """Turn the partial folder, whose manifest is written, into the output. Everything that the
-        manifest does not list is purged first, then one rename."""
+        """Turn the partial folder, whose manifest is written, into the output: purge and rename."""
         listed = {*read_manifest(self.partial)["files"], MANIFEST}
         found = ownership.check_listed(self.partial, self._files | listed)
         replaces = self._replaces()
@@ -154,25 +144,6 @@ class Workspace:
         self._lock.begin_moving()  # from here on it is the lock that tells whose the folder is
         (self.partial / ownership.RUN_FILE).unlink(missing_ok=True)
         fsync_folder(self.partial)
-        self._move(replaces)
-        self._lock.done_moving()
-
-    @contextmanager
-    def room(self, needed: int, check: bool = True) -> Iterator[None]:
-        """For work that writes up to `needed` bytes beside what is there. Raises StorageError before it
-        for less room (if `check`), and for what the system then says."""
-        parent = self.output.parent
-        with storage_errors(parent, needed, self.output, self._holds_work):
-            if check:
-                check_space(parent, needed - self.used_bytes())
-            yield
-
-    def used_bytes(self) -> int:
-        """What an earlier run left of its work in the partial folder, in bytes."""
-        return folder_bytes(self.partial) - folder_bytes(self.pickled)
-
-    def _move(self, replaces: bool) -> None:
-        """Put the partial folder in the place of the output, which goes only then."""
         if replaces:
             os.rename(self.output, self.retired)
         try:
@@ -184,6 +155,20 @@ class Workspace:
         fsync_folder(self.output.parent)
         if replaces:
             ownership.remove(self.retired, self._replaced)
+        self._lock.moving = False  # `release` removes the lock again
+
+    @contextmanager
+    def room(self, needed: int, check: bool = True) -> Iterator[None]:
+        """Turn errors of storage into StorageError; with `check` first ask for `needed` bytes."""
+        parent = self.output.parent
+        with storage_errors(parent, needed, self.output, self._holds_work):
+            if check:
+                check_space(parent, needed - self.used_bytes())
+            yield
+
+    def used_bytes(self) -> int:
+        """What an earlier run left of its work in the partial folder, in bytes."""
+        return folder_bytes(self.partial) - folder_bytes(self.pickled)
 
     def _replaces(self) -> bool:
         return self.overwrite and self.output.is_dir() and any(self.output.iterdir())
@@ -200,13 +185,8 @@ class Workspace:
             if stat.S_ISDIR(found[name].st_mode):
                 fsync_folder(self.partial / name)
 
-    def _remove_scratch(self) -> None:
-        """Delete what killed runs were writing."""
-        found = ownership.check_listed(self.partial, self._files)
-        ownership.delete(self.partial, {n: s for n, s in found.items() if ownership.is_scratch(n)})
-
-    def _is_result(self, folder: Path, read: str, verify: Verify) -> bool:
-        """Whether `folder` holds what this run would produce, whole."""
+    def holds_result(self, folder: Path, read: str, verify: Verify = verify_listed) -> bool:
+        """Whether `folder` is whole, and what a run with this fingerprint makes of what it reads."""
         try:
             manifest = read_manifest(folder)
         except OutputError:
@@ -229,11 +209,8 @@ class Workspace:
             ownership.remove(self.retired, listed)
 
     def _take_partial(self) -> None:
-        """See that what is in the place of the partial folder is ours, and what it may hold.
-
-        A whole output without the other marker is only ours to finish, as this very run would, unless
-        the lock says that a run was killed as it moved it.
-        """
+        """Check that the partial folder is of blr. A whole output in it is this run's to finish only
+        with the same fingerprint, or if the lock tells of a killed move."""
         if not os.path.lexists(self.partial):
             return
         ownership.check_folder(self.partial)
@@ -243,20 +220,18 @@ class Workspace:
             self._left = marker["run"]
             ownership.check_listed(self.partial, self._files)
         elif (self.partial / MANIFEST).exists():
-            self._take_whole(read_manifest(self.partial))
+            manifest = read_manifest(self.partial)
+            self._files = {*manifest["files"], MANIFEST, ownership.RUN_FILE}
+            self._left = manifest.get("run") or {}
+            ownership.check_listed(self.partial, self._files)
+            if self._lock.moving:
+                self.claim()
+            elif self.restart:
+                ownership.in_the_way(self.partial, "a whole output, which --restart does not discard")
         elif ownership.is_unborn(self.partial) or (self._after_kill and not any(self.partial.iterdir())):
             ownership.remove(self.partial, {ownership.RUN_FILE})
         else:
             ownership.in_the_way(self.partial, "without the mark of blr")
-
-    def _take_whole(self, manifest: dict[str, Any]) -> None:
-        self._files = {*manifest["files"], MANIFEST, ownership.RUN_FILE}
-        self._left = manifest.get("run") or {}
-        ownership.check_listed(self.partial, self._files)
-        if self._lock.moving:
-            self.claim()
-        elif self.restart:
-            ownership.in_the_way(self.partial, "a whole output, which --restart does not discard")
 
     def _is_marked(self) -> bool:
         return os.path.lexists(self.partial / ownership.RUN_FILE)
@@ -264,12 +239,3 @@ class Workspace:
     def _holds_work(self) -> bool:
         """Whether there is anything to resume in the partial folder: a finished layer or all."""
         return (self.partial / MANIFEST).exists() or any(self.journal.folder.glob("*.safetensors"))
-
-    def _check_fingerprint(self, left: dict[str, Any]) -> None:
-        changed = changes(left, self.fingerprint)
-        if changed:
-            discard = "pass --restart to discard it" if self._is_marked() else "move it away"
-            raise OutputError(
-                f"{self.partial}: left by a run with other settings ({'; '.join(changed)}); "
-                f"run again with those, or {discard}"
-            )

@@ -59,9 +59,15 @@ def dispatch(
         return x.new_zeros(0, shape.outputs)
     plain = on_cpu if on_cpu is not None and x.device.type == "cpu" else reference
     _, run, config = _chosen(structure, shape, bucket(len(x)), x.dtype, x.device, variants, plain)
-    call = partial(run, **config)
-    bounded = run is not on_cpu and structure in MIXED
-    return _in_chunks(call, shape, x, factors, bias) if bounded else _whole(call, x, factors, bias)
+    n, tokens = len(x), len(x)
+    if run is not on_cpu and structure in MIXED:
+        tokens = _tokens(shape, x.dtype, x.device.type)
+    if n <= tokens:
+        return run(x, *factors, bias=bias, **config).contiguous()
+    y = x.new_empty(n, shape.outputs)
+    for start, stop in chunks(n, tokens):
+        y[start:stop] = run(x[start:stop], *factors, bias=bias, **config)
+    return y
 
 
 def plan(
@@ -136,26 +142,9 @@ def _check(
         raise ValueError(f"{structure}: inputs of {x.shape[-1]} features, expected {shape.inputs}")
 
 
-def _whole(call: Variant, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    return call(x, *factors, bias=bias).contiguous()
-
-
-def _in_chunks(
-    call: Variant, shape: Shape, x: Tensor, factors: Sequence[Tensor], bias: Tensor | None
-) -> Tensor:
-    """As `_whole`, as many tokens at a time as BLR_TRANSIENT has room for."""
-    n, tokens = len(x), _tokens(shape, x.dtype, x.device.type)
-    if n <= tokens:
-        return _whole(call, x, factors, bias)
-    y = x.new_empty(n, shape.outputs)
-    for start, stop in chunks(n, tokens):
-        y[start:stop] = call(x[start:stop], *factors, bias=bias)
-    return y
-
-
 def _tokens(shape: Shape, dtype: torch.dtype, device: str) -> int:
-    """How many tokens a product takes at a time: those whose two intermediates [blocks, n, rank] are
-    within BLR_TRANSIENT, and at least `FEWEST`, below which products of blocks are slower."""
+    """How many tokens BLR_TRANSIENT has room for at a time: those whose two intermediates [blocks, n,
+    rank] are within it, and at least `FEWEST`, below which products of blocks are slower."""
     bound = transient_bytes(device)
     if bound is None:
         return sys.maxsize
@@ -180,17 +169,11 @@ def _chosen(
     variants: Variants,
     reference: Variant,
 ) -> tuple[str, Variant, dict[str, Any]]:
-    if not _has_kernels(dtype, device):
+    wrong = device.type == "cpu" and dtype == torch.bfloat16  # in Triton's interpreter
+    if wrong or not kernel_device(torch.empty(0, device=device)):
         return REFERENCE, reference, {}
     variant, config = choose(structure, shape, n, dtype, device)
     table = variants() if variant != REFERENCE else {}
     if variant not in table:
         variant, config = heuristic(structure, n, dtype)
     return (variant, table[variant], config) if variant in table else (REFERENCE, reference, {})
-
-
-def _has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
-    """Triton's interpreter on the CPU has no correct bfloat16 products."""
-    if device.type == "cpu" and dtype == torch.bfloat16:
-        return False
-    return kernel_device(torch.empty(0, device=device))

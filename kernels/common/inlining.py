@@ -33,7 +33,13 @@ _LOWERED: list[tuple[Operator, Callable[..., Any]]] = []
 
 def inlined(operator: Operator, structure: str, shape: Callable[..., Shape]) -> Operator:
     """`operator`, which compilations may look into; `shape` gives its sizes by its factors."""
-    _LOWERED.append((operator, _decomposition(operator, structure, shape)))
+
+    def decompose(x: Tensor, *rest: Any) -> Any:
+        factors = [t for t in rest[:-1] if isinstance(t, Tensor)]
+        plain = is_plain(structure, shape(*factors), x)
+        return (operator.plain if plain else operator.bare)(x, *rest)
+
+    _LOWERED.append((operator, decompose))
     return operator
 
 
@@ -79,25 +85,11 @@ def is_plain(structure: str, shape: Shape, x: Tensor) -> bool:
         return form == "plain"
     if not isinstance(x.shape[0], int) or not kernel_device(x):
         return False  # any number of tokens; or no kernels, and a form of its own on a CPU
-    if _is_bound_by_calls(structure, shape, x.shape[0]):
-        return True
-    chosen, _ = choose(structure, shape, x.shape[0], x.dtype, x.device)
-    return chosen in (*PLAIN[structure][-1:], REFERENCE)
-
-
-def _is_bound_by_calls(structure: str, shape: Shape, n: int) -> bool:
-    """Whether the host's calls, and not the GPU, are what n tokens take."""
     from torch._inductor import config
 
-    numbers = n * (shape.inputs + shape.outputs)
-    return n > FEW and numbers <= HOST_BOUND.get(structure, 0) and not config.triton.cudagraphs
-
-
-def _decomposition(operator: Operator, structure: str, shape: Callable[..., Shape]) -> Any:
-    def decompose(x: Tensor, *rest: Any) -> Any:
-        factors = [t for t in rest[:-1] if isinstance(t, torch.Tensor)]
-        if is_plain(structure, shape(*factors), x):
-            return operator.plain(x, *rest)
-        return operator.bare(x, *rest)
-
-    return decompose
+    n = x.shape[0]
+    few = n * (shape.inputs + shape.outputs) <= HOST_BOUND.get(structure, 0)
+    if n > FEW and few and not config.triton.cudagraphs:
+        return True  # the host's calls, and not the GPU, are what n tokens take
+    chosen, _ = choose(structure, shape, n, x.dtype, x.device)
+    return chosen in (*PLAIN[structure][-1:], REFERENCE)

@@ -70,8 +70,10 @@ def register(
 
 
 def _implemented(library: Any, name: str, schema: str, run: Any, fake: Any) -> str:
-    """The name of an operator that has still to be told of gradients."""
-    free = _define(library, name, schema)
+    """The name of an operator that has still to be told of gradients: the first that is free."""
+    names = (f"{name}_{number}" if number else name for number in count())
+    free = next(each for each in names if not hasattr(getattr(torch.ops, NAMESPACE), each))
+    library.define(free + schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(free, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{free}", fake, lib=library)
     return free
@@ -79,15 +81,6 @@ def _implemented(library: Any, name: str, schema: str, run: Any, fake: Any) -> s
 
 def _found(name: str) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
-def _define(library: torch.library.Library, name: str, schema: str) -> str:
-    for number in count():
-        free = f"{name}_{number}" if number else name
-        if not hasattr(getattr(torch.ops, NAMESPACE), free):
-            library.define(free + schema, tags=(torch.Tag.pt2_compliant_tag,))
-            return free
-    raise AssertionError
 
 
 def apply(operator: Operator, x: Tensor, *arguments: Any) -> Any:

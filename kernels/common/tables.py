@@ -76,7 +76,8 @@ def choose(
 def product_choice(shape: Shape, n: int, device: torch.device) -> Choice | None:
     """What was measured for one product in float8, of n rows with `shape.inputs` numbers in each of
     `shape.blocks`: "library", or "tile" and its fields. None if nobody measured it."""
-    return _product(shape, bucket(n), gpu_key(device))
+    rule = _measured(PRODUCT, shape, bucket(n), torch.bfloat16, gpu_key(device))
+    return None if rule is None else (rule["variant"], dict(rule.get("config") or {}))
 
 
 def prefers_dequantized(
@@ -84,7 +85,8 @@ def prefers_dequantized(
 ) -> bool:
     """Whether a layer with float8 weights was measured to be faster for n tokens with its weights
     dequantized and its inputs as they are. `structure`: a key of `FLOAT8`."""
-    return _dequantized(structure, shape, bucket(n), dtype, gpu_key(device))
+    rule = _measured(FLOAT8[structure], shape, bucket(n), dtype, gpu_key(device))
+    return rule is not None and rule["variant"] == DEQUANTIZED
 
 
 def bucket(n: int) -> int:
@@ -138,8 +140,7 @@ def heuristic(structure: str, n: int, dtype: torch.dtype) -> Choice:
 def forget() -> None:
     """Read the tables again at the next choice."""
     _choose.cache_clear()
-    _product.cache_clear()
-    _dequantized.cache_clear()
+    _measured.cache_clear()
     forget_rules()
 
 
@@ -155,15 +156,8 @@ def _choose(structure: str, shape: Shape, n: int, dtype: torch.dtype, gpu: str) 
 
 
 @cache
-def _product(shape: Shape, n: int, gpu: str) -> Choice | None:
-    rule = first_match(tuned_rules(gpu), PRODUCT, shape, n, torch.bfloat16)
-    return None if rule is None else (rule["variant"], dict(rule.get("config") or {}))
-
-
-@cache
-def _dequantized(structure: str, shape: Shape, n: int, dtype: torch.dtype, gpu: str) -> bool:
-    rule = first_match(tuned_rules(gpu), FLOAT8[structure], shape, n, dtype)
-    return rule is not None and rule["variant"] == DEQUANTIZED
+def _measured(structure: str, shape: Shape, n: int, dtype: torch.dtype, gpu: str) -> Rule | None:
+    return first_match(tuned_rules(gpu), structure, shape, n, dtype)
 
 
 def _holds(rule: Rule, structure: str, shape: Shape, n: int, dtype: torch.dtype) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,27 +17,23 @@ from blr.kernels.fp8.reference import E4M3, LARGEST, SLACK, Rows, room_for
 
 UNITS = 132  # multiprocessors of an H100 and an H200
 SHORT = 256  # terms of a sum that ends before its pipeline is full
+GROUP = 8  # rows of tiles whose programs are neighbours
 BESIDE = ("layer", "swiglu", "geglu")  # what is made of a second tensor, too
-OVERLAP = False  # whether kernels start while those before them end
 _PLANS = Plans()
 
 
 class Fp8Tile(NamedTuple):
     """How a product is cut. programs: a multiprocessor, 0 for one a tile. store: 0 by pointers, 1 by the
-    bulk copy engine, 2 in halves. exact: terms, at most BK, that the tensor cores add with fewer bits
-    than float32 before their sum is added in float32; None for all of a row."""
+    bulk copy engine, 2 in halves."""
 
     BM: int = 128
     BN: int = 128
     BK: int = 128
-    GROUP: int = 8
     warps: int = 8
     stages: int = 4
     programs: int = 0
     store: int = 0
     flatten: bool = False
-    tma: bool = True
-    exact: int | None = None
 
 
 def quantize_rows(
@@ -54,8 +51,7 @@ def quantize_rows(
     made = Rows(q, torch.empty(3, room_for(n), dtype=torch.float32, device=x.device))
     if n:
         given = tuple(t for t in (other, gain, keep) if t is not None)
-        key = (make, eps, *map(_form, (x, *given)), _aligned(x, *given), OVERLAP, x.device)
-        launch, numbers = _plan(key, _rows_plan, x, make, other, keep, eps)
+        launch, numbers = _plan(_rows_plan, (x, *given), (make, eps), x, make, other, keep, eps)
         tensors = (x if t is None else t for t in (other, gain, keep))
         launch(x, *tensors, q, made.scale, made.unit_norm, made.norm, *numbers)
     return made
@@ -72,7 +68,7 @@ def _rows_plan(x: Tensor, make: str, other: Tensor | None, keep: Tensor | None, 
     constants |= {"KEEP": keep is not None}
     numbers = (K, x.stride(0), beside, 0 if keep is None else keep.stride(0), K, eps)
     warps = min(max(block // 1024, 1), 8)
-    return _bound(quantize_kernel, (n,), constants, x, num_warps=warps), numbers
+    return Bound(quantize_kernel, (n,), constants, num_warps=warps), numbers
 
 
 def product(
@@ -100,8 +96,8 @@ def product(
     if a.shape[0] * a.shape[1] * b.shape[1] == 0:
         return out
     tensors = (a, b, by_row, by_col, out) if bias is None else (a, b, by_row, by_col, out, bias)
-    key = (*map(_form, tensors), _aligned(*tensors), part, tile, OVERLAP, a.device)
-    launch, boxes, numbers = _plan(key, _product_plan, a, b, by_col, out, bias, part, tile)
+    given = (a, b, by_col, out, bias, part, tile)
+    launch, boxes, numbers = _plan(_product_plan, tensors, (part, tile), *given)
     first: Any = (a, b)
     if boxes is not None:
         from blr.kernels.fp8.triton import TensorDescriptor
@@ -122,18 +118,17 @@ def _product_plan(
     tile = tile or chosen_tile(M, N, K, batch, a.device)
     column = (0, N) if part is None else (out.stride(2), part)
     tail = (0 if bias is None else bias.stride(0), out.stride(0), out.stride(1), *column)
-    constants: dict[str, Any] = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP}
-    constants |= {"EXACT": tile.exact, "BIAS": bias is not None}
-    constants |= {"RUN": run_length(N if part is None else part)}
+    constants: dict[str, Any] = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": GROUP}
+    constants |= {"BIAS": bias is not None, "RUN": run_length(N if part is None else part)}
     tiles = -(-M // tile.BM) * -(-N // tile.BN)
-    if tile.tma and tma_ready(a, b):
+    if tma_ready(a, b):
         store = tile.store if part is None and _stores(out, tile) else 0
         return _engine_plan(a, b, by_col, out, tail, tile._replace(store=store), tiles, constants)
     from blr.kernels.fp8.triton import product_kernel
 
     numbers = (M, N, K, a.stride(0), a.stride(1), b.stride(0), b.stride(1), by_col.stride(0), *tail)
     options = {"num_stages": min(tile.stages, 3), "num_warps": tile.warps}
-    return _bound(product_kernel, (tiles, batch), constants, a, **options), None, numbers
+    return Bound(product_kernel, (tiles, batch), constants, **options), None, numbers
 
 
 def _engine_plan(
@@ -155,7 +150,7 @@ def _engine_plan(
     boxes = _box(left, tile.BM, tile.BK), _box(right, tile.BN, tile.BK), to
     numbers = (M, b.shape[1], K, batch, a_rows, a_cols, b_rows, b_cols, by_col.stride(0), *tail)
     constants |= {"STORE": tile.store, "FLATTEN": tile.flatten, "STAGES": tile.stages}
-    return _bound(product_tma_kernel, (programs,), constants, a, num_warps=tile.warps), boxes, numbers
+    return Bound(product_tma_kernel, (programs,), constants, num_warps=tile.warps), boxes, numbers
 
 
 def _box(t: Tensor, rows: int, cols: int) -> tuple[list[int], list[int], list[int]]:
@@ -165,10 +160,8 @@ def _box(t: Tensor, rows: int, cols: int) -> tuple[list[int], list[int], list[in
 
 def mix(z: Tensor, s: Tensor, out: Tensor) -> Tensor:
     """``out[k] = Σ_l s[k, l] ⊙ z[l]`` for z [b, n, r], s float32 [b, b, r], out [b, n, r] in float8."""
-
     if z.shape[1]:
-        key = (*map(_form, (z, s, out)), _aligned(z, s, out), OVERLAP, z.device)
-        launch, numbers = _plan(key, _mix_plan, z, out)
+        launch, numbers = _plan(_mix_plan, (z, s, out), (), z, out)
         launch(z, s, out, *numbers)
     return out
 
@@ -183,7 +176,7 @@ def _mix_plan(z: Tensor, out: Tensor) -> Any:
     constants = {"BLOCKS": blocks, "WIDTH": width, "TOKENS": tokens, "RANKS": 128}
     numbers = (n, rank, z.stride(0), z.stride(1), out.stride(0), out.stride(1))
     grid = (-(-n // tokens), -(-rank // 128))
-    return _bound(mix_kernel, grid, constants, z, num_warps=4), numbers
+    return Bound(mix_kernel, grid, constants, num_warps=4), numbers
 
 
 def tma_ready(a: Tensor, b: Tensor) -> bool:
@@ -233,25 +226,12 @@ def _batched(rows: int, N: int, K: int) -> Fp8Tile:
     return Fp8Tile(BM=128, BN=256, stages=3)
 
 
-def _aligned(*tensors: Tensor) -> tuple[bool, ...]:
-    """Which of them start at multiples of 16 bytes, which kernels are compiled for."""
-    return tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
-
-
-def _form(t: Tensor) -> tuple[Any, ...]:
-    return t.dtype, t.shape, t.stride()
-
-
-def _plan(key: Any, make: Any, *arguments: Any) -> Any:
-    """What `make` makes, once for all tensors of the same sizes, strides, dtypes and alignment."""
-    return _PLANS.get((make, key)) or _PLANS.keep((make, key), make(*arguments))
-
-
-def _bound(kernel: Any, grid: Any, constants: Any, like: Tensor, **options: Any) -> Bound:
-    """A launch, starting while the kernel before it ends where that is asked for."""
-    overlaps = OVERLAP and supports_pdl(like.device)
-    options |= {"launch_pdl": True} if overlaps else {}
-    return Bound(kernel, grid, {**constants, "PDL": overlaps}, **options)
+def _plan(make: Any, tensors: Sequence[Tensor], more: tuple[Any, ...], *given: Any) -> Any:
+    """``make(*given)``, once for all `tensors` of the same sizes, strides, dtypes and alignment, and the
+    same `more`: kernels are compiled for what starts at multiples of 16 bytes."""
+    forms = [(t.dtype, t.shape, t.stride(), t.data_ptr() % 16 == 0) for t in tensors]
+    key = (make, more, *forms, tensors[0].device)
+    return _PLANS.get(key) or _PLANS.keep(key, make(*given))
 
 
 def _stores(out: Tensor, tile: Fp8Tile) -> bool:

@@ -11,49 +11,14 @@ from blr.kernels.fp8.reference import Rows
 FROM = 1 << 21  # outputs of a product from which the library's is as fast, and quicker to start
 
 
-def dense(
-    x: Rows,
-    weight: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast: bool = True,
-) -> Tensor:
-    """``y = x Wᵀ + bias``, [n, o], a scale a row of both.
-
-    Args:
-        weight: float8 [o, i], o and i multiples of 16. scale: float32 [o]. dtype: bfloat16.
-        fast: sums in fewer bits than float32 has.
-    """
-    return product(x.q, column(x, 0), weight, scale[None], dtype, bias, fast)
-
-
-def second(
-    z: Tensor,
-    x: Rows,
-    U: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """The second product of two, [n, o]: z float8 [n, r] by the norms of `x`, U float8 [1, o, r] by
-    `scale` [1, o], o and r multiples of 16."""
-    return product(z, column(x, 2), U, scale, dtype, bias)
-
-
 def product(
-    a: Tensor,
-    by_row: Tensor,
-    b: Tensor,
-    by_col: Tensor,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast: bool = True,
+    a: Tensor, by_row: Tensor, b: Tensor, by_col: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """[n, o] of a [n, k] by `by_row` [n, 1] and b [o, k] or [1, o, k] by `by_col` [1, o]."""
+    """[n, o] of float8 a [n, k] by `by_row` [n, 1] and b [o, k] or [1, o, k] by `by_col` [1, o], o and k
+    multiples of 16, dtype bfloat16; sums in fewer bits than float32 has."""
     b = torch.as_strided(b, (b.shape[-1], b.shape[-2]), (1, b.stride(-2)))
     return torch._scaled_mm(
-        a, b, scale_a=by_row, scale_b=by_col, bias=bias, out_dtype=dtype, use_fast_accum=fast
+        a, b, scale_a=by_row, scale_b=by_col, bias=bias, out_dtype=dtype, use_fast_accum=True
     )
 
 
@@ -71,8 +36,8 @@ def fits(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def takes(n: int, U: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `second` can, for U [1, o, r], and was measured to be the faster way: by the tables, else
-    on an H200."""
+    """Whether it can take the second product of two, by U [1, o, r], and was measured to be the faster
+    way: by the tables, else on an H200."""
     if not fits(U, dtype):
         return False
     outputs, rank = U.shape[-2:]

@@ -1,28 +1,33 @@
 """Products of layers with float8 weights: the operators `blr::fp8_rows` and `blr::fp8_product`.
 
-Neither has gradients. Rows are an operator under `torch.compile`, too: what a compiler makes of the two
-reductions behind a norm is slower than our kernel (scripts/log).
+What runs tensors of given shapes is decided once, and launched again without the Python that led to it.
+Neither operator has gradients. Rows are an operator under `torch.compile`, too: what a compiler makes of
+the two reductions behind a norm is slower than our kernel (scripts/log).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr.kernels.common.available import kernels_on
+from blr.kernels.common.available import kernel_device, kernels_on
 from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.registration import register
+from blr.kernels.common.replay import Launches
 from blr.kernels.common.tables import FLOAT8
-from blr.kernels.fp8.plans import product_plan, rows_plan
+from blr.kernels.fp8 import library, reference
 from blr.kernels.fp8.reference import E4M3, Rows, Scales, room_for
 
 CAPABILITY = (8, 9)  # of devices with tensor cores for float8
 STRUCTURES = tuple(FLOAT8)
 _PLANS = Plans()
+
+RowsPlan = Callable[..., Any]  # (x, other, gain) -> (q, numbers), and what was rounded
+ProductPlan = Callable[..., Tensor]  # (q, numbers, U, V, first, second, mix, bias) -> y
 
 
 def fp8_device(device: torch.device) -> bool:
@@ -105,6 +110,73 @@ def _run_product(
     key = (structure, q.shape, U.shape, inner, dtype, kind, q.device)
     run = _PLANS.get(key) or _PLANS.keep(key, product_plan(structure, len(q), U, dtype))
     return run(q, numbers, U, V, first, second, mix, bias)
+
+
+def rows_plan(x: Tensor, make: str, eps: float, keep: bool) -> RowsPlan:
+    """How rows [n, K] like x are rounded: as of `reference.quantize_rows`.
+
+    keep: what is rounded is given, too.
+    """
+    if not kernel_device(x):
+        return partial(_rows, reference.quantize_rows, make, eps, keep)
+    from blr.kernels.fp8.launch import quantize_rows
+
+    return Launches(partial(_rows, quantize_rows, make, eps, keep))
+
+
+def _rows(
+    run: Any, make: str, eps: float, keep: bool, x: Tensor, other: Tensor | None, gain: Tensor | None
+) -> tuple[Tensor, ...]:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if other is not None and other.stride(-1) != 1:
+        other = other.contiguous()
+    made = torch.empty(x.shape, dtype=x.dtype, device=x.device) if keep else None
+    found: Rows = run(x, make, other, gain, eps, made)
+    return tuple(found) if made is None else (*found, made)
+
+
+def product_plan(structure: str, n: int, U: Tensor, dtype: torch.dtype) -> ProductPlan:
+    """How products of n rows with weights like U (of a dense layer its weight) are computed."""
+    if not kernel_device(U):
+        return partial(_plain, structure, dtype)
+    if structure == "dense" and library.fits(U, dtype):
+        return partial(_library_dense, dtype)
+    if structure == "lowrank" and library.takes(n, U, dtype):
+        return partial(_halves, Launches(_inner), dtype)
+    return Launches(partial(_ours, structure, dtype))
+
+
+def _plain(structure: str, dtype: torch.dtype, *given: Any) -> Tensor:
+    q, numbers, U, V, *scales, bias = given
+    weights, made = ([t for t in each if t is not None] for each in ((U, V), scales))
+    return reference.layer(structure, Rows(q, numbers), weights, made, dtype, bias)
+
+
+def _library_dense(dtype: torch.dtype, *given: Any) -> Tensor:
+    q, numbers, weight, _, _, by, _, bias = given
+    return library.product(q, library.column(Rows(q, numbers), 0), weight, by[None], dtype, bias)
+
+
+def _halves(inner: Launches, dtype: torch.dtype, *given: Any) -> Tensor:
+    """Low rank: our first product, the library's second."""
+    q, numbers, U, V, first, by, _, bias = given
+    by_row = library.column(Rows(q, numbers), 2)
+    return library.product(inner(q, numbers, V, first), by_row, U, by, dtype, bias)
+
+
+def _inner(q: Tensor, numbers: Tensor, V: Tensor, first: Tensor) -> Tensor:
+    from blr.kernels.fp8.layers import inner
+
+    return inner(Rows(q, numbers), V, first)
+
+
+def _ours(structure: str, dtype: torch.dtype, *given: Any) -> Tensor:
+    from blr.kernels.fp8.layers import LAYERS, dense
+
+    q, numbers, U, V, first, by, mix, bias = given
+    if structure == "dense":
+        return dense(Rows(q, numbers), U, by, dtype, bias)
+    return LAYERS[structure](Rows(q, numbers), U, V, Scales(first, by, mix), dtype, bias)
 
 
 def _fake(

@@ -3,7 +3,6 @@
 try:
     import triton
     import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
     from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401  (for the launcher)
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
@@ -48,13 +47,10 @@ def activated(
 def quantize_kernel(
     x, other, gain, y, q, scale, unit_norm, norm, K, x_row, other_row, y_row, q_row, eps,
     MAKE: tl.constexpr, BLOCK: tl.constexpr, SLACK: tl.constexpr, LARGEST: tl.constexpr,
-    KEEP: tl.constexpr, PDL: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     """A row in float8: `q`, its scale, and a bound of the norm of what `q` stands for (`norm`), over the
     scale and inverted in `unit_norm`. KEEP: what is rounded goes to `y`, too."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < K
@@ -97,16 +93,11 @@ def finish_fp8(
 def product_kernel(
     a, b, by_row, by_col, bias, c,
     M, N, K, a_batch, a_row, b_batch, b_row, by_batch, bias_batch, c_batch, c_row, c_part, part,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr,
-    BIAS: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BIAS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """``c[g, m, col(n)] = by_row[m] · by_col[g, n] · Σ_k a[g, m, k] b[g, n, k] + bias[g, n]``.
-
-    K has stride 1 in both. EXACT: as of `launch.Fp8Tile`.
-    """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    """``c[g, m, col(n)] = by_row[m] · by_col[g, n] · Σ_k a[g, m, k] b[g, n, k] + bias[g, n]``, K of
+    stride 1 in both."""
     batch = tl.program_id(1).to(tl.int64)
     tile_m, tile_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
     rows = (tile_m * BM + tl.arange(0, BM)).to(tl.int64)
@@ -119,7 +110,7 @@ def product_kernel(
         inside = lane < K - k
         left = tl.load(at, mask=inside[None, :], other=0.0)
         right = tl.load(bt, mask=inside[:, None], other=0.0)
-        sums = tl.dot(left, right, sums, max_num_imprecise_acc=EXACT)
+        sums = tl.dot(left, right, sums)
         at += BK
         bt += BK
     finish_fp8(sums, by_row, by_col, bias, c, batch, rows, cols, M, N, by_batch, bias_batch,
@@ -131,9 +122,8 @@ def product_tma_kernel(
     a, b, to, by_row, by_col, bias, c,
     M, N, K, BATCHES, a_rows, a_cols, b_rows, b_cols,
     by_batch, bias_batch, c_batch, c_row, c_part, part,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr,
-    BIAS: tl.constexpr, RUN: tl.constexpr, STORE: tl.constexpr, FLATTEN: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
+    RUN: tl.constexpr, STORE: tl.constexpr, FLATTEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The same through the bulk copy engine, a program for every tile or, of a smaller grid, for some.
 
@@ -141,9 +131,6 @@ def product_tma_kernel(
     (`b_…` likewise); one of the two ends with its batch's K columns. STORE: `to` is a descriptor of c,
     of tiles [BM, BN / STORE], whose batch g starts at row g·`c_batch`, column g·`c_row`.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     each = tiles_m * tiles_n
     for tile in tl.range(tl.program_id(0), each * BATCHES, tl.num_programs(0), flatten=FLATTEN):
@@ -154,7 +141,7 @@ def product_tma_kernel(
         for k in tl.range(0, K, BK, num_stages=STAGES):
             left = a.load([batch * a_rows + row, batch * a_cols + k])
             right = b.load([batch * b_rows + col, batch * b_cols + k])
-            sums = tl.dot(left, right.T, sums, max_num_imprecise_acc=EXACT)
+            sums = tl.dot(left, right.T, sums)
         rows = (row + tl.arange(0, BM)).to(tl.int64)
         cols = col + tl.arange(0, BN)
         if STORE:
@@ -181,15 +168,11 @@ def product_tma_kernel(
 def mix_kernel(
     z, s, w, n, rank, z_batch, z_row, w_batch, w_row,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """``w[k] = Σ_l s[k, l] ⊙ z[l]`` of [tokens, rank] each, in float8; every z is read once.
 
     WIDTH: the power of two that holds BLOCKS.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     k = tl.arange(0, WIDTH)[:, None, None]
     rows = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[None, :, None]
     cols = (tl.program_id(1) * RANKS + tl.arange(0, RANKS))[None, None, :]

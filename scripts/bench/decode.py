@@ -23,9 +23,8 @@ from blr.bench.decode_arms import (
     OursArm,
     compare_tokens,
     parse_arm,
-    reference_logits,
 )
-from blr.bench.harness import Arm, Case, Checked, Harness, free_models
+from blr.bench.harness import Case, Checked, Harness, free_models
 from blr.bench.models import (
     OWN,
     BenchModel,
@@ -156,22 +155,16 @@ class DecodeCases:
         room = max(o.contexts) + o.steps + 2
         models = Models(model, self.device, self.dtype, room, o.cf, o.blocks, o.rank)
         return [
-            Case(
+            Case.of_rows(
                 f"{model.name} context {context} batch {batch}",
-                partial(self._arms, models, arms, context, batch),
-                self._compare,
+                [DecodeRow(model.name, str(arm), context, batch, o.dtype, o.steps) for arm in arms],
+                partial(self._check, models),
+                finish=self._compare,
                 together=partial(self._fitting, models, context, batch),
             )
             for context in o.contexts
             for batch in o.batches
         ]
-
-    def _arms(self, models: Models, names: Sequence[ArmName], context: int, batch: int) -> Sequence[Arm]:
-        made, o = [], self.options
-        for name in names:
-            row = DecodeRow(models.model.name, str(name), context, batch, o.dtype, o.steps)
-            made.append(Arm(row, partial(self._check, models, name, row)))
-        return made
 
     def _fitting(self, models: Models, context: int, batch: int, arms: Sequence[Any]) -> int:
         """How many of `arms` find room for their caches beside the weights."""
@@ -186,9 +179,10 @@ class DecodeCases:
         free = torch.cuda.mem_get_info(self.device)[0] * RESERVE
         return max(int(free // size), 1) if size else len(arms)
 
-    def _check(self, models: Models, name: ArmName, row: DecodeRow) -> Checked:
+    def _check(self, models: Models, row: DecodeRow) -> Checked:
         """The arm with its graphs captured, and how far its logits are off."""
-        model, o = _model(models, name), self.options
+        name, o = parse_arm(row.arm), self.options
+        model = _model(models, name)
         held = cache_bytes(model, row.context + o.steps // 2, row.batch, name.cache == INT8)
         row.bytes = weight_bytes(model) + held
         ids = prompt(models.model.folder, model, row.batch, row.context)
@@ -237,11 +231,12 @@ def _model(models: Models, name: ArmName) -> Any:
 
 
 def logits_error(made: HfArm | OursArm, model: Any) -> float:
-    """Of the logits after the prompt and one step, against transformers in eager mode."""
+    """Of the logits after the prompt and one step, against transformers, eager, without a cache."""
     fed = made.ids[:, 0].clone()
     made.prefill()
     found = made.step(fed).float().clone()
-    return relative_error(found, reference_logits(model, made.ids, fed))
+    whole = torch.cat([made.ids, fed[:, None]], 1)
+    return relative_error(found, model(whole, use_cache=False, logits_to_keep=1).logits[:, -1].float())
 
 
 def measured_copy(device: torch.device) -> float:

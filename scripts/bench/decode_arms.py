@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from blr.bench.layer_problem import RECOMPILATIONS
 from blr.bench.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
 from blr.compressor.base.errors import UsageError
-from blr.compressor.exporting.pack import KINDS
+from blr.compressor.exporting.quantizer import KINDS
 from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.runtime.failures import CACHES, MODES
 
@@ -21,48 +22,49 @@ CACHE = "kv8"  # in arms: keys and values in int8
 HEADS = {f"head{bits}": kind for kind, bits in KINDS.items()}  # in arms: kind of the output head
 
 
+STRUCTURED = ("dense", *STRUCTURES, CORRECTED, OWN)
+ARM = re.compile(
+    f"(?P<runtime>{HF}|{OURS})-(?P<structure>{'|'.join(STRUCTURED)})(?:-(?P<kind>{'|'.join(FEW_BITS)}))?"
+    f"(?:-(?P<head>{'|'.join(HEADS)}))?(?:-(?P<cache>{CACHE}))?(?:-(?P<mode>{'|'.join(MODES)}))?"
+)
+
+
 @dataclass(frozen=True)
 class ArmName:
     """``ours-lowrank-int4-head8``: who decodes, what structure, what quantization of the layers and
     of the output head ("" for none), the kind of the cache; ``ours-lowrank-eager``: our decoder's
     mode ("" for the bench's)."""
 
+    text: str
     runtime: str
     structure: str
-    kind: str = ""
-    head: str = ""
-    mode: str = ""
-    cache: str = WHOLE
+    kind: str
+    head: str
+    mode: str
+    cache: str
 
     def __str__(self) -> str:
-        head = next((name for name, kind in HEADS.items() if kind == self.head), "")
-        cache = CACHE if self.cache == INT8 else ""
-        parts = (self.runtime, self.structure, self.kind, head, cache, self.mode)
-        return "-".join(part for part in parts if part)
+        return self.text
 
 
 def parse_arm(text: str) -> ArmName:
     """Raises UsageError for an arm that does not exist."""
-    runtime, _, later = text.partition("-")
-    structure, *rest = later.split("-")
-    kind = rest.pop(0) if rest and rest[0] in FEW_BITS else ""
-    head = HEADS[rest.pop(0)] if rest and rest[0] in HEADS else ""
-    cache = INT8 if rest and rest[0] == CACHE else WHOLE
-    rest = rest[1:] if cache == INT8 else rest
-    mode = rest.pop(0) if rest and rest[0] in MODES else ""
-    structures = ("dense", *STRUCTURES, CORRECTED, OWN)
-    known = runtime in (HF, OURS) and structure in structures and not rest
-    if runtime == HF:  # has nothing of ours
-        plain = not (kind or head or mode or cache == INT8)
-        known = known and plain and structure in ("dense", "lowrank", OWN)
-    if not known or (structure == CORRECTED and not kind):
+    found = ARM.fullmatch(text)
+    parts = {} if found is None else found.groupdict(default="")
+    if parts and parts["runtime"] == HF:  # has nothing of ours
+        plain = not any(parts[name] for name in ("kind", "head", "cache", "mode"))
+        known = plain and parts["structure"] in ("dense", "lowrank", OWN)
+    else:
+        known = bool(parts) and (parts["structure"] != CORRECTED or bool(parts["kind"]))
+    if not known:
         raise UsageError(
             f"arm {text!r}: expected hf-dense, hf-lowrank or hf-own, or ours- with one of "
-            f"{', '.join(structures)} and, if quantized (corrected: always), -int8, -int4, -int3 or "
+            f"{', '.join(STRUCTURED)} and, if quantized (corrected: always), -int8, -int4, -int3 or "
             f"-int2, then -head8 or -head4 for a quantized output head, then -{CACHE} for keys and "
             f"values in int8, then - and a mode of {', '.join(MODES)}"
         )
-    return ArmName(runtime, structure, kind, head, mode, cache)
+    head, cache = HEADS.get(parts["head"], ""), INT8 if parts["cache"] else WHOLE
+    return ArmName(text, **{**parts, "head": head, "cache": cache})
 
 
 class HfArm:
@@ -100,10 +102,9 @@ class HfArm:
 
     def greedy(self, count: int) -> list[list[int]]:
         """The first `count` new tokens of every row, by transformers' `generate`."""
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         mask = torch.ones_like(self.ids)
-        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        generate = self.model.generate
-        out = generate(self.ids, attention_mask=mask, max_new_tokens=count, **options)
+        out = self.model.generate(self.ids, attention_mask=mask, max_new_tokens=count, **options)
         found: list[list[int]] = out[:, self.ids.shape[1] :].tolist()
         return found
 
@@ -140,13 +141,6 @@ class OursArm:
     def greedy(self, count: int) -> list[list[int]]:
         """The first `count` new tokens of every row."""
         return self.decoder.generate(self.ids, max_new_tokens=count)
-
-
-def reference_logits(model: Any, ids: Tensor, tokens: Tensor) -> Tensor:
-    """[B, vocab] in float32 after the prompt and `tokens` [B]: transformers, eager, without a cache."""
-    whole = torch.cat([ids, tokens[:, None]], 1)
-    found: Tensor = model(whole, use_cache=False, logits_to_keep=1).logits[:, -1].float()
-    return found
 
 
 def compare_tokens(

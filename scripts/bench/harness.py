@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from time import perf_counter
 from types import FrameType
@@ -73,6 +74,14 @@ class Case:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     together: Callable[[Sequence[Arm]], int] = len
 
+    @classmethod
+    def of_rows(
+        cls, title: str, rows: Sequence[Any], check: Callable[[Any], Checked], **more: Any
+    ) -> Case:
+        """A case with an arm a row, which `check` takes."""
+        arms = [Arm(row, partial(check, row)) for row in rows]
+        return cls(title, lambda: arms, **more)
+
 
 @dataclass
 class Harness:
@@ -128,7 +137,7 @@ class Harness:
             rows = [arm.row for arm in arms]
             while arms:
                 count = case.together(arms)
-                self._time(arms[:count])
+                self._time(dict(enumerate(arms[:count])))
                 del arms[:count]
                 self.release()
         case.finish(rows)
@@ -140,13 +149,12 @@ class Harness:
             with suppress(RuntimeError):  # a kernel that broke the context breaks this too
                 torch.cuda.empty_cache()
 
-    def _time(self, arms: Sequence[Arm]) -> None:
-        by_key = {str(n): arm for n, arm in enumerate(arms)}
-        ready = {key: self._ready(arm) for key, arm in by_key.items()}
+    def _time(self, arms: dict[int, Arm]) -> None:
+        ready = {key: self._ready(arm) for key, arm in arms.items()}
         samplers = {key: sampler for key, sampler in ready.items() if sampler is not None}
-        failed = lambda key, error: by_key[key].row.record(error)  # noqa: E731
+        failed = lambda key, error: arms[key].row.record(error)  # noqa: E731
         for key, samples in interleave(samplers, self.rounds, failed, self.arm_seconds).items():
-            by_key[key].row.fill(spread(samples))
+            arms[key].row.fill(spread(samples))
 
     def _ready(self, arm: Arm) -> Sampler | None:
         """The sampler of an arm whose result is right."""

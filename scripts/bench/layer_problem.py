@@ -297,9 +297,15 @@ def float8_arms(layer: LayerProblem, spec: Spec | None) -> Iterator[Arm]:
 
 def float8_layer(plain: Spec, factors: dict[str, Tensor], bias: Tensor | None = None) -> Any:
     """A layer with canonical `factors` rounded to float8, a scale a row."""
-    spec, tensors = _stored(plain, factors)
+    return filled_layer(*_stored(plain, factors), bias)
+
+
+def filled_layer(
+    spec: Spec, tensors: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype | None = None
+) -> Any:
+    """The layer of a spec with these tensors, its other buffers in `dtype` or that of torch."""
     with torch.device("meta"):
-        made = layer_of(spec, bias is not None)
+        made = layer_of(spec, bias is not None).to(dtype)
     made.load_state_dict(tensors if bias is None else tensors | {"bias": bias}, assign=True)
     return made.requires_grad_(False).eval()
 
@@ -307,8 +313,8 @@ def float8_layer(plain: Spec, factors: dict[str, Tensor], bias: Tensor | None = 
 def rounding_call(layer: LayerProblem, spec: Spec | None) -> tuple[Call, Rotation]:
     """A layer with float8 weights, dense if `spec` is None, on inputs that it rounds."""
     made = float8_layer(*_factors(layer, spec))
-    structure = structure_of(made)
-    scales, weights = prepared(made, structure, layer.x())
+    structure = structure_of(made.packing)
+    scales, weights = prepared(made, layer.x())
 
     def call(x: Tensor, *weights: Tensor) -> Tensor:
         return fp8_product(structure, fp8_rows(x), weights, scales, x.dtype)

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from blr.bench.checks import relative_error
-from blr.bench.harness import Arm, Case, Checked, Harness, free_models
-from blr.bench.models import known, refuse_large
+from blr.bench.harness import Case, Checked, Harness, free_models
+from blr.bench.models import refuse_large
 from blr.bench.options import MemoryOptions
 from blr.bench.results import OK, REST, TIMES, BenchReport, Column, Timed, nested
 from blr.bench.timing import event_ms, settle, wall_ms
@@ -32,6 +32,7 @@ from blr.compressor.modeling.layers import prepare_layers
 from blr.compressor.modeling.masks import unmasked
 from blr.compressor.modeling.modeling_blr import PREFIX, config_class
 from blr.compressor.modeling.models import model_class
+from blr.compressor.recipe.architectures import read_config_table
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common.transient import DEFAULT, VARIABLE
 
@@ -179,25 +180,19 @@ class MemoryCases:
 
     def of(self, name: str, keep: float) -> list[Case]:
         """A case for every batch and length."""
-        found = known("bench-memory.yaml")[name]
+        found = read_config_table("bench-memory.yaml")[name]
         models = BaseModels(name, **found, keep=keep, device=self.device, dtype=self.dtype)
-        return [
-            Case(
-                f"{name} at {keep:.0%}, {batch} x {length}",
-                partial(self._arms, models, batch, length),
-                ratios,
-            )
-            for batch, length in self.options.cases()
-        ]
+        return [self._case(models, batch, length) for batch, length in self.options.cases()]
 
-    def _arms(self, models: BaseModels, batch: int, length: int) -> list[Arm]:
-        inputs = models.inputs(batch, length)
+    def _case(self, models: BaseModels, batch: int, length: int) -> Case:
+        o, inputs = self.options, models.inputs(batch, length)
         right = cache(lambda: self._expected(models.get(NAIVE), inputs))
-        o, made = self.options, []
-        for arm in o.arms:
-            row = MemoryRow(models.name, models.keep, batch, length, o.dtype, arm)
-            made.append(Arm(row, partial(self._check, models, row, inputs, right)))
-        return made
+        return Case.of_rows(
+            f"{models.name} at {models.keep:.0%}, {batch} x {length}",
+            [MemoryRow(models.name, models.keep, batch, length, o.dtype, arm) for arm in o.arms],
+            lambda row: self._check(models, row, inputs, right),
+            finish=ratios,
+        )
 
     def _expected(self, naive: Any, inputs: dict[str, Any]) -> tuple[Tensor, float]:
         """The result in float32, and the relative error that is allowed."""
@@ -352,7 +347,7 @@ def run_memory(options: MemoryOptions, progress: Progress) -> tuple[BenchReport,
     CapabilityError before anything is measured."""
     device = pick_device(options.device)
     cases = MemoryCases(options, device)
-    models = known("bench-memory.yaml")
+    models = read_config_table("bench-memory.yaml")
     for name in options.models:
         if name not in models:
             raise UsageError(f"model {name!r} is not known; expected one of {', '.join(models)}")

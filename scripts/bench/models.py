@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blr.bench.layer_problem import float8_layer, random_order, summed
+from blr.bench.layer_problem import filled_layer, float8_layer, random_order, summed
+from blr.bench.quantized import quantizable, quantize_head, quantize_model
 from blr.bench.shapes import LayerShape, specs_for
 from blr.compressor.base.errors import CapabilityError, UsageError
-from blr.compressor.exporting.pack import quantizable, quantize_head, quantize_model
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
 from blr.compressor.modeling.float8 import prepare_float8, share_rows
 from blr.compressor.modeling.fused import fuse
-from blr.compressor.modeling.layers import CorrectedLinear, StructuredLinear
+from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.models import replace_layers
 from blr.compressor.modeling.shared_input import share_siblings
+from blr.compressor.recipe.architectures import read_config_table
 from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, LowRankSpec, QuantizedSpec
 from blr.kernels.common.orders import order_of
 from blr.kernels.decode.quantized.formats import BITS
@@ -49,18 +49,10 @@ class BenchModel:
     folder: Path | None = None
 
 
-@cache
-def known(file: str) -> dict[str, dict[str, Any]]:
-    """What configs/`file` says of each model by name."""
-    from ruamel.yaml import YAML
-
-    text = files("blr.configs").joinpath(file).read_text("utf-8")
-    return {str(name): dict(found) for name, found in YAML(typ="safe").load(text).items()}
-
-
 def known_models() -> dict[str, dict[str, Any]]:
     """Settings of a LlamaConfig by name."""
-    return known("bench-decode.yaml")
+    found: dict[str, dict[str, Any]] = read_config_table("bench-decode.yaml")
+    return found
 
 
 def find_models(names: Sequence[str], device: torch.device) -> list[BenchModel]:
@@ -128,7 +120,7 @@ class Models:
             return two_linears(self.get(structure), self._empty())
         model = self._loaded() if structure == OWN else self._random(structure)
         if structure == CORRECTED:
-            correct_model(model, FEW_BITS[kind], self.rank)
+            replace_linears(model, partial(corrected_layer, bits=FEW_BITS[kind], rank=self.rank))
         elif kind == FP8:
             to_float8(model)
         elif kind:
@@ -162,7 +154,8 @@ class Models:
                 replace_layers(model, self._table(model, STRUCTURES[structure]))
             fuse(model)
         if self.ends is not None:
-            share_ends(model, *self.ends)
+            model.set_input_embeddings(self.ends[0])
+            model.set_output_embeddings(self.ends[1])
         fill(model, self.device)
         share_siblings(model)
         self.ends = model.get_input_embeddings(), model.get_output_embeddings()
@@ -179,12 +172,6 @@ class Models:
         return table
 
 
-def share_ends(model: Any, embedding: nn.Module, head: nn.Module) -> None:
-    """Give `model` the embedding and the head of another."""
-    model.set_input_embeddings(embedding)
-    model.set_output_embeddings(head)
-
-
 def fill(model: Any, device: torch.device) -> None:
     """Allocate what is on the meta device and fill it: weights with unit gain, gains with 1, indices in
     some order."""
@@ -196,30 +183,23 @@ def fill(model: Any, device: torch.device) -> None:
                 setattr(module, name, random_order(count, device))
         for name, tensor in list(module._parameters.items()):
             if tensor is not None and tensor.is_meta:
-                std = _deviation(module, name, tensor)
-                stored = _allocate(module, name, tensor, device)
-                stored.fill_(1.0) if std is None else stored.normal_(0, std)
+                stored = _drawn(module, name, tensor, device)
                 module._parameters[name] = nn.Parameter(stored, requires_grad=False)
     model.tie_weights()
     base = model.get_decoder()
     base.rotary_emb = type(base.rotary_emb)(config=model.config).to(device)
 
 
-def _allocate(module: nn.Module, name: str, tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory for a parameter, in kernel layout if it is a structured factor."""
-    if not isinstance(module, StructuredLinear) or name == "bias":
-        return torch.empty_like(tensor, device=device)
-    order = order_of(name, tensor.dim())
-    return torch.empty_permuted(tensor.shape, order, dtype=tensor.dtype, device=device)
-
-
-def _deviation(module: nn.Module, name: str, tensor: Tensor) -> float | None:
-    """Standard deviation that gives a weight unit gain; None for a gain."""
+def _drawn(module: nn.Module, name: str, tensor: Tensor, device: torch.device) -> Tensor:
+    """A parameter, in kernel layout if it is a structured factor."""
     if isinstance(module, StructuredLinear):
-        return float(summed(name, tensor.shape) ** -0.5)
+        deviation, axes = summed(name, tensor.shape) ** -0.5, order_of(name, tensor.dim())
+        made = torch.empty_permuted(tensor.shape, axes, dtype=tensor.dtype, device=device)
+        return made.normal_(0, deviation)
+    made = torch.empty_like(tensor, device=device)
     if tensor.dim() == 1:
-        return None
-    return 1.0 if isinstance(module, nn.Embedding) else tensor.shape[-1] ** -0.5
+        return made.fill_(1.0)
+    return made.normal_(0, 1.0 if isinstance(module, nn.Embedding) else tensor.shape[-1] ** -0.5)
 
 
 def two_linears(model: Any, empty: Any) -> Any:
@@ -233,7 +213,8 @@ def two_linears(model: Any, empty: Any) -> Any:
             setattr(dense[parent], child, nn.Sequential(first, second))
         elif name.endswith("norm"):
             dense[name].weight = layer.weight
-    share_ends(empty, model.get_input_embeddings(), model.get_output_embeddings())
+    empty.set_input_embeddings(model.get_input_embeddings())
+    empty.set_output_embeddings(model.get_output_embeddings())
     empty.get_decoder().rotary_emb = model.get_decoder().rotary_emb
     return empty
 
@@ -245,17 +226,17 @@ def _linear(weight: Tensor) -> nn.Linear:
     return made
 
 
-def correct_model(model: nn.Module, bits: int, rank: int) -> None:
-    """Replace every linear layer but the head: its weight rounded to `bits`, and a random correction of
-    `rank` in int4 beside it, as large as the error. For timing: what is corrected is no better."""
+def replace_linears(model: Any, make: Callable[[Any], nn.Module]) -> None:
+    """Put what `make` makes of each linear layer but the head into its place."""
     for name in quantizable(model):
         parent, _, child = name.rpartition(".")
         holder = model.get_submodule(parent)
-        setattr(holder, child, corrected_layer(getattr(holder, child), bits, rank))
+        setattr(holder, child, make(getattr(holder, child)))
 
 
-def corrected_layer(layer: Any, bits: int, rank: int) -> CorrectedLinear:
-    """The corrected layer in the place of an nn.Linear, on its device, with scales of its dtype."""
+def corrected_layer(layer: Any, bits: int, rank: int) -> nn.Module:
+    """The layer in the place of an nn.Linear whose weight is rounded to `bits`, beside it a random
+    correction of `rank` in int4, as large as the error. For timing: what is corrected is no better."""
     weight: Tensor = layer.weight.detach()
     outputs, inputs = weight.shape
     structure = LowRankSpec(inputs, outputs, min(rank, inputs, outputs))
@@ -267,24 +248,20 @@ def corrected_layer(layer: Any, bits: int, rank: int) -> CorrectedLinear:
     tensors = {f"base.{n}": t for n, t in quantize_dense(weight, base).tensors.items()}
     packed = quantize_factors(correction, {"U": u, "V": v}).tensors
     tensors |= {f"correction.{n}": t for n, t in packed.items()}
-    if layer.bias is not None:
-        tensors["bias"] = layer.bias.detach()
-    with torch.device("meta"):
-        made = CorrectedLinear(CorrectedSpec(base, correction), layer.bias is not None)
-    made.to(weight.dtype).load_state_dict(tensors, assign=True)
-    return made.requires_grad_(False).train(layer.training)
+    bias = None if layer.bias is None else layer.bias.detach()
+    return filled_layer(CorrectedSpec(base, correction), tensors, bias, weight.dtype)
+
+
+def float8_of(layer: Any) -> nn.Module:
+    """The layer with float8 weights in the place of a structured or dense one."""
+    plain = getattr(layer, "spec", None) or DenseSpec(layer.in_features, layer.out_features)
+    factors = {factor: getattr(layer, factor).detach() for factor in plain.shapes()}
+    return float8_layer(plain, factors, None if layer.bias is None else layer.bias.detach())
 
 
 def to_float8(model: Any) -> Any:
     """`model` with all linear layers but the head in float8, in place."""
-    head = model.get_output_embeddings()
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, StructuredLinear) or (type(layer) is nn.Linear and layer is not head):
-            parent, _, child = name.rpartition(".")
-            plain = getattr(layer, "spec", None) or DenseSpec(layer.in_features, layer.out_features)
-            factors = {factor: getattr(layer, factor).detach() for factor in plain.shapes()}
-            bias = None if layer.bias is None else layer.bias.detach()
-            setattr(model.get_submodule(parent), child, float8_layer(plain, factors, bias))
+    replace_linears(model, float8_of)
     share_rows(model)
     prepare_float8(model)
     return model

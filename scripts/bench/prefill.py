@@ -9,17 +9,19 @@ weights dequantized.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr.bench.checks import WrongResult, relative_error
-from blr.bench.harness import Arm, Case, Checked, Harness, free_models
+from blr.bench.harness import Case, Checked, Harness, free_models
 from blr.bench.models import FP8, OWN, STRUCTURES, BenchModel, Models, find_models, prompt
 from blr.bench.options import PrefillOptions
 from blr.bench.results import REST, TIMES, BenchReport, Column, Timed, nested
@@ -65,7 +67,7 @@ def chosen_arms(model: BenchModel, asked: Sequence[str]) -> list[str]:
 
 @dataclass
 class PrefillModels:
-    """The arms of one decoder, each made once. batch: sequences of an input. context: their longest."""
+    """The arms of one decoder, each made once, for `batch` sequences of at most `context` tokens."""
 
     model: BenchModel
     device: torch.device
@@ -123,11 +125,6 @@ class PrefillModels:
             self.decoders[id(model)] = made
         found: Tensor = self.decoders[id(model)].prefill(x)
         return found
-
-    def forget(self) -> None:
-        """Free what was made for prompts of some length."""
-        self.graphs.clear()
-        self.decoders.clear()
 
 
 def first_logits(model: Any, x: Tensor) -> Tensor:
@@ -205,22 +202,18 @@ class PrefillCases:
         o = self.options
         models = PrefillModels(model, self.device, self.dtype, max(o.tokens), o.cf, o.blocks, o.batch)
         return [
-            Case(
+            Case.of_rows(
                 f"{model.name} {tokens} tokens",
-                partial(self._arms, models, arms, tokens),
-                partial(self._finish, models),
+                [
+                    PrefillRow(model.name, arm, way, tokens, o.batch)
+                    for arm, way in product(arms, self.ways)
+                ],
+                partial(self._check, models),
+                finish=compare,
+                around=partial(self._fresh, models),
             )
             for tokens in o.tokens
         ]
-
-    def _arms(self, models: PrefillModels, arms: Sequence[str], tokens: int) -> list[Arm]:
-        free_models(self.device)  # those of the case before
-        made = []
-        for arm in arms:
-            for way in self.ways:
-                row = PrefillRow(models.model.name, arm, way, tokens, self.options.batch)
-                made.append(Arm(row, partial(self._check, models, row)))
-        return made
 
     def _check(self, models: PrefillModels, row: PrefillRow) -> Checked:
         """An arm compiled and compared."""
@@ -241,9 +234,13 @@ class PrefillCases:
         )
         return Checked(sampler, error, LIMITS[kind])
 
-    def _finish(self, models: PrefillModels, rows: Sequence[PrefillRow]) -> None:
-        compare(rows)
-        models.forget()
+    @contextmanager
+    def _fresh(self, models: PrefillModels) -> Iterator[None]:
+        """Without what cases before have left, and leaving nothing made for prompts of this length."""
+        free_models(self.device)
+        yield
+        models.graphs.clear()
+        models.decoders.clear()
         torch.compiler.reset()
 
 

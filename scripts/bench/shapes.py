@@ -6,10 +6,9 @@ rank is the largest within the budget that is a multiple of 16, which kernels li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from math import lcm
 from typing import Any
 
@@ -17,6 +16,7 @@ from blr.bench.checks import find_precision
 from blr.bench.options import LayerOptions
 from blr.compressor.base.errors import UsageError
 from blr.compressor.planning.budget import Item
+from blr.compressor.recipe.architectures import read_config_table
 from blr.compressor.structures.patterns import choose_patterns
 from blr.compressor.structures.registry import STRUCTURES, TUNED, LayerSizes
 from blr.compressor.structures.specs import KroneckerSpec, Spec
@@ -55,10 +55,8 @@ class LayerShape:
 @cache
 def known_models() -> dict[str, tuple[LayerShape, ...]]:
     """All models of configs/bench-shapes.yaml by name."""
-    from ruamel.yaml import YAML
-
-    text = files("blr.configs").joinpath("bench-shapes.yaml").read_text("utf-8")
-    return {model: _layers(model, table) for model, table in YAML(typ="safe").load(text).items()}
+    tables = read_config_table("bench-shapes.yaml")
+    return {model: tuple(_layers(model, table)) for model, table in tables.items()}
 
 
 def find_layers(models: Sequence[str]) -> list[LayerShape]:
@@ -80,11 +78,9 @@ def check_structures(structures: Sequence[str], known: Sequence[str] = TUNED) ->
 def specs_for(
     layer: LayerShape, structures: Sequence[str], blocks: Sequence[int] = (), cf: float | None = None
 ) -> list[Spec]:
-    """The specs to time for one layer, structures in the given order.
+    """The specs to time for one layer, structures (of `STRUCTURES`) in the given order.
 
     Args:
-        layer: shape and published ranks.
-        structures: names out of `STRUCTURES`.
         blocks: b of Monarch and BLAST; none: the published b, for BLAST also 4, 8 and 16, for
             Monarch 16 where nothing is published. Those that do not divide the layer are left out.
         cf: compression factor in place of the published one.
@@ -119,12 +115,10 @@ def layer_work(options: LayerOptions, cpu: bool) -> LayerWork:
     return LayerWork(tuple(models), tuple(tokens), tuple(each))
 
 
-def _layers(model: str, table: dict[str, Any]) -> tuple[LayerShape, ...]:
-    found = []
+def _layers(model: str, table: dict[str, Any]) -> Iterator[LayerShape]:
     for name, fields in table["layers"].items():
         published = {key: fields[key] for key in STRUCTURES if key in fields}
-        found.append(LayerShape(model, name, fields["in"], fields["out"], table["cf"], published))
-    return tuple(found)
+        yield LayerShape(model, name, fields["in"], fields["out"], table["cf"], published)
 
 
 def _blocks(layer: LayerShape, structure: str, asked: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import ceil
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ SAMPLE_MS = 1.0  # a sample repeats its calls until it takes about this long
 MIN_ROUNDS = 3  # rounds that even the slowest arm gets
 ARM_SECONDS = 0.3  # an arm that has spent this gets no round above MIN_ROUNDS
 
+Key = TypeVar("Key")
 Step = Callable[[], Any]
 Call = Callable[..., Tensor]
 Sampler = Callable[[], float]  # runs an arm once more, and gives milliseconds
@@ -76,16 +77,16 @@ def event_ms(run: Step) -> float:
 
 
 def interleave(
-    samplers: Mapping[str, Sampler],
+    samplers: Mapping[Key, Sampler],
     rounds: int,
-    failed: Callable[[str, Exception], None],
+    failed: Callable[[Key, Exception], None],
     arm_seconds: float = ARM_SECONDS,
     clock: Callable[[], float] = perf_counter,
-) -> dict[str, list[float]]:
+) -> dict[Key, list[float]]:
     """Milliseconds a call of every arm in `rounds` rounds, in which each is sampled once, in turn. One
     that has spent `arm_seconds` stops after MIN_ROUNDS; one that raises is given up, and `failed` is
     called with its name and what it raised."""
-    times: dict[str, list[float]] = {name: [] for name in samplers}
+    times: dict[Key, list[float]] = {name: [] for name in samplers}
     spent = dict.fromkeys(samplers, 0.0)
     for turn in range(rounds):
         for name in list(times):

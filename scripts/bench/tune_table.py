@@ -14,9 +14,8 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import groupby, product
+from itertools import product
 from math import inf, log
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ from blr.bench.layer_problem import KernelTimer
 from blr.bench.results import BenchReport
 from blr.bench.shapes import LayerShape, specs_for
 from blr.bench.timing import ARM_SECONDS
-from blr.bench.tuning_rules import OURS, Candidate
+from blr.bench.tuning_rules import OURS, Candidate, ranges
 from blr.compressor.base.device import pick_device
 from blr.compressor.base.progress import Progress
 from blr.compressor.recipe.tuned_table import read_table, table_text
-from blr.kernels.common.tables import BUCKETS, PLAIN
+from blr.kernels.common.tables import PLAIN
 
 SIZES = ((1, 4096), (1, 1 << 20))  # of layers that share rules, both sizes
 BLOCKS = ((1, 1), (2, 8), (9, 64))
@@ -98,37 +97,20 @@ def variants(given: argparse.Namespace) -> int:
 
 def rules_of(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """For each structure, number of blocks, size of layers and number of tokens."""
-    for structure, (some, most), sizes in product(PLAIN, BLOCKS, SIZES):
-        same = [
-            (row["n"], row["times"])
-            for row in rows
-            if row["structure"] == structure
-            and some <= row["shape"]["blocks"] <= most
-            and sizes == next(s for s in SIZES if widest(row["shape"]) <= s[1])
-        ]
-        counts = sorted({n for n, _ in same})
-        chosen = [least_loss(structure, [times for m, times in same if m == n]) for n in counts]
-        for (low, high), label in joined(counts, chosen):
+    for structure, (some, most), (least, size) in product(PLAIN, BLOCKS, SIZES):
+        by_count: dict[int, list[Times]] = {}
+        for row in rows:
+            shape = row["shape"]
+            at = next(sizes for sizes in SIZES if max(shape["inputs"], shape["outputs"]) <= sizes[1])
+            if row["structure"] == structure and some <= shape["blocks"] <= most and at[1] == size:
+                by_count.setdefault(row["n"], []).append(row["times"])
+        counts = sorted(by_count)
+        chosen = [least_loss(structure, by_count[n]) for n in counts]
+        for tokens, label in ranges(counts, chosen, min(counts, default=1)):
             name, _, config = label.partition(" ")
             where: dict[str, Any] = {"structure": structure, "dtype": ["bfloat16", "float16"]}
-            where |= {"blocks": [some, most], "features": list(sizes), "n": [low, high]}
+            where |= {"blocks": [some, most], "features": [least, size], "n": tokens}
             yield {**where, "variant": name} | ({"config": json.loads(config)} if config else {})
-
-
-def widest(shape: dict[str, int]) -> int:
-    """The larger of a layer's sizes."""
-    return max(shape["inputs"], shape["outputs"])
-
-
-def joined(counts: list[int], chosen: list[str | None]) -> Iterator[tuple[tuple[int, int], str]]:
-    """Ranges of numbers of tokens with one choice: a count speaks for those above the one before it, the
-    last one for all that follow."""
-    lows = [counts[0], *(n + 1 for n in counts)] if counts else []
-    highs = [*counts[:-1], BUCKETS[-1]]
-    for label, same in groupby(zip(lows, highs, chosen, strict=False), key=itemgetter(2)):
-        found = [*same]
-        if label is not None:
-            yield (found[0][0], found[-1][1]), label
 
 
 def least_loss(structure: str, times: list[Times]) -> str | None:

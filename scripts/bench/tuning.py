@@ -19,7 +19,7 @@ from blr.bench.layer_problem import KernelTimer, LayerProblem, LayerRow, our_lay
 from blr.bench.results import WRONG, versions
 from blr.bench.shapes import LayerShape, specs_for
 from blr.bench.tuning_float8 import float8_candidates, layer_cases, product_cases
-from blr.bench.tuning_rules import Candidate, Measured, TunedPoint, merged, rules_of
+from blr.bench.tuning_rules import Candidate, Measured, TunedPoint, fastest, merged, rules_of
 from blr.compressor.base.device import device_name, pick_device
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.recipe.tuned_table import read_table, table_text, write_table
@@ -122,6 +122,16 @@ class Tuning:
         table, _ = variants_of(spec.structure)
         for candidate in candidates(spec.structure, n):
             yield made.arm(candidate.label, _maker(made, table, candidate))
+
+    def winners(self) -> list[dict[str, Any]]:
+        """One entry a point, for people: the winner, its time, and the dense layer's."""
+        rows = []
+        for point in self.points:
+            label, ms = fastest(point) or (None, None)
+            measured = {**point.shape._asdict(), "dtype": point.dtype, "n": point.n}
+            times = {"variant": label, "ms": ms, "dense_ms": point.times.get(DENSE)}
+            rows.append({"structure": point.structure, **measured, **times})
+        return rows
 
     def write(self, path: Path, gpu: str, device: torch.device) -> dict[str, Any]:
         """Write the rules of what was measured to `path`, over what a table there says of the same.

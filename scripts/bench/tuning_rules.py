@@ -7,9 +7,11 @@ the variant that loses least over the shapes that were measured.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import inf, log
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -49,24 +51,36 @@ class TunedPoint:
 
 
 def rules_of(points: Sequence[TunedPoint], known: Mapping[str, Candidate]) -> list[dict[str, Any]]:
-    """Rules that choose what was fastest.
-
-    Args:
-        points: everything measured. known: candidates by label.
-    """
+    """Rules that choose what was fastest of all that was measured. known: candidates by label."""
     rules: list[dict[str, Any]] = []
     groups: dict[tuple[str, Shape, str], list[TunedPoint]] = {}
     for point in points:
         groups.setdefault((point.structure, point.shape, point.dtype), []).append(point)
     for (structure, shape, dtype), measured in groups.items():
-        where = {"structure": structure, "dtype": dtype, **_exactly(shape)}
+        where: dict[str, Any] = {"structure": structure, "dtype": dtype}
+        where |= {name: [size, size] for name, size in shape._asdict().items()}
         measured.sort(key=lambda point: point.n)
-        rules += _dense_rules(measured, where)
-        rules += _variant_rules(measured, where, known)
+        tokens = [point.n for point in measured]
+        rules += _rules(where, tokens, map(_dense, measured), known)
+        rules += _rules(where, tokens, _winners(measured), known)
     for structure, dtype in dict.fromkeys((p.structure, p.dtype) for p in points):
         same = [p for p in points if (p.structure, p.dtype) == (structure, dtype)]
-        rules += _general_rules(same, {"structure": structure, "dtype": dtype}, known)
+        tokens = sorted({point.n for point in same})
+        winners = (_least_loss([p for p in same if p.n == n], known) for n in tokens)
+        rules += _rules({"structure": structure, "dtype": dtype}, tokens, winners, known)
     return rules
+
+
+def _rules(
+    where: dict[str, Any],
+    tokens: Sequence[int],
+    winners: Iterable[str | None],
+    known: Mapping[str, Candidate],
+) -> Iterator[dict[str, Any]]:
+    """A rule for every range of tokens with one winner."""
+    for n, label in ranges(tokens, winners):
+        config = {"config": dict(known[label].config)} if known[label].config else {}
+        yield {**where, "n": n, "variant": known[label].variant, **config}
 
 
 def fastest(point: TunedPoint) -> tuple[str, float] | None:
@@ -75,65 +89,27 @@ def fastest(point: TunedPoint) -> tuple[str, float] | None:
     return min(times.items(), key=lambda item: item[1]) if times else None
 
 
-def _exactly(shape: Shape) -> dict[str, list[int]]:
-    return {name: [size, size] for name, size in shape._asdict().items()}
+def _dense(point: TunedPoint) -> str | None:
+    """ "dense" where that beats every structured candidate."""
+    best, dense = fastest(point), point.times.get(DENSE)
+    return DENSE if best is not None and dense is not None and dense * MARGIN < best[1] else None
 
 
-def _dense_rules(measured: Sequence[TunedPoint], where: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Where the dense layer beats every structured candidate."""
-    winners = []
+def _winners(measured: Sequence[TunedPoint]) -> Iterator[str | None]:
+    """The fastest candidates; in place of each one that is as good: a plain form above all, so that
+    noise never chooses ours, then what won at fewer tokens, so that there are fewer rules, or the rule
+    of thumb."""
+    before: str | None = None
     for point in measured:
-        best = fastest(point)
-        dense = point.times.get(DENSE)
-        winners.append(best is not None and dense is not None and dense * MARGIN < best[1])
-    for low, high, wins in _ranges([p.n for p in measured], winners):
-        if wins:
-            yield {**where, "n": [low, high], "variant": DENSE}
-
-
-def _variant_rules(
-    measured: Sequence[TunedPoint], where: dict[str, Any], known: Mapping[str, Candidate]
-) -> Iterator[dict[str, Any]]:
-    winners: list[str | None] = []
-    for point in measured:
-        before = winners[-1] if winners else None
-        winners.append(_winner(point, before))
-    for low, high, label in _ranges([p.n for p in measured], winners):
-        if label is not None:
-            yield _rule(where, low, high, known[label])
-
-
-def _winner(point: TunedPoint, before: str | None) -> str | None:
-    """The fastest candidate; in its place one that is as good: a plain form above all, so that noise
-    never chooses ours, then what won at fewer tokens, so that there are fewer rules, or the rule of
-    thumb."""
-    best = fastest(point)
-    if best is None:
-        return None
-    if plain := _as_good(point, PLAIN[point.structure], OURS * best[1]):
-        return plain
-    thumb = heuristic(point.structure, point.n, getattr(torch, point.dtype))[0]
-    usual = [label for label in (before, thumb) if label is not None]
-    good = [label for label in usual if point.times.get(label, inf) <= MARGIN * best[1]]
-    return good[0] if good else best[0]
-
-
-def _as_good(point: TunedPoint, labels: Sequence[str], limit: float) -> str | None:
-    """The fastest of `labels`, if it takes at most `limit` milliseconds."""
-    times = {label: point.times[label] for label in labels if label in point.times}
-    found = min(times, key=times.__getitem__) if times else None
-    return found if found is not None and times[found] <= limit else None
-
-
-def _general_rules(
-    points: Sequence[TunedPoint], where: dict[str, Any], known: Mapping[str, Candidate]
-) -> Iterator[dict[str, Any]]:
-    """For shapes that were not measured: no arguments, which belong to a shape."""
-    tokens = sorted({point.n for point in points})
-    winners = [_least_loss([p for p in points if p.n == n], known) for n in tokens]
-    for low, high, label in _ranges(tokens, winners):
-        if label:
-            yield _rule(where, low, high, known[label])
+        if (best := fastest(point)) is None:
+            yield (before := None)
+            continue
+        times, dtype = point.times, getattr(torch, point.dtype)
+        plain = [p for p in PLAIN[point.structure] if times.get(p, inf) <= OURS * best[1]]
+        usual = (before or "", heuristic(point.structure, point.n, dtype)[0])
+        good = (label for label in usual if times.get(label, inf) <= MARGIN * best[1])
+        before = min(plain, key=times.__getitem__) if plain else next(good, best[0])
+        yield before
 
 
 def _least_loss(points: Sequence[TunedPoint], known: Mapping[str, Candidate]) -> str | None:
@@ -155,36 +131,17 @@ def _least_loss(points: Sequence[TunedPoint], known: Mapping[str, Candidate]) ->
     return min(plain or losses, key=losses.__getitem__)
 
 
-def _rule(where: dict[str, Any], low: int, high: int, chosen: Candidate) -> dict[str, Any]:
-    config = {"config": dict(chosen.config)} if chosen.config else {}
-    return {**where, "n": [low, high], "variant": chosen.variant, **config}
-
-
-def _ranges(tokens: Sequence[int], winners: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
-    """Neighbouring measurements with one winner as one range of buckets. Each measurement speaks for
-    the buckets above the one before it, the last one for all that follow."""
-    low = BUCKETS[0]
-    for position, (n, winner) in enumerate(zip(tokens, winners, strict=True)):
-        last = position + 1 == len(tokens)
-        if last or winners[position + 1] != winner:
-            high = BUCKETS[-1] if last else n
-            yield low, high, winner
-            low = 2 * n
-
-
-def winners_table(points: Sequence[TunedPoint]) -> list[dict[str, Any]]:
-    """One entry a point, for people: the winner, its time, and the dense layer's."""
-    rows = []
-    for point in points:
-        best = fastest(point)
-        rows.append(
-            {
-                **{"structure": point.structure, **point.shape._asdict(), "dtype": point.dtype},
-                **{"n": point.n, "variant": best[0] if best else None},
-                **{"ms": best[1] if best else None, "dense_ms": point.times.get(DENSE)},
-            }
-        )
-    return rows
+def ranges(
+    tokens: Sequence[int], winners: Iterable[str | None], first: int = BUCKETS[0]
+) -> Iterator[tuple[list[int], str]]:
+    """Numbers of tokens, from and to, with one winner: a measurement speaks for those above the one
+    before it (`first` on), the last one for all that follow."""
+    lows = [first, *(n + 1 for n in tokens)]
+    highs = [*tokens[:-1], BUCKETS[-1]]
+    for label, same in groupby(zip(lows, highs, winners, strict=False), key=itemgetter(2)):
+        found = [*same]
+        if label is not None:
+            yield [found[0][0], found[-1][1]], label
 
 
 def merged(rules: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from producing import snapshot
 from blr.bench.results import CSV_NAME, JSON_NAME, BenchReport, Timed, check_output, save
 from blr.compressor.base.errors import BlrError, OutputError, RecipeError, StorageError
 from blr.compressor.cli.bench import finish
-from blr.compressor.cli.options import Format
+from blr.compressor.cli.from_fields import Format
 from blr.compressor.recipe.tuned_table import HEADER, check_table, table_text, write_table
 
 MINE = "the user's"

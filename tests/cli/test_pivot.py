@@ -20,8 +20,7 @@ from blr.compressor import register
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
-from blr.compressor.integrations.vllm_packed import make_part
-from blr.compressor.integrations.vllm_split import Share
+from blr.compressor.integrations.vllm_parts import Share, make_part
 from blr.compressor.modeling.layers import make_layer
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.runtime.decoder import Decoder

@@ -13,7 +13,7 @@ import typer.main
 from fresh import blr_process
 from running import Invoke
 
-from blr.compressor.base import packages
+from blr.compressor.base import exhaustion as packages
 from blr.compressor.base.errors import BlrError
 from blr.compressor.cli import app
 from blr.compressor.healing.tracking import PACKAGES

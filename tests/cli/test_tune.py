@@ -23,7 +23,7 @@ from blr.bench.tuning import Tuning
 from blr.bench.tuning_rules import Candidate, TunedPoint, merged, rules_of
 from blr.compressor.base.progress import Progress
 from blr.compressor.cli import tune as command
-from blr.compressor.cli.options import Format
+from blr.compressor.cli.from_fields import Format
 from blr.compressor.recipe.tuned_table import TunedRule, read_table, table_text, user_table, write_table
 from blr.compressor.structures.registry import TUNED
 from blr.kernels.common import dispatch, tables
@@ -158,7 +158,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(tune, "tuning_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(tune, "QUICK", (1, 16))
     layer = LayerShape("pico", "up", 32, 32, 2.0, {})
-    monkeypatch.setattr("blr.bench.shapes.find_layers", lambda models: [layer])
+    monkeypatch.setattr("blr.bench.tune.find_layers", lambda models: [layer])
     monkeypatch.setenv("BLR_TUNED_DIR", str(tmp_path))
     return tmp_path
 

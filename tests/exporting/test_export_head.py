@@ -15,8 +15,8 @@ from running import Invoke
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from blr.bench.quantized import quantize_head, quantize_model
 from blr.compressor import register
-from blr.compressor.exporting.pack import quantize_head, quantize_model
 from blr.compressor.fitting.rounding import PRODUCT
 from blr.compressor.modeling import generation as fused
 from blr.compressor.modeling.layers import QuantizedLinear, StructuredLinear

@@ -15,9 +15,9 @@ from running import Invoke
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from blr.bench.quantized import quantize_model
 from blr.compressor import register
 from blr.compressor.commands.inspect import inspect_output
-from blr.compressor.exporting.pack import quantize_model
 from blr.compressor.fitting.rounding import PRODUCT
 from blr.compressor.workspace.manifest import read_manifest
 

@@ -14,15 +14,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from blr.compressor.base.errors import NumericsError, UsageError
-from blr.compressor.exporting.pack import (
-    parse_kind,
+from blr.bench.quantized import (
     quantizable,
     quantize_head,
     quantize_layer,
     quantize_model,
     quantized_spec,
 )
+from blr.compressor.base.errors import NumericsError, UsageError
 from blr.compressor.fitting.rounding import PRODUCT, quantize_dense, quantize_factors
 from blr.compressor.modeling.layers import (
     QuantizedLinear,
@@ -30,6 +29,7 @@ from blr.compressor.modeling.layers import (
     make_layer,
 )
 from blr.compressor.modeling.modeling_blr import replace_layers
+from blr.compressor.modeling.stages import stages_of
 from blr.compressor.structures.packing import to_matrix
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import (
@@ -154,7 +154,7 @@ def test_packed_factors_are_what_the_kernels_read(spec: Spec) -> None:
 def test_stages_compute_the_layer(spec: Spec) -> None:
     """One after the other they give what the layer's own forward gives."""
     layer, _ = quantize_layer(_layer(spec), 8)
-    stages = layer.stages()
+    stages = stages_of(layer)
     if spec.structure == "ks":
         assert stages is None
         return
@@ -306,9 +306,3 @@ def test_quantized_layers_are_not_quantized_again() -> None:
     quantize_model(model, 8)
     assert isinstance(model[0], StructuredLinear) and model[0].packing
     assert quantize_model(model, 4) == {}
-
-
-def test_unknown_kind_is_refused() -> None:
-    assert parse_kind("int4") == 4
-    with pytest.raises(UsageError, match="expected one of int4, int8"):
-        parse_kind("fp8")

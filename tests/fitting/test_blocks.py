@@ -21,7 +21,7 @@ from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Work, layer_seed
 from blr.compressor.fitting.sensitivity import curve, draw_tokens, measure
 from blr.compressor.fitting.weighted import RIDGE, Moments, products
-from blr.compressor.loading.discover import family_of
+from blr.compressor.loading.native import family_of
 from blr.compressor.recipe.architectures import families
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.workspace.journal import Journal

@@ -10,7 +10,7 @@ from heal_models import QUIET, save_dense, write_text
 from safetensors.torch import load_file, save_file
 
 from blr.compressor.commands.compress import Settings, compress
-from blr.compressor.output import produce
+from blr.compressor.output import files as produce
 from blr.compressor.recipe.schema import Recipe
 
 RECIPE = Recipe(method="svd", cf=1.5, seq_len=16, samples=8)

@@ -25,15 +25,16 @@ SIZES = ("n", "a", "b", "c", "xn", "xf", "yn", "yf", "wa", "wb", "wc", "wd")
 
 
 @cache
-def compiled(p: Problem, capability: int, batch_last: bool = False) -> dict[str, Any]:
-    """The fused kernel of `p` with its default tiles, features (or the batch) contiguous, with bias."""
+def compiled(p: Problem, capability: int) -> dict[str, Any]:
+    """The fused kernel of `p` with its default tiles, features contiguous, with bias."""
     config = dict(fused_config(p, MACHINES[capability]))
     path = config.pop("path")
     options = {key: config.pop(key) for key in ("num_warps", "num_stages")}
-    run = config["G"] if path == "dense" else 1
-    constants = {**config, "HAS_BIAS": True, "wc": 1, ("xn" if batch_last else "xf"): 1}
-    constants |= {("yn" if batch_last else "yf"): 1, ("D" if path == "grouped" else "L"): p.d // run}
-    constants |= {"EVEN_B": p.b * run % config["BB"] == 0, "EVEN_C": p.c * run % config["BC"] == 0}
+    constants = {**config, "HAS_BIAS": True, "wc": 1, "xf": 1, "yf": 1}
+    constants |= {"D" if path == "grouped" else "L": p.d}
+    constants |= {"EVEN_B": p.b % config["BB"] == 0, "EVEN_C": p.c % config["BC"] == 0}
+    if path == "plain":
+        del constants["G"]
     if path == "decode":
         constants["N"] = p.n
     else:
@@ -75,18 +76,13 @@ def test_grouped_spills_nothing_and_uses_the_tensor_core(p: Problem, capability:
 
 @pytest.mark.parametrize(
     "p",
-    [COLUMN, Problem(2, 64, 64, 4, ROWS, "tf32", prepared=4)],
+    [COLUMN, Problem(2, 64, 64, 4, ROWS, "tf32").dense()],
     ids=str,
 )
 def test_two_dimensional_tiles_spill_nothing(p: Problem) -> None:
     result = compiled(p, 90)
     assert result["spills"] == 0
     assert "wgmma.mma_async" in result["asm"]["ptx"]
-
-
-def test_batch_last_spills_nothing() -> None:
-    p = Problem(2, 256, 256, 4, ROWS, "half", batch_last=True)
-    assert compiled(p, 90, batch_last=True)["spills"] == 0
 
 
 def test_few_rows_spill_nothing_and_leave_the_tensor_core_alone() -> None:
@@ -151,6 +147,6 @@ def test_densified_weight_spills_nothing() -> None:
     arguments = {"w": "*bf16", "dense": "*bf16", **dict.fromkeys(("b", "c", "wa", "wb", "wd"), "i32")}
     constants = {"D": 4, "BR": 16, "BF": 256, "wc": 1}
     result = compile_for(
-        "blr.kernels.layers.kronecker.densify", "densify_kernel", arguments, constants, 90, num_warps=4
+        "blr.kernels.layers.kronecker.triton", "densify_kernel", arguments, constants, 90, num_warps=4
     )
     assert result["spills"] == 0

@@ -9,8 +9,8 @@ import pytest
 from heal_models import QUIET, write_text
 
 from blr.compressor.base.errors import BlrError
-from blr.compressor.cli.optional import completed
-from blr.compressor.commands import compress_then_heal as after
+from blr.compressor.cli.values import completed
+from blr.compressor.commands import compress as after
 from blr.compressor.commands.compress import Settings, Summary, compress
 from blr.compressor.fitting import factorize
 from blr.compressor.healing import data, trainer

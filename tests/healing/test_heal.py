@@ -25,9 +25,9 @@ from blr.compressor.exporting.job import export
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.healing import trainer
 from blr.compressor.healing.summary import HealSummary
-from blr.compressor.loading import compute_dtype as computing
+from blr.compressor.loading import load as computing
 from blr.compressor.loading.load import load_model
-from blr.compressor.output import library_adapters as doors
+from blr.compressor.output import check as doors
 from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.workspace.manifest import read_manifest, verify_files

@@ -11,9 +11,16 @@ import torch
 from torch import Tensor
 
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.integrations.vllm_packed import PackedPart, make_part
-from blr.compressor.integrations.vllm_parts import Part, pack, product, shares_input
-from blr.compressor.integrations.vllm_split import Share, Side
+from blr.compressor.integrations.vllm_parts import (
+    PackedPart,
+    Part,
+    Share,
+    Side,
+    make_part,
+    pack,
+    product,
+    shares_input,
+)
 from blr.compressor.modeling.layers import layer_of, make_layer
 from blr.compressor.structures.specs import (
     BlastSpec,

@@ -86,7 +86,7 @@ def test_gradients_are_exact() -> None:
 OTHERS = DENSE, DENSE, MonarchSpec(200, 150, 5, 2)
 
 
-@pytest.mark.parametrize("spec", map(QuantizedSpec, OTHERS, (3, 8, 4), (64, 64, 32)), ids=repr)
+@pytest.mark.parametrize("spec", [*map(QuantizedSpec, OTHERS, (3, 8, 4), (64, 64, 32))], ids=repr)
 def test_what_is_no_code_of_four_bits_is_exact(spec: Spec) -> None:
     x = torch.randn(2, 1, 200)
     with torch.no_grad():

@@ -30,7 +30,7 @@ def test_blocks_of_float8(far: Tensor) -> None:
     z = far.as_strided((blocks, tokens, rank), (FAR, rank, 1)).copy_(torch.randn(blocks, tokens, rank))
     s, w = torch.randn(blocks, blocks, rank), torch.empty(blocks, tokens, rank)
     sizes = (tokens, rank, FAR, rank, w.stride(0), w.stride(1))
-    mix_kernel[(1, 1)](z, s, w, *sizes, BLOCKS=16, WIDTH=16, TOKENS=4, RANKS=8, PDL=False)
+    mix_kernel[(1, 1)](z, s, w, *sizes, BLOCKS=16, WIDTH=16, TOKENS=4, RANKS=8)
     torch.testing.assert_close(w, torch.einsum("klr,lnr->knr", s, z.float()))
 
 

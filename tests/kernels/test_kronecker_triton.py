@@ -12,13 +12,13 @@ from torch import Tensor
 
 from blr.kernels.common.layout import relaid
 from blr.kernels.common.orders import order_of
-from blr.kernels.layers.kronecker import densify as densifying
 from blr.kernels.layers.kronecker import permute, products, variants
 from blr.kernels.layers.kronecker.reference import kronecker_factor as reference
 from blr.kernels.layers.kronecker.reference import kronecker_linear
-from blr.kernels.layers.kronecker.variants import VARIANTS, densify, kronecker_chain, kronecker_factor
+from blr.kernels.layers.kronecker.variants import VARIANTS, kronecker_factor
 
 pytest.importorskip("triton")
+from blr.kernels.layers.kronecker.triton import densify
 
 STORED = order_of("factors", 4)
 PATTERNS = [(1, 3, 5, 1), (2, 6, 9, 3), (2, 20, 36, 4), (1, 18, 12, 16), (2, 33, 17, 2)]
@@ -30,7 +30,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "permute": {"variant": "permute"},
     "blocks": {"variant": "blocks"},
     "split": {"variant": "split"},
-    "bmm": {"variant": "bmm"},
 }
 TILED: dict[str, dict[str, Any]] = {
     "permute small tiles": {"variant": "permute", "BN": 8, "BM": 8, "BD": 2},
@@ -85,16 +84,14 @@ def assert_near(y: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.sampled(3)
 @dtypes
-@pytest.mark.parametrize("batch_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize(("arm", "pattern", "n"), CASES, ids=str)
 def test_equals_float64(
-    arm: str, pattern: tuple[int, int, int, int], n: int, batch_last: bool, dtype: torch.dtype
+    arm: str, pattern: tuple[int, int, int, int], n: int, dtype: torch.dtype
 ) -> None:
     x, w, bias, expected = problem(pattern, n, dtype)
-    x = x.t().contiguous() if batch_last else x
-    y = kronecker_factor(x, w, bias=bias, batch_last=batch_last, **ARMS[arm])
+    y = kronecker_factor(x, w, bias=bias, **ARMS[arm])
     assert y.is_contiguous()
-    assert_near(y.t() if batch_last else y, expected, dtype)
+    assert_near(y, expected, dtype)
 
 
 @pytest.mark.parametrize("arm", ["fused", "permute", "split", "plain", "grouped 4"])
@@ -105,13 +102,9 @@ def test_batch_over_several_tiles(arm: str) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("pattern", SMALL_PATTERNS, ids=str)
-@pytest.mark.parametrize("batch_last", [False, True], ids=["first", "last"])
-def test_few_rows_take_the_decode_path(
-    batch_last: bool, pattern: tuple[int, int, int, int], n: int
-) -> None:
+def test_few_rows_take_the_decode_path(pattern: tuple[int, int, int, int], n: int) -> None:
     x, w, bias, expected = problem(pattern, n)
-    y = kronecker_factor(x.t() if batch_last else x, w, bias=bias, batch_last=batch_last)
-    assert_near(y.t() if batch_last else y, expected, torch.float32)
+    assert_near(kronecker_factor(x, w, bias=bias), expected, torch.float32)
 
 
 @pytest.mark.parametrize("n", [5, 8])
@@ -122,50 +115,31 @@ def test_decode_path_serves_up_to_eight_rows(n: int) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("G", [2, 4, 8])
-def test_densified_run_equals_factor(G: int, dtype: torch.dtype) -> None:
+def test_dense_blocks_equal_the_factor(dtype: torch.dtype) -> None:
     x, w, bias, expected = problem((2, 6, 9, 8), 17, dtype)
-    config = {"variant": "fused", "path": "dense", "G": G, **SMALL}
-    cached = kronecker_factor(x, w, bias=bias, prepared=densify(w, G), **config)
-    assert_near(cached, expected, dtype)
-    assert torch.equal(kronecker_factor(x, w, bias=bias, **config), cached)
+    config = {"variant": "fused", "path": "dense", **SMALL}
+    assert_near(kronecker_factor(x, w, bias=bias, **config), expected, dtype)
 
 
 @dtypes
-def test_weight_of_all_columns_is_the_same_in_one_launch(dtype: torch.dtype) -> None:
+def test_weight_of_all_columns_is_made_in_one_launch(dtype: torch.dtype) -> None:
     for pattern in [(2, 6, 9, 8), (3, 5, 70, 3), (1, 33, 4, 5)]:
+        a, b, c, d = pattern
         w = torch.randn(pattern).to(dtype)
-        expected = densify(w, pattern[3])[..., 0]
-        assert torch.equal(densifying.densify_all(w), expected)
-        assert torch.equal(densifying.densify_all(relaid(w, STORED)), expected)
+        expected = torch.diag_embed(w).permute(0, 1, 3, 2, 4).reshape(a, b * d, c * d)
+        assert torch.equal(densify(w), expected)
+        assert torch.equal(densify(relaid(w, STORED)), expected)
 
 
 @pytest.mark.parametrize("a", [1, 2])
-def test_blocks_use_the_prepared_weight_and_permute_nothing(
-    a: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_permute_nothing(a: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, bias, expected = problem((a, 6, 9, 4), 17)
-    prepared = densify(w, 4)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("called")
 
-    for module, name in ((permute, "launch"), (densifying, "densify_all")):
-        monkeypatch.setattr(module, name, refuse)
-    y = kronecker_factor(x, w, bias=bias, variant="blocks", prepared=prepared)
-    assert_near(y, expected, torch.float32)
-
-
-def test_densify_places_every_weight_on_the_diagonal_of_its_run() -> None:
-    w = torch.arange(1.0, 1 + 2 * 3 * 5 * 4).view(2, 3, 5, 4)
-    dense = densify(w, 2)
-    assert dense.shape == (2, 6, 10, 2)
-    assert dense.stride(2) == 1
-    blocks = dense.reshape(2, 3, 2, 5, 2, 2)  # [a, b, g, c, g', run]
-    assert torch.equal(blocks[:, :, 1, :, 1, 1], w[..., 3])
-    assert blocks[:, :, 0, :, 1].count_nonzero() == 0
-    with pytest.raises(ValueError, match="divisor"):
-        densify(w, 3)
+    monkeypatch.setattr(permute, "launch", refuse)
+    assert_near(kronecker_factor(x, w, bias=bias, variant="blocks"), expected, torch.float32)
 
 
 @pytest.mark.parametrize("arm", ["fused", "permute", "blocks", "split", "plain", "grouped 4"])
@@ -180,10 +154,9 @@ def test_any_strides_of_input_and_weight(arm: str) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("intermediate", ["batch_first", "batch_last"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chain", CHAINS)
-def test_chains(chain: str, variant: str, intermediate: str) -> None:
+def test_chains(chain: str, variant: str) -> None:
     g = torch.Generator().manual_seed(3)
     factors = [torch.randn(p, generator=g) / p[2] ** 0.5 for p in CHAINS[chain]]
     a, b, c, d = CHAINS[chain][-1]
@@ -191,24 +164,9 @@ def test_chains(chain: str, variant: str, intermediate: str) -> None:
     a, b, c, d = CHAINS[chain][0]
     bias = torch.randn(a * b * d, generator=g)
     expected = kronecker_linear(x.double(), [w.double() for w in factors], bias.double())
-    y = VARIANTS[variant](x, factors, bias=bias, intermediate=intermediate)
+    y = VARIANTS[variant](x, factors, bias=bias)
     assert y.is_contiguous()
     assert_near(y, expected, torch.float32)
-
-
-def test_chain_takes_a_configuration_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, str]] = []
-    run = variants.fused_factor
-
-    def spy(x: Tensor, w: Tensor, *rest: Any, **config: Any) -> Tensor:
-        seen.append((w.shape[3], config["path"]))
-        return run(x, w, *rest, **config)
-
-    monkeypatch.setattr(variants, "fused_factor", spy)
-    factors = [torch.randn(p) for p in CHAINS["ViT square"]]
-    configs = [{"path": "grouped", "G": 2, **SMALL}, {"path": "plain", **SMALL}]
-    kronecker_chain(torch.randn(3, 48), factors, variant="fused", configs=configs)
-    assert seen == [(1, "plain"), (2, "grouped")]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -221,23 +179,18 @@ def test_float64_takes_plain_torch() -> None:
     assert torch.equal(kronecker_factor(x, w, variant="fused"), reference(x, w))
 
 
-def test_errors_name_shapes_dtypes_and_precision() -> None:
+def test_errors_name_shapes_and_dtypes() -> None:
     x, w = torch.randn(3, 10), torch.randn(1, 3, 5, 2)
     with pytest.raises(ValueError, match=r"\[3, 9\].*expected"):
         kronecker_factor(x[:, :9], w)
     with pytest.raises(ValueError, match="float16"):
         kronecker_factor(x, w.half())
-    with pytest.raises(ValueError, match="tf32x3"):
-        kronecker_factor(x, w, precision="fp8")
 
 
-@pytest.mark.parametrize(
-    ("enabled", "asked", "used"), [(True, None, True), (False, True, True), (True, False, False)]
-)
-def test_tf32_follows_the_argument_and_else_torch(enabled: bool, asked: bool | None, used: bool) -> None:
+@pytest.mark.parametrize(("enabled", "used"), [(True, True), (False, True), (True, False)])
+def test_tf32_is_asked_for_and_put_back(enabled: bool, used: bool) -> None:
     before = products.torch_tf32()
     with products.cublas_tf32(enabled):
-        assert variants.precision_of(asked, None) == ("tf32" if used else "ieee")
         with products.cublas_tf32(used):
             assert torch.backends.cuda.matmul.fp32_precision == "tf32" or not used
             assert products.torch_tf32() == used
@@ -282,13 +235,16 @@ def test_split_has_the_error_of_fp32_where_one_tf32_product_has_not() -> None:
     assert (rounded - expected).norm() / expected.norm() > 10 * TOLERANCES[torch.float32]
 
 
-def test_split_is_chosen_by_itself_but_not_against_ieee(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_is_chosen_by_itself_but_not_where_torch_takes_tf32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ran: list[str] = []
     monkeypatch.setattr(variants, "split_factor", lambda x, w, out, *_, **__: ran.append("split") or out)
     monkeypatch.setattr(
         variants, "permute_factor", lambda x, w, out, *_, **__: ran.append("permute") or out
     )
     x, w = torch.empty(1).expand(4096, 1024 * 4), torch.empty(1).expand(1, 1024, 1024, 4)
-    for config in ({}, {"precision": "ieee"}, {"tf32": True}, {"tf32": False}):
-        kronecker_factor(x, w, **config)
-    assert ran == ["split", "permute", "permute", "split"]
+    for enabled in (False, True, False):
+        with products.cublas_tf32(enabled):
+            kronecker_factor(x, w)
+    assert ran == ["split", "permute", "split"]

@@ -11,8 +11,7 @@ import transformers
 from pico import save_pico
 
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.loading.compute_dtype import load_computing
-from blr.compressor.loading.load import GENERATES
+from blr.compressor.loading.load import GENERATES, load_computing
 
 CPU = torch.device("cpu")
 

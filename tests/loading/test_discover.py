@@ -15,8 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.checkpoint.extras import inert
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.loading.discover import discover_family, linear_layers
-from blr.compressor.loading.native import decoded, native_class
+from blr.compressor.loading.native import decoded, discover_family, linear_layers, native_class
 from blr.compressor.planning.layers import find_layers
 from blr.compressor.recipe.architectures import find_family
 from blr.compressor.recipe.schema import make_recipe

@@ -17,7 +17,7 @@ from blr.compressor.base.errors import InputError
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading.checked import is_usual, open_checked
-from blr.compressor.loading.discover import meta_model
+from blr.compressor.loading.native import meta_model
 from blr.compressor.loading.smoke_run import first_trial
 from blr.compressor.loading.streamed import streamed_model, whole_model
 from blr.compressor.workspace.scan import scan_source
@@ -44,7 +44,7 @@ def _assert_whole(source: Source) -> None:
     assert [entry.start for entry in source.stored] == sorted(entry.start for entry in source.stored)
     assert source.config["architectures"] == [type(meta_model(source)).__name__]
     floats = {name for name, entry in source.entries.items() if entry.is_float}
-    assert scan_source(source, floats, "", Progress(silent=True)).norms.keys() == floats
+    assert scan_source(source, "", Progress(silent=True), floats).norms.keys() == floats
 
 
 @pytest.mark.parametrize("name", ["own-llama", "own-gpt2", "own-bert"])

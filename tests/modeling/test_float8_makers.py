@@ -111,14 +111,14 @@ def test_nothing_is_rounded_where_dequantized_weights_are_faster(
     """By the measured tables: here for up to 16 tokens, in layers of every kind."""
     rule = {"structure": "fp8_dense", "n": [1, 16], "variant": "dequantized"}
     monkeypatch.setattr(tables, "tuned_rules", lambda gpu: [rule])
-    tables._dequantized.cache_clear()
+    tables._measured.cache_clear()
     plain, x = model_of(name), CASES[name][2]
     few, many = x[:1], torch.cat([x] * 3)
     expected, model = run(plain, few), to_float8(copy.deepcopy(plain))
     assert distance(run(model, few), expected) < 0.1 and made == []
     run(model, many)
     assert sum(map(bool, made)) == CASES[name][4]
-    tables._dequantized.cache_clear()
+    tables._measured.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from blr.compressor.exporting.pack import quantize_layer
+from blr.bench.quantized import quantize_layer
 from blr.compressor.modeling import shared_input as shared
 from blr.compressor.modeling.layers import StructuredLinear, make_layer
 from blr.compressor.modeling.modeling_blr import config_class

@@ -43,7 +43,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def absent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without diffusers, also where it is installed."""
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    monkeypatch.setattr("blr.compressor.output.library_adapters.find_spec", lambda _: None)
+    monkeypatch.setattr("blr.compressor.output.check.find_spec", lambda _: None)
 
 
 def compressed(source: Path, output: Path, *, check: bool = False, **settings: Any) -> Path:

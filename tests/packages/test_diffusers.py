@@ -22,7 +22,7 @@ from blr.compressor.base.errors import InputError
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.loading.diffusion import load_diffusion, trial_inputs
-from blr.compressor.loading.quiet_libraries import quiet_diffusers
+from blr.compressor.loading.native import quiet_diffusers
 from blr.compressor.loading.smoke_run import run
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.recipe.schema import make_recipe

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from blr.compressor.structures import bank
-from blr.compressor.structures.bank import Banks
-from blr.compressor.structures.latent import GroupPlace, Latent, Plain, Trained
+from blr.compressor.structures import latent as bank
+from blr.compressor.structures.latent import Banks, GroupPlace, Latent, Plain, Trained
 
 TURNED = GroupPlace(lambda t: t.mT, lambda t: t.mT)
 

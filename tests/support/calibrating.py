@@ -18,7 +18,7 @@ from blr.compressor.fitting.factorize import Work
 from blr.compressor.fitting.refit import finish_blocks
 from blr.compressor.fitting.sensitivity import measure
 from blr.compressor.fitting.student import FitRun
-from blr.compressor.loading.discover import family_of
+from blr.compressor.loading.native import family_of
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.text.reading import Calibration

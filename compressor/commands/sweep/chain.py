@@ -20,7 +20,7 @@ from blr.compressor.checkpoint.extras import REPORT
 from blr.compressor.checkpoint.regular import read_end
 from blr.compressor.commands.judged import Judged
 from blr.compressor.commands.sweep.folder import ANEW, Folder, OutputReport, read_judgement
-from blr.compressor.output.records import tensor_bytes
+from blr.compressor.output.report import tensor_bytes
 from blr.compressor.workspace.strict_json import read_kept
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -53,7 +53,7 @@ def start(command: Command, environ: dict[str, str], alive: int) -> subprocess.P
 
 
 def _own(path: Path, how: int) -> BinaryIO:
-    """A file of ours, opened to be written: no link is followed and no FIFO waited for."""
+    """Open a file of the sweep for writing, without following a link or waiting on a FIFO."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
@@ -70,7 +70,7 @@ def lifeline() -> Iterator[int]:
 
 
 def slots(device: str, jobs: int) -> list[dict[str, str]]:
-    """What the environment of each of the processes at once has of its own: `jobs` on every GPU."""
+    """The environment of each process that runs at once: `jobs` on every GPU."""
     if device not in ("auto", "cuda"):
         return [{} for _ in range(jobs)]
     import torch
@@ -119,7 +119,7 @@ class Pool:
 
 
 def _end(running: list[Started]) -> None:
-    """What still runs when the pool is left, as an error has stopped it: none of it writes any more."""
+    """Kill the commands that still run when the pool ends with an error."""
     for entry in running:
         entry.process.kill()
         entry.chain.stopped()
@@ -130,10 +130,9 @@ def _end(running: list[Started]) -> None:
 
 @dataclass
 class PointChain:
-    """The commands of a point, whose record the folder then has; `compress` are options of `blr
-    compress` (None: the dense model itself), `evaluate` of `blr eval`; `failure` says why there is
-    none, with the `code` of the command that failed, `spent` the seconds of all commands, by earlier
-    runs as well."""
+    """The commands that make one point of a sweep: `compress` (None: the dense model) and `evaluate` are
+    their options. `failure` and `code` tell of a command that failed, `spent` are seconds of all
+    runs."""
 
     folder: Folder
     name: str
@@ -164,7 +163,7 @@ class PointChain:
         return self._command(("eval", checkpoint, *self.evaluate, "--format", "json"))
 
     def ended(self, code: int) -> None:
-        """Note the end of the command. Raises an error of its kind where it was the dense model's."""
+        """Note the end of the command. Raises the error of the dense model's."""
         self.stopped()
         self.done += 1
         found = read_judgement(self._out)
@@ -187,7 +186,7 @@ class PointChain:
             self.folder.tidy(self.name)
 
     def missing(self) -> bool:
-        """Whether it is to be made: it has no record, or not the checkpoint that is to be kept."""
+        """Whether it is to be made: its record, or the checkpoint to be kept, is missing."""
         if self.folder.record(self.name) is None:
             return True
         return self.keep and self.compress is not None and not self.folder.is_written(self.name)
@@ -201,7 +200,7 @@ class PointChain:
         return Command(arguments, self._out, self.folder.log(self.name))
 
     def _keep(self, found: Judged) -> None:
-        """Write the record of the point, or note why there can be none, which ends the dense model."""
+        """Write the record of the point, or note why there is none; raises for the dense model."""
         try:
             self.folder.write(f"points/{self.name}.json", self._record(found))
         except BlrError as error:

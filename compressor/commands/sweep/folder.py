@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -42,8 +42,7 @@ OTHERS = "not made by this sweep"
 
 
 class SweepNote(Told):
-    """``sweep.json``: what all points have in common, and all points whose files the folder may hold,
-    with the digests of what makes them."""
+    """``sweep.json``: what all points have in common, and the digests of all points."""
 
     about: Literal["sweep of blr"]
     common: dict[str, Any]
@@ -88,8 +87,7 @@ def read_judgement(path: Path) -> Judged:
 
 
 def point_digest(recipe: dict[str, object], heal: float | None) -> str:
-    """SHA-256 of what makes a point of a model: its recipe, but for the GPU that times are predicted
-    for, and its minutes of healing."""
+    """SHA-256 of a point: its recipe, but for the GPU of predictions, and its minutes of healing."""
     asked = {name: value for name, value in recipe.items() if name != "gpu"}
     return hashlib.sha256(canonical_json([asked, heal or None])).hexdigest()
 
@@ -113,9 +111,8 @@ def is_made(output: Path, digest: str, common: dict[str, object]) -> bool:
 
 
 class Folder:
-    """`path` with ``sweep.json``, and for each point ``points/NAME.json``, ``logs/NAME.log`` and,
-    while it is made or if kept, ``outputs/NAME``. `common` is what all points have in common,
-    `points` are those of this run with their digests; that of the dense model is empty."""
+    """The folder of a sweep: ``sweep.json``, and for each point ``points/NAME.json``, ``logs/NAME.log``
+    and perhaps ``outputs/NAME``. `common` settings are of all points, `points` of this run by digest."""
 
     def __init__(
         self, path: Path, common: dict[str, object], points: Mapping[str, str] | None = None
@@ -127,8 +124,7 @@ class Folder:
 
     @contextmanager
     def held(self, restart: bool) -> Iterator[None]:
-        """While active the folder is this process's. Raises OutputError: something else is there,
-        another sweep, or one that runs."""
+        """Hold the folder meanwhile. Raises OutputError if it is another's, or in use."""
         with storage_errors(self.path):
             self._check_place(restart)
             self.path.mkdir(exist_ok=True)
@@ -150,7 +146,11 @@ class Folder:
         found = self._found()
         left = any(any((self.path / part).glob("*")) for part in ("points", OUTPUTS))
         if found and found.common != self.common and not restart and left:
-            self._differs(found.common)
+            raise OutputError(
+                f"{self.path}: a sweep with other settings "
+                f"({'; '.join(changes(found.common, self.common))}); run "
+                "again with those, choose another --output, or pass --restart to begin it anew"
+            )
         return found
 
     def _claim(self, restart: bool) -> None:
@@ -160,7 +160,9 @@ class Folder:
         for part in (*NOTES, OUTPUTS):
             if os.path.lexists(self.path / part):
                 ownership.check_folder(self.path / part)
-        self._check_page()
+        path = self.path / PAGE
+        if os.path.lexists(path) and not (_is_plain(path) and PAGE_MARK in read_start(path)):
+            ownership.in_the_way(path, OTHERS)
         if restart:
             self._clear(earlier)
         known = {} if restart else earlier.made
@@ -173,19 +175,13 @@ class Folder:
             (self.path / part).mkdir(exist_ok=True)
 
     def _check_free(self, name: str, known: bool, digest: str) -> None:
-        """Raise OutputError where something that no sweep made is in the place of a point's files."""
+        """Raise OutputError for files in the place of a point's that no sweep made."""
         for path in filter(os.path.lexists, map(self.path.joinpath, files_of(name))):
             if not (known and _is_plain(path)):
                 ownership.in_the_way(path, OTHERS)
         output = self.output(name)
         if os.path.lexists(output) and (os.path.islink(output) or not self._is_own(name, digest)):
             ownership.in_the_way(output, OTHERS)
-
-    def _check_page(self) -> None:
-        """Raise OutputError for something else in the place of the page."""
-        path = self.path / PAGE
-        if os.path.lexists(path) and not (_is_plain(path) and PAGE_MARK in read_start(path)):
-            ownership.in_the_way(path, OTHERS)
 
     def _is_own(self, name: str, digest: str, common: dict[str, object] | None = None) -> bool:
         return is_made(self.output(name), digest, self.common if common is None else common)
@@ -208,7 +204,7 @@ class Folder:
             path.unlink()
 
     def _outputs(self, earlier: SweepNote) -> list[Path]:
-        """Where an earlier sweep has made outputs, or begun to. Raises OutputError for others."""
+        """Outputs that an earlier sweep made or began. Raises OutputError for others."""
         found = sorted({output_of(path) for path in (self.path / OUTPUTS).glob("*")})
         for path in found:
             digest = earlier.made.get(path.name)
@@ -231,18 +227,12 @@ class Folder:
         return self._is_own(name, self.made.get(name, ""))
 
     def _found(self) -> SweepNote | None:
-        """The sweep that lies here; None if there is nothing."""
+        """The sweep in this folder; None if it is empty."""
         if not self.path.exists() or all(path.name == LOCK for path in self.path.iterdir()):
             return None
         if (found := read_kept(self.path / RESULT, SweepNote, REMEDY)) is None:
             raise OutputError(f"{self.path}: not empty and no sweep of blr; choose another --output")
         return found
-
-    def _differs(self, found: dict[str, object]) -> NoReturn:
-        raise OutputError(
-            f"{self.path}: a sweep with other settings ({'; '.join(changes(found, self.common))}); run "
-            "again with those, choose another --output, or pass --restart to begin it anew"
-        )
 
     def record(self, name: str) -> Record | None:
         """What is known of a point that is done. Raises OutputError for another's record."""

@@ -18,10 +18,8 @@ PIVOT = "-pivot"  # behind a method: held by pivot rows
 
 @dataclass(frozen=True)
 class Grid:
-    """What is combined: `methods` with each of `cfs`, factors stored in each kind of `quantize`;
-    corrections by `methods`, but those with pivots, of each of `bases` in each of `ranks`; and `plain`
-    quantization, which they have to beat. All of it with each of so many minutes of healing (0: none),
-    and with each of several seeds."""
+    """The lists that are combined: `methods` × `cfs` × `quantize` of their factors; `bases` × `methods`
+    × `ranks` of corrections; `plain` quantization; each × `heals` (minutes) × `seeds`."""
 
     methods: tuple[str, ...]
     cfs: tuple[float, ...]
@@ -64,14 +62,13 @@ def _option(name: str, value: object) -> list[str]:
 
 
 def _shown(number: float) -> str:
-    """As short as it reads back the same."""
+    """The shortest text of a number that reads back the same."""
     return f"{number:g}" if float(f"{number:g}") == number else repr(number)
 
 
 def points_of(grid: Grid, common: dict[str, object], calibrated: bool) -> dict[Point, Recipe]:
-    """Every point with its recipe, plain quantization first; `common` are settings of all that have a
-    use for them. Raises UsageError: settings that do not fit or are of no use, a point twice, or
-    none."""
+    """Every point with its recipe, plain quantization first; `common` settings go to all that use them.
+    Raises UsageError for settings that do not fit or are unused, and for a point twice or none."""
     if DENSE in grid.methods:
         raise UsageError(
             "--methods are structures; dense weights in few bits are the line of --plain: give that"
@@ -112,7 +109,7 @@ def _refuse_halves(grid: Grid) -> None:
 
 
 def _refuse_unused(points: Sequence[Point], common: dict[str, object], calibrated: bool) -> None:
-    """Raise UsageError for a setting that no point has a use for."""
+    """Raise UsageError for a setting that no point uses."""
     recipes = [make_recipe(**common | dict(point.settings)) for point in points]
     unused = [idle(recipe, common, calibrated) for recipe in recipes]
     for name in common:
@@ -121,7 +118,7 @@ def _refuse_unused(points: Sequence[Point], common: dict[str, object], calibrate
 
 
 def _fitting(point: Point, common: dict[str, object]) -> dict[str, object]:
-    """Its settings, with those of all that it has a use for."""
+    """The settings of a point, with the common ones that it uses."""
     own = dict(point.settings)
     unused = idle(make_recipe(**common | own), common, calibrated=True)
     return {name: value for name, value in common.items() if name not in unused} | own
@@ -131,14 +128,9 @@ def _structured(grid: Grid) -> Iterator[Point]:
     for method, cf, kind in product(grid.methods, grid.cfs, grid.quantize):
         stored = () if kind == NONE else (("quantize", kind),)
         suffix = "" if kind == NONE else f"-{kind}"
-        form = _form(method)
+        plain = method.removesuffix(PIVOT)
+        form = (("method", plain), *((("pivot", True),) if plain != method else ()))
         yield Point(f"{method}-cf{cf:g}{suffix}", f"{method}{suffix}", (*form, ("cf", cf), *stored))
-
-
-def _form(method: str) -> tuple[tuple[str, object], ...]:
-    """``svd-pivot`` -> (("method", "svd"), ("pivot", True))."""
-    plain = method.removesuffix(PIVOT)
-    return (("method", plain), *((("pivot", True),) if plain != method else ()))
 
 
 def _corrected(grid: Grid) -> Iterator[Point]:
@@ -149,7 +141,7 @@ def _corrected(grid: Grid) -> Iterator[Point]:
 
 
 def _varied(point: Point, minutes: float, seed: int | None) -> Point:
-    """With so many minutes of healing, and a seed."""
+    """The point with some minutes of healing, and a seed."""
     name, kind, settings = point.name, point.kind, point.settings
     if minutes:
         name, kind = f"{name}-heal{minutes:g}", f"{kind}, healed"

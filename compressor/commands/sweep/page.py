@@ -11,17 +11,18 @@ from typing import Any
 
 from blr.compressor.base.quoting import printable_all
 from blr.compressor.base.tables import aligned
-from blr.compressor.output.page import PAGE, STYLE
+from blr.compressor.output.page import PAGE, STYLE, html_table
 from blr.compressor.output.svg import Series, chart, legend
 
+DENSE_COLOUR = 7  # the grey of the palette
 CODE = "\npre{white-space:pre-wrap;overflow-wrap:anywhere}\n"
 
 
 @dataclass(frozen=True)
 class MadePoint:
-    """A point that was made: `bits` a weight; `losses` in nats a token over the dense model, by text;
-    `speed` in tokens a second, predicted; `commands`, one a seed. Of several seeds figures are means,
-    `seconds` the sum, `spread` how far the largest is from the least."""
+    """A finished point: `bits` a weight, `losses` in nats over the dense model by text, predicted tokens
+    a second (`speed`), `commands` by seed. Over seeds figures are means, `seconds` sums, `spread`
+    ranges."""
 
     name: str
     kind: str
@@ -86,7 +87,7 @@ def page(result: dict[str, Any]) -> str:
     result = printable_all(result)
     kinds = list(dict.fromkeys(point["kind"] for point in result["points"]))
     colours = {kind: n % 8 for n, kind in enumerate(kinds)}
-    parts = [legend(list(colours.items()))] if kinds else []
+    parts = [legend([*colours.items(), ("dense model", DENSE_COLOUR)])] if kinds else []
     for n, text in enumerate(result["texts"]):
         name = escape(Path(text).name)
         loss = "nats a token over dense"
@@ -95,14 +96,21 @@ def page(result: dict[str, Any]) -> str:
         if len({point["speed"] for point in result["points"]} - {None}) > 1:  # else launches decide
             title = f"tokens a second on {result['gpu']}, predicted from rooflines, not measured"
             parts.append(chart(_series(result, colours, "speed", n), title, loss))
-    parts += [_commands(result, frontier=True), _rows(result), _commands(result, frontier=False)]
-    parts.append(_failed(result))
+    parts += [
+        _commands(result, frontier=True),
+        f"<h2>All points</h2>{html_table(table_rows(result))}",
+        _commands(result, frontier=False),
+    ]
+    items = "".join(
+        f"<li>{escape(point['name'])}: {escape(point['why'])}</li>" for point in result["failed"]
+    )
+    parts.append(f"<h2>Failed</h2><ul>{items}</ul>" if items else "")
     title = escape(f"{result['model']}: bits against loss, swept by blr")
     return PAGE.format(title=title, style=STYLE + CODE, body="\n".join(filter(None, parts)))
 
 
 def _series(result: dict[str, Any], colours: dict[str, int], key: str, text: int) -> list[Series]:
-    """A series of points for every kind; plain quantization as the line to beat."""
+    """A series of points for every kind; plain quantization and the dense model as lines."""
     found = []
     for kind, colour in colours.items():
         points = [p for p in result["points"] if p["kind"] == kind and p[key] is not None]
@@ -117,11 +125,16 @@ def _series(result: dict[str, Any], colours: dict[str, int], key: str, text: int
         ]
         drawn = Series(kind, places, joined=plain, colour=colour, marks=best, titles=titles, named=True)
         found.append(drawn)
+    ends = sorted({place[0] for one in found for place in one.points})
+    if ends:  # losses are over the dense model, whose own is zero
+        mark = (ends[-1], 0.0, "dense model")
+        line = [(ends[0], 0.0), (ends[-1], 0.0)]
+        found.append(Series("dense model", line, True, DENSE_COLOUR, [mark], named=True))
     return found
 
 
 def _commands(result: dict[str, Any], *, frontier: bool) -> str:
-    """Of the points on the frontier, or of all others."""
+    """The commands of the points on the frontier, or of all others."""
     order = {name: n for n, name in enumerate(result["frontier"])}
     points = [point for point in result["points"] if (point["name"] in order) == frontier]
     points.sort(key=lambda point: order.get(point["name"], 0))
@@ -132,21 +145,6 @@ def _commands(result: dict[str, Any], *, frontier: bool) -> str:
     ]
     said = "<h2>The frontier</h2><p>Points that no other beats in bits and in every text.</p>"
     return (said if frontier else "<h2>The others</h2>" * bool(parts)) + "".join(parts)
-
-
-def _rows(result: dict[str, Any]) -> str:
-    head, *rows = table_rows(result)
-    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
-    return f"<h2>All points</h2><table><tr>{top}</tr>{body}</table>"
-
-
-def _failed(result: dict[str, Any]) -> str:
-    items = "".join(
-        f"<li>{escape(point['name'])}: {escape(point['why'])}</li>" for point in result["failed"]
-    )
-    return f"<h2>Failed</h2><ul>{items}</ul>" if items else ""
 
 
 def table_rows(result: dict[str, Any]) -> list[Sequence[str]]:

@@ -33,9 +33,8 @@ MAX_TEXT = 2 * 2**30  # bytes
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """How a sweep of `model` runs, judged by `texts`; `common` are settings of all recipes,
-    `evaluate` options of `blr eval`; `jobs` run at once on each GPU; `gpu` is what speed is predicted
-    for."""
+    """How a sweep of `model` runs: judged by `texts`, with `common` settings of all recipes, `evaluate`
+    options of `blr eval`, `jobs` at once on each GPU, speeds predicted for `gpu`."""
 
     model: str
     texts: tuple[Path, ...]
@@ -53,9 +52,8 @@ class SweepSettings:
 def sweep(
     folder: Path, recipes: dict[Point, Recipe], output: Path, settings: SweepSettings, progress: Progress
 ) -> dict[str, Any]:
-    """Make every point of `recipes` that `output` does not have, and say, JSON-ready, what all lose.
-    Raises UsageError, InputError, OutputError before anything is made, and what `blr eval` of the
-    dense model ends with."""
+    """Make the points of `recipes` that `output` lacks; all losses, JSON-ready. Raises UsageError,
+    InputError or OutputError before anything is made, and the error of the dense model."""
     check_apart(output, folder)
     check_outside(output)
     progress.loading()
@@ -75,49 +73,34 @@ def sweep(
 
 
 def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict[str, object]:
-    """What all points of a sweep have in common, and another run of it must have as well: models and
-    texts by what they hold, whatever they are called."""
+    """What all points share and another run must share: models and texts by their contents."""
     from blr.compressor.base.device import pick_device
+    from blr.compressor.loading.load import load_tokenizer
+    from blr.compressor.text.reading import beginning_of
     from blr.compressor.workspace.scan import scan_source
 
     calibration, remedy = settings.calibration, "repair the checkpoint, or take another"
-    texts, device = _digests(settings.texts), pick_device(settings.device)
-    floats = {entry.name for entry in source.entries.values() if entry.is_float}
+    texts = [digest_of(path, MAX_TEXT) for path in settings.texts]
+    for path, digest in zip(settings.texts, texts, strict=True):
+        if (first := settings.texts[texts.index(digest)]) is not path:
+            raise UsageError(f"--eval {path}: the same text as {first}; give every text once")
+    device = pick_device(settings.device)
+    beginning = beginning_of(load_tokenizer(source.folder))
     return {
         "headers": headers_digest(source),
-        "weights": scan_source(source, floats, remedy, progress).digest,
+        "weights": scan_source(source, remedy, progress).digest,
         "settings": settings.common,
         "calibration": None if calibration is None else calibration_digest(calibration),
         "texts": {str(number): digest for number, digest in enumerate(texts, 1)},
-        **_begun(source),
+        **({"beginning": list(beginning)} if beginning else {}),  # losses without it are others
         "evaluate": list(settings.evaluate),
         "device": device.type,
         "version": __version__,
     }
 
 
-def _begun(source: Source) -> dict[str, object]:
-    """What the tokenizer puts before every text, if anything: losses without it are others."""
-    from blr.compressor.loading.load import load_tokenizer
-    from blr.compressor.text.reading import beginning_of
-
-    beginning = beginning_of(load_tokenizer(source.folder))
-    return {"beginning": list(beginning)} if beginning else {}
-
-
-def _digests(texts: Sequence[Path]) -> list[str]:
-    """SHA-256 of every text, in their order. Raises UsageError for one that comes twice."""
-    found = [digest_of(path, MAX_TEXT) for path in texts]
-    for number, digest in enumerate(found):
-        if (first := found.index(digest)) < number:
-            raise UsageError(
-                f"--eval {texts[number]}: the same text as {texts[first]}; give every text once"
-            )
-    return found
-
-
 def _chains(place: Folder, points: Sequence[Point], settings: SweepSettings) -> dict[str, PointChain]:
-    """By name, the dense model first."""
+    """The commands of every point by name, the dense model first."""
     judged = tuple(part for path in settings.texts for part in ("--text", str(path)))
     here = ("--device", settings.device, *["--offline"] * settings.offline)
     evaluate = (*judged, *settings.evaluate, *here)
@@ -131,7 +114,7 @@ def _chains(place: Folder, points: Sequence[Point], settings: SweepSettings) -> 
 
 
 def _options(point: Point, settings: SweepSettings) -> tuple[str, ...]:
-    """Of `blr compress`, as a user would give them."""
+    """The options of `blr compress` for a point."""
     text = [] if settings.calibration is None else ["--calibration", settings.calibration]
     return (*point.options, *text, *common_options(settings.common, point))
 

@@ -19,6 +19,7 @@ from blr.kernels.layers.kronecker.cost import (
     Machine,
     Problem,
     blocks_seconds,
+    dense_seconds,
     densifiable,
     fused_seconds,
     permute_seconds,
@@ -29,6 +30,7 @@ from blr.kernels.layers.kronecker.tiles import DECODE_ROWS, Config, dense_config
 __all__ = ["A100", "H200", "Choice", "Machine", "Problem", "choose", "estimates", "fused_config"]
 
 Choice = tuple[str, Config]
+DENSE = (2, 4, 8, 16)  # columns d that one kernel takes as a dense block
 SPLIT_MARGIN = 1.1  # "split" has to be so many times faster, since it is not IEEE arithmetic
 
 
@@ -37,35 +39,24 @@ def estimates(p: Problem, machine: Machine = H200) -> dict[str, tuple[float, Con
 
     Names are variants, those of the fused kernels their paths ("plain", "grouped", "dense").
     """
-    ways: dict[str, tuple[float, Config]] = {}
     config = fused_config(p, machine, 0)
-    ways[config["path"]] = fused_seconds(p, config, machine), config
-    if p.kind != "tf32x3":
-        ways["permute"] = permute_seconds(p, machine), {}
-    if p.kind == "tf32x3" or (p.kind == "fp32" and not p.exact and not p.batch_last):
+    ways: dict[str, tuple[float, Config]] = {config["path"]: (fused_seconds(p, config, machine), config)}
+    ways["permute"] = permute_seconds(p, machine), {}
+    if p.kind == "fp32":
         ways["split"] = SPLIT_MARGIN * split_seconds(p, machine), {}
-    if p.d > 1 and p.n > DECODE_ROWS and not p.batch_last and p.kind != "tf32x3":
-        if densifiable(p, p.d) or p.weights * p.d * p.size <= DENSE_BYTES:
+    if p.d > 1 and p.n > DECODE_ROWS:
+        if densifiable(p) or p.weights * p.d * p.size <= DENSE_BYTES:
             ways["blocks"] = blocks_seconds(p, machine), {}
-        dense = dense_config(p)
-        if dense["G"] == p.d and densifiable(p, p.d):
-            ways["dense"] = fused_seconds(p, dense, machine), dense
+        if p.d in DENSE and densifiable(p):
+            dense = dense_config(p)
+            ways["dense"] = dense_seconds(p, dense, machine), dense
     return ways
 
 
-def choose(
-    p: Problem,
-    *,
-    machine: Machine = H200,
-    decode_rows: int = DECODE_ROWS,
-) -> Choice:
-    """(variant, config) for one factor; config is {path, tiles} for "fused", else empty.
-
-    Args:
-        decode_rows: rows up to which the kernel without tensor cores is taken, whatever the cost; in
-            half precision with d = 1, where the library has its own for more rows, one.
-    """
-    config = fused_config(p, machine, decode_rows)
+def choose(p: Problem, machine: Machine = H200) -> Choice:
+    """(variant, config) for one factor; config is {path, tiles} for "fused", else empty. Up to
+    `DECODE_ROWS` rows take the kernel without tensor cores, whatever the cost."""
+    config = fused_config(p, machine)
     if config["path"] == "decode":
         library = p.d == 1 and p.n > 1 and p.kind == "half"  # its own kernels for few rows are faster
         return ("permute", {}) if library else ("fused", config)
@@ -78,5 +69,5 @@ def choose(
 @lru_cache(maxsize=4096)
 def cached_choice(p: Problem, machine: Machine) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """`choose` once for a problem; the configuration as pairs."""
-    variant, config = choose(p, machine=machine)
+    variant, config = choose(p, machine)
     return variant, tuple(config.items())

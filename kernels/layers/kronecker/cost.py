@@ -8,7 +8,7 @@ layers. They only have to rank alternatives; below 0.05 ms the launches decide.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
@@ -26,7 +26,6 @@ KERNELS = {
     **{("plain", "half"): (1.0e-12, 670e12), ("grouped", "half"): (2.8e-12, 78e12)},
     **{("plain", "tf32"): (1.6e-12, 290e12), ("grouped", "tf32"): (4.2e-12, 68e12)},
     **{("plain", "fp32"): (3.0e-12, 12e12), ("grouped", "fp32"): (3.4e-12, 6.8e12)},
-    **{("plain", "tf32x3"): (3.0e-12, 60e12), ("grouped", "tf32x3"): (3.9e-12, 24e12)},
 }
 
 
@@ -68,15 +67,7 @@ A100 = Machine(  # data sheet; kernels slowed by the ratio of the peaks
 
 @dataclass(frozen=True)
 class Problem:
-    """One factor (a, b, c, d) applied to n rows.
-
-    Attributes:
-        kind: arithmetic, "half", "tf32", "fp32" or "tf32x3".
-        batch_last: the batch is the contiguous axis of input and output.
-        prepared: columns G of the densified weight at hand, 0 for none.
-        bias: one is added.
-        exact: with "fp32", no sums of TF32 products.
-    """
+    """One factor (a, b, c, d) applied to n rows. kind: arithmetic, "half", "tf32" or "fp32"."""
 
     a: int
     b: int
@@ -84,10 +75,7 @@ class Problem:
     d: int
     n: int
     kind: str
-    batch_last: bool = False
-    prepared: int = 0
     bias: bool = False
-    exact: bool = False
 
     @property
     def size(self) -> int:
@@ -108,14 +96,17 @@ class Problem:
         """Bytes of the output."""
         return self.n * self.a * self.b * self.d * self.size
 
+    def dense(self) -> Problem:
+        """The same with all d columns as one dense block."""
+        return replace(self, b=self.b * self.d, c=self.c * self.d, d=1)
+
 
 def product_seconds(p: Problem, redundant: int, machine: Machine) -> float:
     """cuBLAS on blocks in place, with `redundant` times the arithmetic. Without tensor cores the
     loads are not hidden; sides that are no multiple of 16 bytes halve the rate of tensor cores."""
     memory = (p.x + p.y + p.weights * redundant * p.size) / machine.copy
-    kind = "fp32" if p.kind == "tf32x3" else p.kind
-    arithmetic = 2 * p.n * p.weights * redundant / machine.library[kind]
-    if kind == "fp32":
+    arithmetic = 2 * p.n * p.weights * redundant / machine.library[p.kind]
+    if p.kind == "fp32":
         return memory + arithmetic
     aligned = (p.b * redundant * p.size) % 16 == 0 == (p.c * redundant * p.size) % 16
     return max(memory, arithmetic if aligned else 2 * arithmetic)
@@ -133,29 +124,27 @@ def bias_seconds(p: Problem, machine: Machine) -> float:
 
 
 def permute_seconds(p: Problem, machine: Machine = H200) -> float:
-    """Gather – cuBLAS – scatter; without copies where the blocks are strided views."""
+    """Gather – cuBLAS – scatter; without copies for d = 1, where the blocks are strided views."""
     product = product_seconds(p, 1, machine)
-    if p.batch_last:
-        return product + min(p.a, p.d) * machine.launch + bias_seconds(p, machine)
     if p.d == 1:
         return product + machine.launch + (bias_seconds(p, machine) if p.a > 1 else 0.0)
     volumes = 2 * p.x, 2 * p.y, 2 * p.weights * p.size  # the library copies blocks that are no rows
     return product + sum(moved_seconds(p, each, machine) for each in volumes) + machine.launch
 
 
-def densify_seconds(p: Problem, G: int, machine: Machine) -> float:
-    """Writing the weight of runs of G columns, nothing if it is prepared."""
-    return 0.0 if p.prepared == G else p.weights * G * p.size / machine.copy + machine.launch
+def densify_seconds(p: Problem, machine: Machine) -> float:
+    """Writing the weight of dense blocks."""
+    return p.weights * p.d * p.size / machine.copy + machine.launch
 
 
-def densifiable(p: Problem, G: int) -> bool:
-    """Whether the weight of runs of G columns is at hand or small beside the activations."""
-    return p.prepared == G or p.weights * G * p.size <= DENSE_SHARE * (p.x + p.y)
+def densifiable(p: Problem) -> bool:
+    """Whether the weight of dense blocks is small beside the activations."""
+    return p.weights * p.d * p.size <= DENSE_SHARE * (p.x + p.y)
 
 
 def blocks_seconds(p: Problem, machine: Machine = H200) -> float:
     """cuBLAS on dense blocks of all d columns, d times the arithmetic and no permutation."""
-    time = product_seconds(p, p.d, machine) + machine.launch + densify_seconds(p, p.d, machine)
+    time = product_seconds(p, p.d, machine) + machine.launch + densify_seconds(p, machine)
     return time + (bias_seconds(p, machine) if p.a > 1 else 0.0)
 
 
@@ -170,17 +159,19 @@ def split_seconds(p: Problem, machine: Machine = H200) -> float:
 def fused_seconds(p: Problem, config: Mapping[str, Any], machine: Machine = H200) -> float:
     """One kernel: memory, its padded tiles, or the loads of one tile in turn, whichever is longest."""
     path, G, BN, BB, BC = (config[key] for key in ("path", "G", "BN", "BB", "BC"))
-    run = G if path == "dense" else 1
-    wide = 1.0 if p.batch_last or p.d <= G else max(1.0, SECTOR / (G * p.size))
-    memory = ((p.x + p.y) * wide + p.weights * run * p.size) / machine.copy
-    columns = p.d if path == "dense" else ceil(p.d / G) * G
-    outputs = ceil(p.n / BN) * BN * ceil(p.b * run / BB) * BB * p.a * columns // run
-    start, rate = machine.kernels["grouped" if path == "grouped" else "plain", p.kind]
-    steps = ceil(p.c * run / BC)
+    wide = 1.0 if p.d <= G else max(1.0, SECTOR / (G * p.size))
+    memory = ((p.x + p.y) * wide + p.weights * p.size) / machine.copy
+    outputs = ceil(p.n / BN) * BN * ceil(p.b / BB) * BB * p.a * ceil(p.d / G) * G
+    start, rate = machine.kernels[path, p.kind]
+    steps = ceil(p.c / BC)
     tiles = outputs * (start + 2 * steps * BC / rate)
-    tiles *= wide if path == "dense" else 1.0  # 16-byte copies become 4- and 8-byte ones
-    each, before = STEP if p.batch_last or p.d == run else APART, 0
+    each, before = STEP if p.d == 1 else APART, 0
     if path == "grouped":
         each, before = GROUPED * BC / 32, min(FILL, steps)
-    time = machine.launch + max(memory, tiles, each * steps) + each * before
-    return time + (densify_seconds(p, G, machine) if path == "dense" else 0.0)
+    return machine.launch + max(memory, tiles, each * steps) + each * before
+
+
+def dense_seconds(p: Problem, config: Mapping[str, Any], machine: Machine = H200) -> float:
+    """One kernel on dense blocks of all d columns, tiles `config` of "plain"."""
+    plain = {**config, "path": "plain"}
+    return fused_seconds(p.dense(), plain, machine) + densify_seconds(p, machine)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from blr.kernels.layers.kronecker.tiles import cdiv
-from blr.kernels.layers.kronecker.triton import far, operands, program_tile
+from blr.kernels.layers.kronecker.triton import far, launch, program_tile
 
 try:
     import triton
@@ -149,47 +149,11 @@ def grouped_kernel(
 
 
 def grouped(
-    x: Tensor,
-    w: Tensor,
-    out: Tensor,
-    bias: Tensor | None = None,
-    *,
-    G: int = 4,
-    BN: int = 64,
-    BB: int = 64,
-    BC: int = 32,
-    GROUP_N: int = 1,
-    precision: str = "ieee",
-    num_warps: int = 8,
-    num_stages: int = 3,
-) -> Tensor:
-    """``out = x Kᵀ + bias``, G neighbouring columns l a program.
-
-    Args:
-        x: [n, a·c·d], fp32, fp16 or bf16, any strides, fastest where the features are contiguous.
-        w: [a, b, c, d] in the dtype of `x`, any strides, fastest where axis c has stride 1.
-        out: [n, a·b·d], any strides; every element is written.
-        bias: [a·b·d], contiguous, or None.
-        G, BN, BB, BC, GROUP_N: powers of two: columns l, tile of batch, outputs and inputs, and
-            how many tiles of the batch run side by side on one weight. G·BN·BB fp32 sums live in
-            the registers of the program.
-        precision: of fp32 products: "ieee", "tf32" or "tf32x3"; without effect in half precision.
-    """
-    a, b, c, d = w.shape
-    tiles = cdiv(x.shape[0], BN) * cdiv(b, BB) * cdiv(d, G)
-    grouped_kernel[(tiles * a,)](
-        *operands(x, w, bias, out),
-        D=d,
-        G=G,
-        BN=BN,
-        BB=BB,
-        BC=BC,
-        GROUP_N=GROUP_N,
-        EVEN_B=b % BB == 0,
-        EVEN_C=c % BC == 0,
-        HAS_BIAS=bias is not None,
-        PRECISION=precision,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
-    return out
+    x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, *, G: int, GROUP_N: int = 1,
+    precision: str = "ieee", **tile: int,
+) -> Tensor:  # fmt: skip
+    """`launch`, G neighbouring columns l a program: G·BN·BB fp32 sums live in its registers."""
+    (_, b, _, d), rows = w.shape, x.shape[0]
+    programs = cdiv(rows, tile["BN"]) * cdiv(b, tile["BB"]) * cdiv(d, G)
+    more = {"D": d, "G": G, "GROUP_N": GROUP_N, "PRECISION": precision}
+    return launch(grouped_kernel, programs, x, w, out, bias, **more, **tile)

@@ -179,16 +179,11 @@ def launch(
     )
 
 
-def gather(x: Tensor, a: int, d: int, out: Tensor | None = None, **config: int) -> Tensor:
-    """Blocks [a·d, n, m] of features x [n, a·m·d] in any strides.
-
-    Args:
-        x: any dtype Triton stores.
-        out: where to write, [a·d, n, m] in any strides, or None for a new contiguous tensor.
-        config: BN, BM, BD (powers of two) and num_warps; `tile_of` gives what is left out.
-    """
+def gather(x: Tensor, a: int, d: int, **config: int) -> Tensor:
+    """Blocks [a·d, n, m], contiguous, of features x [n, a·m·d] in any strides. config: BN, BM, BD
+    (powers of two) and num_warps; `tile_of` gives what is left out."""
     n, features = x.shape
-    blocks = x.new_empty(a * d, n, features // (a * d)) if out is None else out
+    blocks = x.new_empty(a * d, n, features // (a * d))
     launch(x, blocks, None, d, 0, GATHER=True, **config)
     return blocks
 

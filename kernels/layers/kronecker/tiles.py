@@ -41,10 +41,10 @@ def inner_tile(c: int, most: int) -> int:
 
 
 def plain_config(p: Problem) -> Config:
-    """Tiles for one column l a program: d = 1, batch-last, or few rows."""
+    """Tiles for one column l a program: d = 1, or few rows."""
     BN = power_of_two(p.n, 16, 128)
     BB = power_of_two(p.b, 16, 128 if BN == 128 and p.kind != "fp32" else 64)
-    BC = inner_tile(p.c, {"half": 64, "tf32": 32}.get(p.kind, 16))
+    BC = inner_tile(p.c, {"half": 64, "tf32": 32, "fp32": 16}[p.kind])
     warps = 8 if BN * BB >= 8192 else 4
     return {
         "path": "plain",
@@ -55,10 +55,8 @@ def plain_config(p: Problem) -> Config:
 
 
 def dense_config(p: Problem) -> Config:
-    """Tiles for a run of G columns as one dense block: G as prepared, else d if a small power of two."""
-    G = p.prepared or (p.d if p.d in (2, 4, 8, 16) else min(p.d & -p.d, 4))
-    run = Problem(p.a, p.b * G, p.c * G, p.d // G, p.n, p.kind, p.batch_last)
-    return {**plain_config(run), "path": "dense", "G": G}
+    """Tiles for all d columns as one dense block."""
+    return {**plain_config(p.dense()), "path": "dense"}
 
 
 def grouped_config(p: Problem, machine: Machine = H200) -> Config:
@@ -91,8 +89,4 @@ def fused_config(p: Problem, machine: Machine = H200, decode_rows: int = DECODE_
     """The path of the fused kernels that fits the layout, and its tiles."""
     if p.n <= decode_rows:
         return decode_config(p)
-    if p.prepared:
-        return dense_config(p)
-    if p.d == 1 or p.batch_last or p.n <= 16:
-        return plain_config(p)
-    return grouped_config(p, machine)
+    return plain_config(p) if p.d == 1 or p.n <= 16 else grouped_config(p, machine)

@@ -1,12 +1,11 @@
-"""Kronecker-sparse factor in one kernel a factor: one column l, or a dense run of columns, a program.
+"""Kronecker-sparse factor in one kernel a factor, one column l a program; dense blocks of all columns.
 
 The product of factor w with ``K[i·bd + j·d + l, i·cd + k·d + l] = w[i, j, k, l]`` is a·d dense
 products y[:, i, :, l] = x[:, i, :, l] w[i, :, :, l]ᵀ. A program computes one [BN, BB] tile of one
-of them; x, w and y are addressed through strides, so both layouts of the batch and every layout
-of w are correct. It is fast where the columns of x of one l are contiguous (d = 1), where the
-batch is contiguous (batch-last), where w is the traffic (decode), and, with weights from
-`variants.densify`, where G consecutive l are one dense block. `grouped.py` has the kernel for the
-rest. Source: "Fast Inference with Kronecker-Sparse Matrices", algorithm 2.
+of them; x, w and y are addressed through strides, so every layout is correct. It is fast where the
+columns of x of one l are contiguous (d = 1, or all columns made one dense block by `densify`) and
+where w is the traffic (decode). `grouped.py` has the kernel for the rest.
+Source: "Fast Inference with Kronecker-Sparse Matrices", algorithm 2.
 """
 
 from __future__ import annotations
@@ -41,12 +40,6 @@ def far(index, stride):
 
 
 @triton.jit
-def run_offset(index, D: tl.constexpr, G: tl.constexpr):
-    """Feature offset of element `index` of a dense run: runs of G columns, D columns apart."""
-    return index if D == G else index // G * D + index % G
-
-
-@triton.jit
 def plain_kernel(
     x,
     w,
@@ -65,7 +58,6 @@ def plain_kernel(
     wc,
     wd,
     L: tl.constexpr,
-    G: tl.constexpr,
     BN: tl.constexpr,
     BB: tl.constexpr,
     BC: tl.constexpr,
@@ -75,18 +67,16 @@ def plain_kernel(
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y[n, a·b·L] = x[n, a·c·L] Kᵀ with w [a, b, c, L]; b and c count runs of G columns as dense."""
+    """y[n, a·b·L] = x[n, a·c·L] Kᵀ with w [a, b, c, L]."""
     tiles_b = tl.cdiv(b, BB)
     tile_n, rest = program_tile(tl.cdiv(n, BN), tiles_b * L * a, GROUP_N)
     tile_b, i, run = rest % tiles_b, rest // tiles_b // L, rest // tiles_b % L
     rows = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
     js = tile_b * BB + tl.arange(0, BB)
     ks = tl.arange(0, BC)
-    D: tl.constexpr = L * G
-    x_at = x + far(i * (c * L) + run * G, xf)
-    x_at += rows[:, None] * xn + far(run_offset(ks, D, G), xf)[None, :]  # [BN, BC]
+    x_at = x + far(i * (c * L) + run, xf) + rows[:, None] * xn + far(ks * L, xf)[None, :]  # [BN, BC]
     w_at = w + far(i, wa) + far(run, wd) + far(js, wb)[None, :] + far(ks, wc)[:, None]  # [BC, BB]
-    x_step = far(tl.full([], BC // G * D, tl.int32), xf)
+    x_step = far(tl.full([], BC * L, tl.int32), xf)
     w_step = far(tl.full([], BC, tl.int32), wc)
     in_n = (rows < n)[:, None]
     in_b = (js < b)[None, :]
@@ -101,7 +91,7 @@ def plain_kernel(
         acc = tl.dot(xt, wt, acc, input_precision=PRECISION)
         x_at += x_step
         w_at += w_step
-    column = i * (b * L) + run * G + run_offset(js, D, G)
+    column = i * (b * L) + run + js * L
     if HAS_BIAS:
         acc += tl.load(bias + column, mask=js < b, other=0.0).to(tl.float32)[None, :]
     y_at = y + rows[:, None] * yn + far(column, yf)[None, :]
@@ -164,85 +154,78 @@ def decode_kernel(
     tl.store(y_at, total.to(y.dtype.element_ty), mask=(rows < n)[:, None] & (js < b)[None, :])
 
 
-def operands(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> tuple[Any, ...]:
-    """The arguments that all kernels of one factor share: pointers, sizes and strides in elements."""
+@triton.jit
+def densify_kernel(
+    w,
+    dense,
+    b,
+    c,
+    wa,
+    wb,
+    wc,
+    wd,
+    D: tl.constexpr,
+    BR: tl.constexpr,
+    BF: tl.constexpr,
+):
+    """dense [a, b·D, c·D], contiguous, from w [a, b, c, D] in any strides."""
+    tiles_f, tiles_r = tl.cdiv(c * D, BF), tl.cdiv(b * D, BR)
+    pid = tl.program_id(0)
+    i = (pid // tiles_f // tiles_r).to(tl.int64)
+    rows = (pid // tiles_f % tiles_r) * BR + tl.arange(0, BR)
+    columns = pid % tiles_f * BF + tl.arange(0, BF)
+    inside = (rows < b * D)[:, None] & (columns < c * D)[None, :]
+    diagonal = inside & ((rows % D)[:, None] == (columns % D)[None, :])
+    at = i * wa + (rows // D).to(tl.int64)[:, None] * wb + (columns // D).to(tl.int64)[None, :] * wc
+    value = tl.load(w + at + (rows % D).to(tl.int64)[:, None] * wd, mask=diagonal, other=0.0)
+    row = i * (b * D) + rows
+    tl.store(dense + row[:, None] * (c * D) + columns[None, :], value, mask=inside)
+
+
+def densify(w: Tensor) -> Tensor:
+    """[a, b·d, c·d] of w [a, b, c, d] in any dtype and strides: row j·d + l, column k·d + m of block i
+    is w[i, j, k, l] if l = m, else zero."""
+    a, b, c, d = w.shape
+    dense = w.new_empty(a, b * d, c * d)
+    BF = power_of_two(c * d, 1, 256)
+    BR = power_of_two(b * d, 1, 4096 // BF)
+    grid = (a * cdiv(b * d, BR) * cdiv(c * d, BF),)
+    densify_kernel[grid](w, dense, b, c, *w.stride(), D=d, BR=BR, BF=BF)
+    return dense
+
+
+def launch(
+    kernel: Any, programs: int, x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, **tile: Any
+) -> Tensor:
+    """``out = x Kᵀ + bias``, `programs` for each block of w.
+
+    Args:
+        x: [n, a·c·d], fp32, fp16 or bf16, any strides, fastest where the features are contiguous.
+        w: [a, b, c, d] in the dtype of `x`, any strides, fastest where axis c has stride 1.
+        out: [n, a·b·d], any strides; every element is written.
+        bias: [a·b·d], contiguous, or None.
+        tile: powers of two: BN, BB, BC of batch, outputs and inputs; GROUP_N, how many tiles of the
+            batch run side by side on one weight; what else the kernel is compiled for.
+    """
     a, b, c, _ = w.shape
-    return (x, w, bias, out, x.shape[0], a, b, c, *x.stride(), *out.stride(), *w.stride())
+    even = {"EVEN_B": b % tile["BB"] == 0, "EVEN_C": c % tile["BC"] == 0, "HAS_BIAS": bias is not None}
+    strides = (*x.stride(), *out.stride(), *w.stride())
+    kernel[(programs * a,)](x, w, bias, out, x.shape[0], a, b, c, *strides, **even, **tile)
+    return out
 
 
 def plain(
-    x: Tensor,
-    w: Tensor,
-    out: Tensor,
-    bias: Tensor | None = None,
-    *,
-    G: int = 1,
-    BN: int = 128,
-    BB: int = 64,
-    BC: int = 64,
-    GROUP_N: int = 1,
-    precision: str = "ieee",
-    num_warps: int = 4,
-    num_stages: int = 3,
-) -> Tensor:
-    """``out = x Kᵀ + bias``, one program for a tile of one l (G = 1) or of one densified run of G.
-
-    Args:
-        x: [n, a·c·L], fp32, fp16 or bf16, any strides.
-        w: [a, b, c, L] in the dtype of `x`, any strides, fastest where axis c has stride 1. With
-            G > 1 the weight of `variants.densify`, whose b and c are G times those of the factor.
-        out: [n, a·b·L], any strides; every element is written.
-        bias: [a·b·L], contiguous, or None.
-        G, BN, BB, BC, GROUP_N: powers of two, G divides BC; tile of batch, outputs, inputs, and
-            how many tiles of the batch run side by side on one weight.
-        precision: of fp32 products: "ieee", "tf32" or "tf32x3"; without effect in half precision.
-    """
-    a, b, c, d = w.shape
-    grid = (cdiv(x.shape[0], BN) * cdiv(b, BB) * a * d,)
-    plain_kernel[grid](
-        *operands(x, w, bias, out),
-        L=d,
-        G=G,
-        BN=BN,
-        BB=BB,
-        BC=BC,
-        GROUP_N=GROUP_N,
-        EVEN_B=b % BB == 0,
-        EVEN_C=c % BC == 0,
-        HAS_BIAS=bias is not None,
-        PRECISION=precision,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
-    return out
+    x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, *, G: int = 1, GROUP_N: int = 1,
+    precision: str = "ieee", **tile: int,
+) -> Tensor:  # fmt: skip
+    """`launch`, a tile of one l a program (G = 1). precision: of fp32 products, "ieee" or "tf32"."""
+    programs = cdiv(x.shape[0], tile["BN"]) * cdiv(w.shape[1], tile["BB"]) * w.shape[3]
+    more = {"L": w.shape[3], "GROUP_N": GROUP_N, "PRECISION": precision}
+    return launch(plain_kernel, programs, x, w, out, bias, **more, **tile)
 
 
-def decode(
-    x: Tensor,
-    w: Tensor,
-    out: Tensor,
-    bias: Tensor | None = None,
-    *,
-    BB: int = 16,
-    BC: int = 128,
-    num_warps: int = 4,
-    num_stages: int = 3,
-) -> Tensor:
-    """`plain` for a few rows without the tensor core; N = n rounded up to a power of two, at most 8.
-
-    Arguments as for `plain`; sums are in fp32 whatever the setting of TF32.
-    """
-    a, b, c, d = w.shape
-    decode_kernel[(cdiv(b, BB) * a * d,)](
-        *operands(x, w, bias, out),
-        L=d,
-        N=power_of_two(x.shape[0]),
-        BB=BB,
-        BC=BC,
-        EVEN_B=b % BB == 0,
-        EVEN_C=c % BC == 0,
-        HAS_BIAS=bias is not None,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
-    return out
+def decode(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, **tile: int) -> Tensor:
+    """`launch` for up to eight rows without the tensor core, sums in fp32."""
+    programs = cdiv(w.shape[1], tile["BB"]) * w.shape[3]
+    more = {"L": w.shape[3], "N": power_of_two(x.shape[0])}
+    return launch(decode_kernel, programs, x, w, out, bias, **more, **tile)

@@ -1,4 +1,4 @@
-"""Weight-only int8 and int4: from factors and dense weights to packed tensors, with their errors.
+"""Quantizes the layers of a model in memory to int8 and int4, as exports store them, with their errors.
 
 Quantized are U and V of low-rank, Monarch and BLAST layers, the Kronecker-sparse factors, and dense
 weights; not the S of BLAST, biases, norms and embeddings. The output head is left by `quantize_model`
@@ -18,17 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from blr.compressor.base.errors import NumericsError, UsageError
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
 from blr.compressor.modeling.layers import KernelLinear, StructuredLinear, layer_of
-from blr.compressor.modeling.stages import EXPORT_BITS
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec
-
-KINDS = {f"int{bits}": bits for bits in EXPORT_BITS}
-
-
-def parse_kind(kind: str) -> int:
-    """ "int8" -> 8. Raises UsageError for a kind that does not exist."""
-    if kind not in KINDS:
-        raise UsageError(f"quantization {kind!r}: expected one of {', '.join(KINDS)}")
-    return KINDS[kind]
 
 
 def quantize_layer(layer: nn.Module, bits: int) -> tuple[KernelLinear, dict[str, float]]:
