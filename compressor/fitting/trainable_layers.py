@@ -124,7 +124,10 @@ def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, 
     place = GroupPlace(partial(to_matrix, packing, name), partial(from_matrix, packing, name))
     scale = tensors[stored_names(name)[1]]
     latent = tensors.get(latent_name(name))
-    return Latent(parameter, *form, place, scale=scale, latent=latent, scale_dtype=scale.dtype)
+    dtype, curved = scale.dtype, packing.curved
+    return Latent(
+        *(parameter, *form, place), scale=scale, latent=latent, scale_dtype=dtype, curved=curved
+    )
 
 
 def compose_layers(model: nn.Module, widest: int | None = None) -> None:

@@ -166,12 +166,13 @@ def stored_spec(spec: Spec, stored: StoredAs, width: int) -> Spec:
     """How `spec` is stored, where unpacked numbers have `width` bits; `spec` itself if packing saves
     nothing."""
     if stored.base is not None:
-        base = QuantizedSpec(DenseSpec(spec.in_features, spec.out_features), stored.base, stored.group)
+        dense = DenseSpec(spec.in_features, spec.out_features)
+        base = QuantizedSpec(dense, stored.base, stored.group, curved=stored.curved)
         return CorrectedSpec(base, _correction(spec, stored, width))
     if stored.bits is None:
         return spec
     kept = _couplings(spec, stored)
-    packed = QuantizedSpec(spec, stored.bits, stored.group, kept, fp8=stored.fp8)
+    packed = QuantizedSpec(spec, stored.bits, stored.group, kept, fp8=stored.fp8, curved=stored.curved)
     return packed if packed.stored_bits(width) < spec.stored_bits(width) else spec
 
 
@@ -180,7 +181,11 @@ def _correction(spec: Spec, stored: StoredAs, width: int) -> Spec:
     if stored.bits is None:
         return spec
     kept = _couplings(spec, stored)
-    tried = [QuantizedSpec(spec, stored.bits, g, kept, tiled=True) for g in GROUPS if g <= stored.group]
+    tried = [
+        QuantizedSpec(spec, stored.bits, g, kept, tiled=True, curved=stored.curved)
+        for g in GROUPS
+        if g <= stored.group
+    ]
     return min(tried, key=lambda packed: packed.stored_bits(width))
 
 

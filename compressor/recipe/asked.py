@@ -121,6 +121,8 @@ def _of_storing(recipe: Recipe, layers: list[LayerSettings]) -> dict[str, str]:
     packed = [layer for layer in layers if layer.stored.bits or layer.stored.base]
     if not packed:
         found["group"] = "--quantize and --base"
+    if not any(3 in (layer.stored.bits, layer.stored.base) for layer in packed):
+        found["grid"] = "int3"
     if not any(_fits(layer, lambda structure: structure.spec is BlastSpec) for layer in packed):
         found["couplings"] = "method blast with --quantize or --base"
     if recipe.base not in (None, NONE) and all(layer.stored.base is None for layer in layers):

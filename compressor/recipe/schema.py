@@ -42,6 +42,7 @@ Allocation = Literal["uniform", "sensitivity"]
 Kind = Literal["int8", "int4", "int3", "int2", "fp8", "none"]
 Base = Literal["int8", "int4", "int3", "int2", "none"]
 Group = Literal[128, 64, 32]
+Grid = Literal["curved", "uniform"]
 Couplings = Literal["int8", "none"]
 KvNumbers = Literal["int8", "int4", "none"]
 
@@ -59,6 +60,7 @@ class _Settings(BaseModel):
     rounds: Natural | None = None
     quantize: Kind | None = None
     group: Group | None = None
+    grid: Grid | None = None
     couplings: Couplings | None = None
     base: Base | None = None
     bpw: fields.Bits | None = None
@@ -91,9 +93,9 @@ class Rule(_Settings):
         _refuse_pairs(self, self.method)
         if self.cf is not None and self.rank is not None:
             raise ValueError("a rule takes cf or rank, not both")
-        known = {"match", "method", "quantize", "group"}
+        known = {"match", "method", "quantize", "group", "grid"}
         if self.method == DENSE and self.model_dump(exclude_none=True).keys() - known:
-            raise ValueError("a rule of method dense takes nothing but match, quantize and group")
+            raise ValueError("a rule of method dense takes nothing but match, quantize, group and grid")
         return self
 
 
@@ -158,6 +160,7 @@ class Recipe(RecipeFields):
         quantize: Store dense weights, or the factors of --method, in int8, int4, int3, int2 or fp8.
             [not; corrections by --base in int4]
         group: Let this many numbers share a scale: 128, 64 or 32. [128; a row for fp8]
+        grid: Space the levels of int3 wider outwards (curved), or all alike (uniform). [curved]
         base: Store the dense weights in int2, int3, int4 or int8, and let --method correct them. [none]
         bpw: Bits a weight that --base and its correction take together, in place of --rank.
         tokens_per_second: Take the largest size that is predicted to decode one sequence at this speed.
@@ -241,7 +244,8 @@ class Recipe(RecipeFields):
         coupled = said("couplings") or ("int8" if base else NONE)
         bpw = None if base is None or rule.rank else said("bpw")
         group = said("group") or (ROW if kind == FP8 else GROUP)
-        return StoredAs(KINDS[kind], group, KINDS[coupled], base, bpw, kind == FP8)
+        form = KINDS[kind], group, KINDS[coupled], base, bpw, kind == FP8
+        return StoredAs(*form, said("grid") != "uniform")
 
     def _by_rule(self, rule: Rule, name: str) -> LayerSettings:
         said, method = partial(self._said, rule), rule.method or self.method
@@ -262,7 +266,7 @@ class Recipe(RecipeFields):
 class StoredAs:
     """How a layer is stored: its numbers in `bits`, in groups of `group`; the `couplings` of BLAST; the
     `base`, a dense weight that it corrects (None: the weight's dtype, or no base); `bpw` for both if
-    that sizes the correction."""
+    that sizes the correction; `curved`: which grid of 3 bits."""
 
     bits: int | None = None
     group: int = GROUP
@@ -270,6 +274,7 @@ class StoredAs:
     base: int | None = None
     bpw: float | None = None
     fp8: bool = False
+    curved: bool = True
 
     @property
     def kind(self) -> str:

@@ -19,7 +19,7 @@ from blr.compressor.recipe.yaml_file import MAX_BYTES, RecipeFile, explain, read
 MAX_CHAIN = 8  # recipes that extend each other
 RULE_KEYS = (
     *("method", "blocks", "pattern", "pivot", "heads", "solver", "rounds"),
-    *("quantize", "group", "couplings", "base"),
+    *("quantize", "group", "grid", "couplings", "base"),
 )
 SIZES = {"cf", "rank", "bpw"}  # one of them replaces the others
 CACHES = {"kv_rank", "kv_cf"}
