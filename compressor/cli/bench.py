@@ -5,8 +5,6 @@ The options of every command are the fields of its settings in `blr.bench.option
 
 from __future__ import annotations
 
-import json
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,9 +18,8 @@ from blr.bench.options import (
     PrefillOptions,
     of_text,
 )
-from blr.bench.results import BenchReport, check_output, save
+from blr.bench.results import BenchReport, check_output, publish
 from blr.bench.shapes import layer_work
-from blr.compressor.base.errors import BlrError
 from blr.compressor.cli import values
 from blr.compressor.cli.from_fields import Format, FormatOption, Quiet, setting_options, taking
 
@@ -53,23 +50,8 @@ def begun(output: Path | None, quiet: bool) -> Progress:
 
 
 def finish(report: BenchReport, code: int, output: Path | None, format: Format) -> None:
-    """Write the files, then print the table and a line of JSON, or all as JSON. Raises errors of files
-    last."""
-    failed: BlrError | None = None
-    if output is not None:
-        try:
-            save(report, output)
-        except BlrError as error:
-            failed = error
-    if format is Format.json:
-        print(json.dumps(report.to_dict()))
-    else:
-        print(report.text())
-        print(json.dumps(report.to_dict(rows=False)))
-    if report.stopped:
-        print(f"blr: stopped: {report.stopped}; results are of the cases before", file=sys.stderr)
-    if failed is not None:
-        raise failed
+    """Write and print the results, and end the command."""
+    publish(report, output, format is Format.json)
     if code:
         raise typer.Exit(code)
 

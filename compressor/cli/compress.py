@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from blr.compressor.base import process_environment as environment
+from blr.compressor.base.quoting import printable
 from blr.compressor.cli.from_fields import (
     Format,
     FormatOption,
@@ -80,7 +81,7 @@ def compress(
         if summary is None:  # in all processes but the first
             end_member()
     if summary is not None:
-        teacher = f"--teacher {quote(model)} --text {quote(calibration or 'TEXT')}"
+        teacher = printable(f"--teacher {quote(model)} --text {quote(calibration or 'TEXT')}")
         print_result(asdict(summary), lambda found: _compress_text(found, teacher), format)
 
 

@@ -25,7 +25,7 @@ from blr.compressor.recipe.option import Limits
 METHODS = "svd,blast"
 COMMON = (  # what all points have in common
     *("samples", "seq_len", "mix", "refit", "finish", "rounds"),
-    *("blocks", "group", "include", "exclude", "gpu"),
+    *("blocks", "group", "grid", "include", "exclude", "gpu"),
 )
 
 FIRST = """output text methods cf base rank plain quantize

@@ -1,9 +1,9 @@
-"""What no table says of blocks: the residual streams that layers add to, and, of a family without one,
-what blocks hand on, and which of their layers read the same.
+"""Learns by running a model's blocks what its table in `configs/` does not say.
 
-All is read off a run of them. That one block after the other gives what the model gives is not taken
-on trust where a table is missing: a short text goes through the whole model, and the states that enter
-every block, and the logits, are compared.
+For every family: to which residual stream a layer's output is added. For a family without a table also
+what a block returns beside its states, and which of its layers read the same tensor. Such a family is
+checked first: on a short text, running block after block must give the same states and logits as
+running the whole model.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from blr.compressor.recipe.architectures import Group
 if TYPE_CHECKING:
     from blr.compressor.fitting.blocks import BlockModel
 
-PROBE = 32  # tokens of the text
-TOLERANCE = 1e-3  # of the states' norm: the same operations in the same order
-SUM = 1e-6  # the same for a sum of two tensors
-FAILURES = (  # whatever a model makes of blocks that it did not expect
+PROBE = 32  # tokens of the text that is run
+TOLERANCE = 1e-3  # largest difference of equal states, relative to their norm
+SUM = 1e-6  # the same where a tensor is to be the sum of two others
+FAILURES = (  # what a model may raise when its blocks are replaced
     *(ArithmeticError, AttributeError, LookupError),
     *(NotImplementedError, RuntimeError, TypeError, ValueError),
 )
 
-Handing = Callable[[Tensor], Any]  # what a block gives whose states are these
+Handing = Callable[[Tensor], Any]  # turns hidden states into what a block returns
 
 
 def check_blocks(model: BlockModel, ids: Tensor) -> None:
-    """Learn what the blocks of `model` hand on, by tokens `ids` [1, w]. Raises CapabilityError if one
-    after the other they are not the model."""
+    """Check on tokens `ids` [1, w] that running the blocks of `model` one by one gives what the model
+    gives, and learn what they return. Raises CapabilityError if not."""
     arguments = {"input_ids": ids[:, :PROBE].to(model.device)}
     try:
         with torch.no_grad():
@@ -77,7 +77,8 @@ def _check(model: BlockModel, arguments: dict[str, Tensor]) -> None:
 
 
 def logits_behind(model: BlockModel, hidden: Tensor) -> Tensor:
-    """[..., v] of final hidden states [..., d], by all that the model does behind its blocks."""
+    """Logits [..., v] of final hidden states [..., d], by running the model with these states in place
+    of the last block's output."""
     last, rows = len(model) - 1, hidden if hidden.dim() == 3 else hidden[None]
 
     def run(part: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ def logits_behind(model: BlockModel, hidden: Tensor) -> Tensor:
 
 
 def _handing(model: BlockModel, arguments: dict[str, Tensor]) -> Handing:
-    """What the first block gives, with other states in it."""
+    """Learn from one run of the first block how to turn hidden states into what a block returns."""
     given: list[Any] = []
 
     def run(number: int, entering: Tensor, positional: Any, named: Any) -> Any:
@@ -111,6 +112,7 @@ def _handing(model: BlockModel, arguments: dict[str, Tensor]) -> Handing:
 
 
 def _alike(mine: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
+    """Whether two tensors are equal up to a `tolerance` relative to the second one's norm."""
     if not isinstance(wanted, Tensor) or mine.shape != wanted.shape:
         return False
     return bool((mine - wanted).norm() <= tolerance * wanted.norm())
@@ -124,9 +126,9 @@ def _refuse(model: BlockModel, found: str) -> None:
 
 
 def found_groups(block: nn.Module, names: set[str], batch: Batch) -> list[Group]:
-    """Layers `names` of a loaded block that read the same tensor, in order of execution, with residual
-    streams; none that run more than once, on something else than the tokens of `batch`, or with no
-    gradient."""
+    """Find which of the layers `names` of a loaded block read the same tensor, in order of execution,
+    and their residual streams. Leaves out layers that run more than once, read something else than the
+    tokens of `batch`, or have no gradient."""
     with torch.enable_grad():
         seen = _Seen(block, names, batch)
         seen.output.sum().backward()
@@ -142,14 +144,16 @@ def found_groups(block: nn.Module, names: set[str], batch: Batch) -> list[Group]
 
 @torch.no_grad()
 def with_residuals(block: nn.Module, groups: list[Group], batch: Batch) -> list[Group]:
-    """`groups` of a loaded block with the residual stream that a layer adds to, where one is found."""
+    """Add to `groups` of a loaded block the residual stream that each one's output is added to, where
+    one is found."""
     seen = _Seen(block, {group.modules[0] for group in groups}, batch)
     return [seen.group(group.modules) for group in groups]
 
 
 class _Seen:
-    """What one run of a block shows: `inputs` of its modules in order, of its `layers` which input is
-    theirs and what they give, its `output`. All is kept: the id of each is its own."""
+    """What one run of a block shows: the `inputs` of its modules in order; for each of its `layers` the
+    number of its input, and its output; the block's `output`. All tensors are kept, so that ids stay
+    unique."""
 
     def __init__(self, block: nn.Module, names: set[str], batch: Batch) -> None:
         self.inputs: list[tuple[str, Tensor]] = []
@@ -174,8 +178,8 @@ class _Seen:
         self.layers.append((name, len(self.inputs) - 1, output))
 
     def group(self, names: tuple[str, ...]) -> Group:
-        """Layers of one input; a layer alone with the stream x that it adds to, where x + s y is read
-        later or given by the block."""
+        """The group of the layers `names`, which read one input. A layer by itself gets the stream x
+        that its output y is added to, if x + s y is read later or returned by the block."""
         layer = next((layer for layer in self.layers if layer[0] == names[0]), None)
         if layer is None or len(names) > 1:
             return Group(names)
@@ -190,7 +194,7 @@ class _Seen:
 
 @torch.no_grad()
 def _scale(x: Tensor, y: Tensor, z: Tensor) -> float | None:
-    """s, where z = x + s y; None where there is none but 0."""
+    """The number s with z = x + s y; None if there is none but 0."""
     if _alike(x + y, z, SUM):
         return 1.0
     found = float(((z - x) * y).sum() / y.square().sum().clamp_min(1e-30))

@@ -1,4 +1,4 @@
-"""Hidden states on their way through the blocks, a batch of windows at a time; blocks are run."""
+"""Runs batches of windows through single blocks, and shows what modules inside of them read and give."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from torch import Tensor, nn
 
 from blr.compressor.planning.training_sizes import KEPT_SHARE
 
-NUMBER = "_number"  # attribute of a loaded block: its place in the model
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and named ones
+NUMBER = "_number"  # attribute of a loaded block: its number in the model
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional ones, named ones
 
 
 @dataclass
 class Batch:
-    """Hidden states [m, w, d] from the dense prefix (`hidden`) and the compressed one (`student`), empty
-    in processes that do not own the batch, with the mask [m, w] of real tokens. `kinds` says which of
-    `arguments` each block gets (one is all blocks'); `alone` is what they are for one window by itself.
-    `idle` positions at a window's start predict no token of the text."""
+    """A batch of m windows between two blocks, with the `mask` [m, w] of real tokens.
+
+    `hidden` [m, w, d] are the states of the dense model, `student` those of the compressed one; both
+    are empty in processes that do not own the batch. `arguments` are the different sets of arguments
+    that blocks get beside their states, and `kinds` has the number of each block's set; `alone` has the
+    same sets for one window by itself. The first `idle` positions of a window predict no token of the
+    text.
+    """
 
     hidden: Tensor
     student: Tensor
@@ -34,33 +38,35 @@ class Batch:
     idle: int = 0
 
     def given(self, block: nn.Module) -> Arguments:
-        """What `block` gets beside its hidden states; what it writes there nobody sees."""
+        """Fresh copies of the arguments that `block` gets beside its states: a block may write to
+        them."""
         kind = self.kinds[getattr(block, NUMBER)] if len(self.arguments) > 1 else 0
         found: Arguments = _fresh(self.arguments[kind])
         return found
 
     def rows(self, values: Tensor) -> Tensor:
-        """Those [n, d] of real tokens of [m, w, d], [m w, d] or [m, 1, w, d]; waits for no GPU."""
+        """The rows [n, d] that belong to real tokens, of `values` [m, w, d], [m w, d] or [m, 1, w, d].
+        It does not wait for a GPU."""
         flat = values.flatten(0, -2)
         return flat if self._real is None else flat[self._real.to(flat.device)]
 
     def predicting(self, values: Tensor) -> Tensor:
-        """Those [n, d] of `values` [m, w, d] that predict a token of the text."""
+        """The rows [n, d] of `values` [m, w, d] that predict a token of the text."""
         return values[:, self.idle :].flatten(0, 1) if self.idle else self.rows(values)
 
     @cached_property
     def _real(self) -> Tensor | None:
-        """Numbers of the real tokens; None if all are."""
+        """The numbers of the real tokens; None if all tokens are real."""
         return None if bool(self.mask.all()) else self.mask.flatten().nonzero()[:, 0]
 
     @cached_property
     def tokens(self) -> int:
-        """Real ones."""
+        """How many tokens are real."""
         return int(self.mask.sum())
 
 
 def _fresh(value: Any) -> Any:
-    """An argument in containers of its own."""
+    """`value` in containers of its own, with the same tensors."""
     if isinstance(value, tuple | list):
         return type(value)(map(_fresh, value))
     if isinstance(value, dict):
@@ -69,7 +75,7 @@ def _fresh(value: Any) -> Any:
 
 
 def distinct(given: list[Arguments]) -> tuple[tuple[Arguments, ...], tuple[int, ...]]:
-    """The arguments that differ, and which of them every block's are."""
+    """The different ones among the blocks' arguments, and for every block the number of its own."""
     found, kinds = list[Arguments](), list[int]()
     for one in given:
         kinds.append(next((k for k, other in enumerate(found) if same(one, other)), len(found)))
@@ -79,7 +85,7 @@ def distinct(given: list[Arguments]) -> tuple[tuple[Arguments, ...], tuple[int, 
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two arguments are the same numbers, tensors inside of them included."""
+    """Whether two arguments are equal, tensors inside of them included."""
     if one is other:
         return True
     if isinstance(one, Tensor):
@@ -94,7 +100,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def window_rows(batch: Batch, windows: Tensor) -> Batch:
-    """Some windows of a batch: its mask and what a block is given with it; no hidden states."""
+    """A batch of some windows of `batch`: its mask and arguments, without new hidden states."""
     count = len(batch.mask)
     if len(windows) == count:
         return batch
@@ -103,7 +109,10 @@ def window_rows(batch: Batch, windows: Tensor) -> Batch:
         if type(value) is not type(alone):
             return value
         if isinstance(value, Tensor):
-            return _rows(value, alone, windows, count)
+            if not value.dim() or not alone.dim() or len(value) != count * len(alone):
+                return value  # shared by all windows
+            each = value.unflatten(0, (count, len(alone)))
+            return each[windows.to(value.device)].flatten(0, 1)
         if isinstance(value, tuple | list):
             return type(value)(map(cut, value, alone))
         if isinstance(value, dict):
@@ -113,16 +122,8 @@ def window_rows(batch: Batch, windows: Tensor) -> Batch:
     return replace(batch, arguments=cut(batch.arguments, batch.alone), mask=batch.mask[windows])
 
 
-def _rows(value: Tensor, alone: Tensor, windows: Tensor, count: int) -> Tensor:
-    """Those of some of `count` windows, of which `alone` has one's; all where no window has its own."""
-    if not value.dim() or not alone.dim() or len(value) != count * len(alone):
-        return value
-    each = value.unflatten(0, (count, len(alone)))
-    return each[windows.to(value.device)].flatten(0, 1)
-
-
 def alike(batches: Sequence[Batch]) -> list[bool]:
-    """Which batches differ from the first in their hidden states alone."""
+    """For every batch, whether it differs from the first one only in its hidden states."""
     first = batches[0]
     return [
         bool(batch.mask.all())
@@ -138,17 +139,19 @@ StandIn = Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Reached(Exception):
-    """Thrown to stop a forward pass once a module's input is known."""
+    """Raised to stop a forward pass once it has come far enough."""
 
 
 class Blocks(nn.Module):
+    """Several blocks that are run one after the other."""
+
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
 
 def run_block(block: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-    """The hidden output [m, w, d] of a loaded block, or of `Blocks`, for `hidden` on its device."""
+    """The output states [m, w, d] of a loaded block, or of `Blocks`, for the states `hidden`."""
     if isinstance(block, Blocks):
         for part in block.blocks:
             hidden = run_block(part, hidden, batch)
@@ -159,7 +162,7 @@ def run_block(block: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
 
 
 def parted(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Arguments]:
-    """A block's hidden states, and what it is given beside them."""
+    """Split the arguments of a block into its hidden states and the rest."""
     if positional:
         return positional[0], (positional[1:], named)
     named = dict(named)
@@ -168,7 +171,8 @@ def parted(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, 
 
 @contextmanager
 def in_place_of(blocks: nn.ModuleList, run: StandIn) -> Iterator[None]:
-    """Meanwhile every block is run by `run`, from its number, its states and all it is called with."""
+    """While active, calls of `blocks` go to `run`, with the block's number, its states and its
+    arguments."""
 
     def stand_in(number: int) -> Callable[..., object]:
         def forward(*positional: object, **named: object) -> object:
@@ -189,8 +193,8 @@ def in_place_of(blocks: nn.ModuleList, run: StandIn) -> Iterator[None]:
 def watched(
     modules: Mapping[str, nn.Module], enter: Watch | None = None, leave: Watch | None = None
 ) -> Iterator[None]:
-    """Meanwhile, whenever one of `modules` runs, `enter` is told its name and first positional input,
-    and `leave` what it gives."""
+    """While active, whenever one of `modules` runs, `enter` gets its name and first positional input,
+    and `leave` its name and output."""
 
     def before(name: str, module: nn.Module, inputs: tuple[object, ...]) -> None:
         if enter is not None and inputs:
@@ -211,14 +215,14 @@ def watched(
 
 @contextmanager
 def captured_inputs(block: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
-    """While active, the input of every named submodule is kept under its name when it runs."""
+    """While active, the last input of every named submodule is kept under its name."""
     kept: dict[str, Tensor] = {}
     with watched({name: block.get_submodule(name) for name in names}, kept.__setitem__):
         yield kept
 
 
 def run_until(block: nn.Module, hidden: Tensor, batch: Batch, last: str) -> None:
-    """Run the block until its submodule `last` has received its input."""
+    """Run the block until its submodule `last` is called."""
 
     def stop(name: str, given: Tensor) -> None:
         raise Reached
@@ -228,13 +232,10 @@ def run_until(block: nn.Module, hidden: Tensor, batch: Batch, last: str) -> None
 
 
 def home(size: int, device: torch.device) -> torch.device:
-    """`device` if `size` bytes are a small part of its free memory, else the CPU."""
-    return device if size <= KEPT_SHARE * free_bytes(device) else torch.device("cpu")
-
-
-def free_bytes(device: torch.device) -> int:
-    """Of a GPU's memory what nothing holds, torch's own cache included; 0 of other devices."""
-    if device.type != "cuda":
-        return 0
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached
+    """`device` if `size` bytes are a small part of what is free there, counting torch's own cache, else
+    the CPU."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if size <= KEPT_SHARE * (torch.cuda.mem_get_info(device)[0] + cached):
+            return device
+    return torch.device("cpu")

@@ -1,8 +1,8 @@
-"""Runs a model one block at a time: only one block's weights are resident.
+"""Loads and runs a model one block at a time, so that only one block's weights are in memory.
 
-The model is built without weights; what lies before its first block (embeddings, position tables)
-is loaded and run once, then each block is loaded, used and dropped. Works for any architecture
-whose blocks are called with hidden states first: `configs/*.yaml` names them, or they are found.
+The model is built without weights. What lies before its first block (embeddings, position tables) is
+loaded and run once; then each block is loaded, used and dropped. This works for any architecture whose
+blocks take hidden states as their first argument. `configs/*.yaml` names the blocks, or they are found.
 """
 
 from __future__ import annotations
@@ -47,17 +47,19 @@ from blr.compressor.planning.training_sizes import STATES
 from blr.compressor.recipe.architectures import Family, Group
 from blr.compressor.text.reading import Calibration
 
-NORMS = (  # what the last one is called
+NORMS = (  # names of the norm behind the last block
     *("norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm"),
     *("norm_f", "final_norm", "layer_norm", "ln_out"),
 )
 
 
 class BlockModel:
-    """A checkpoint whose blocks are loaded one at a time in float32 on `device`. `handing` makes of
-    hidden states what a block gives; `plain`: a norm and a head follow the last one; `sample` is a batch
-    by which groups and residual streams are found, `width` the tokens it takes at once. Raises
-    CapabilityError for a family without blocks."""
+    """A checkpoint whose blocks are loaded one at a time, in float32 on `device`.
+
+    `handing` turns hidden states into what a block returns. `plain`: only a norm and a head follow the
+    last block. `sample` is a batch on which groups and residual streams are found; `width` is how many
+    tokens are run to find logits otherwise. Raises CapabilityError for a family without blocks.
+    """
 
     def __init__(self, source: Source, family: Family, device: torch.device) -> None:
         if family.blocks is None:
@@ -80,7 +82,7 @@ class BlockModel:
         return len(self.blocks)
 
     def load_block(self, index: int) -> nn.Module:
-        """Block `index` with its weights, a copy of its own."""
+        """A copy of block `index` with its weights."""
         block = self._load(copy.deepcopy(self.blocks[index]), f"{self.path}.{index}.")
         vars(block).pop("forward", None)  # what stands in for it in the model
         setattr(block, NUMBER, index)
@@ -101,7 +103,8 @@ class BlockModel:
             move_buffers(module, self.device)
 
     def groups(self, block: nn.Module) -> list[Group]:
-        """The groups of `block`, by table or as found; with residual streams once `sample` is there."""
+        """The groups of layers in `block` that read the same input: those of the family's table, else
+        those found; with their residual streams once there is a `sample`."""
         names, number = {name for name, _ in block.named_modules()}, getattr(block, NUMBER)
         groups = [part for group in self.family.groups if (part := group.within(names))]
         if self.sample is None:
@@ -115,13 +118,13 @@ class BlockModel:
         return self._groups[number]
 
     def _listed(self, number: int, names: set[str]) -> set[str]:
-        """Those of the modules of a block that are the family's layers."""
+        """Those of the modules `names` of a block that are layers to compress."""
         stored = {name: self.names.get(f"{self.path}.{number}.{name}.weight", "") for name in names}
         return {name for name, at in stored.items() if at.rpartition(".")[0] in self.family.modules}
 
     @torch.no_grad()
     def start(self, calibration: Calibration, processes: Processes | None = None) -> list[Batch]:
-        """The hidden states that enter the first block; batches are dealt out to `processes`."""
+        """The batches that enter the first block, dealt out to `processes`."""
         batches, place = list[Batch](), None
         if self.sample is None:
             self._learn(calibration.ids[0][:1])
@@ -139,7 +142,8 @@ class BlockModel:
         return batches
 
     def _learn(self, ids: Tensor) -> None:
-        """What the family's table does not say of its blocks, from a window of tokens [1, w]."""
+        """Find out, from a window of tokens [1, w], what the family's table does not say of its
+        blocks."""
         if not self.family.groups:
             check_blocks(self, ids)
             self.width = ids.shape[1]
@@ -149,23 +153,24 @@ class BlockModel:
         self.sample = self.batch({"input_ids": few.to(self.device)}, every)
 
     def batch(self, arguments: dict[str, Tensor], mask: Tensor) -> Batch:
-        """What enters the first block for `arguments` of the model; `mask` [m, w] are real tokens."""
+        """The batch that enters the first block when the model gets `arguments`; `mask` [m, w]: real
+        tokens."""
         hidden, given = self._entering(arguments)
         found, kinds = distinct(given)
-        least = int(mask.sum(1).argmin())  # whose mask is no shortcut if any is none
+        least = int(mask.sum(1).argmin())  # transformers may drop the mask of a full window
         by_itself = {name: values[least : least + 1] for name, values in arguments.items()}
         one = self._entering(by_itself)[1] if len(mask) > 1 else given
         alone = tuple(one[kinds.index(kind)] for kind in range(len(found)))
         return Batch(hidden, hidden, found, mask, kinds, alone)
 
     def run(self, arguments: dict[str, Tensor]) -> Any:
-        """What the model gives, without a cache and without advice."""
+        """What the model returns, without a cache and without transformers' advice."""
         cache = {"use_cache": False} if self.model.can_generate() else {}
         with quiet_transformers():
             return self.model(**arguments, **cache)
 
     def _entering(self, arguments: dict[str, Tensor]) -> tuple[Tensor, list[Arguments]]:
-        """The states that enter the first block, and what every block is given beside its states."""
+        """The states that enter the first block, and for every block its other arguments."""
         kept: list[tuple[Tensor, Arguments]] = []
 
         def passed(number: int, entering: Tensor, positional: Any, named: Any) -> Any:
@@ -179,10 +184,13 @@ class BlockModel:
         return kept[0][0], [given for _, given in kept]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., v] of final hidden states [..., d]: last norm, head, its scale and its cap."""
+        """Logits [..., v] of final hidden states [..., d], through the last norm, OPT's projection, the
+        head, its scale and its cap."""
         if not self.plain:
             return logits_behind(self, hidden)
-        found: Tensor = self.model.get_output_embeddings()(self._normed(hidden))
+        for part in self._behind():
+            hidden = part(hidden)
+        found: Tensor = self.model.get_output_embeddings()(hidden)
         config = self.model.config.get_text_config(decoder=True)
         named = ("logit_scale", "logits_scaling", "final_logit_softcapping")
         factor, divisor, cap = (getattr(config, name, None) for name in named)
@@ -190,21 +198,16 @@ class BlockModel:
             found = found * ((factor or 1) / (divisor or 1))
         return found if cap is None else cap * torch.tanh(found / cap)
 
-    def _normed(self, hidden: Tensor) -> Tensor:
-        """What lies beside the blocks and behind them: the last norm, and OPT's projection."""
-        for part in self._behind():
-            hidden = part(hidden)
-        return hidden
-
     def _behind(self) -> list[nn.Module]:
-        """The last norm and the projection behind it, as far as there are such."""
+        """The last norm and the projection behind it, of those that the model has."""
         beside = self.model.get_submodule(self.path.rpartition(".")[0])
         norm = next((getattr(beside, name) for name in NORMS if hasattr(beside, name)), None)
         return [part for part in (norm, getattr(beside, "project_out", None)) if part is not None]
 
     @cached_property
     def _converted(self) -> Parts | None:
-        """What makes the parameters where the checkpoint keeps some otherwise than the model does."""
+        """transformers' own conversion of stored tensors, for a model without a table that stores some
+        parameters otherwise than it computes with them; None where it is not needed."""
         known = self.names.keys() | self.model.all_tied_weights_keys.keys()
         absent = [n for n, _ in self.model.named_parameters() if n not in known]
         if self.family.groups or all(merged_names(self.model, n, self.names) for n in absent):
@@ -212,10 +215,11 @@ class BlockModel:
         return Parts(self.source)
 
     def stored_module(self, name: str) -> str:
-        """Name on disk of the module called `name` in the model."""
+        """The name on disk of the module called `name` in the model."""
         return self.names[f"{name}.weight"].rpartition(".")[0]
 
     def _loaded_names(self) -> dict[str, str]:
+        """The stored tensors by their names in the model."""
         split = {name: name.rpartition(".") for name in self.source.entries}
         modules = module_names(self.model, (owner for owner, _, _ in split.values()))
         found = {f"{modules[owner]}.{leaf}": name for name, (owner, _, leaf) in split.items()}
@@ -231,7 +235,8 @@ class BlockModel:
         return move_buffers(module, self.device).requires_grad_(False)
 
     def _weight(self, name: str, made: Mapping[str, Tensor]) -> Tensor:
-        """A parameter of a block, of those `made` or as stored. Raises InputError if there is none."""
+        """A parameter of a block, from those `made` by conversion or as stored. Raises InputError if
+        there is none."""
         if name in made:
             return self._placed(made[name])
         if name in self.names or name in self.model.all_tied_weights_keys:
@@ -255,7 +260,7 @@ class BlockModel:
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> nn.Module:
-    """Move what is not on the meta device."""
+    """Move the buffers of `module` to `device`, except those without values."""
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             if buffer is not None and buffer.device.type != "meta":

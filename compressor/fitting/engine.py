@@ -1,4 +1,5 @@
-"""A calibrated compression from text to factors: statistics, ranks, sequential fits."""
+"""Runs a calibrated compression: reads the text, measures sensitivities, plans ranks, fits block after
+block."""
 
 from __future__ import annotations
 
@@ -50,15 +51,16 @@ from blr.compressor.text.reading import (
 from blr.compressor.text.windows import check_known, interleaved
 from blr.compressor.workspace.journal import canonical_json, layer_key
 
-SWEEP = 7  # raise it when the measured sensitivities change
-NAMED = 6  # layers that a note lists
+SWEEP = 7  # to be raised when measured sensitivities change
+NAMED = 6  # layers that a note names at most
 
 Replan = Callable[[dict[str, list[float]] | None], Plan]
 
 
 @dataclass
 class Outcome:
-    """Factors by module, their plan, facts of the calibration, curves, refitted norms by tensor."""
+    """The result of a calibrated compression: factors by module, their plan, facts of the calibration,
+    curves of sensitivity by module, and trained norms by tensor."""
 
     results: dict[str, Result]
     plan: Plan
@@ -69,8 +71,8 @@ class Outcome:
 
 def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = "") -> Outcome:
     """Fit every planned layer to the activations that `text` causes. `replan` makes the plan from
-    measured sensitivities (None: uniform); `weights` is the digest of all weights, on which statistics
-    depend."""
+    measured sensitivities (None: uniform ranks); `weights` is the digest of all weights, on which
+    statistics depend."""
     source, recipe, target = work.source, work.recipe, work.target
     model = BlockModel(source, family_of(source), target)
     timed = work.progress.timed
@@ -94,7 +96,13 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
     plan = replan(None if sensitivity is None else curves)
     if sensitivity is not None:
         plan.notes += cache_notes(plan, curves, sensitivity.tokens)
-    work.progress.notes([*plan.notes, *_short(calibration, plan)])
+    notes, widest = list(plan.notes), max(planned.spec.in_features for planned in plan.layers)
+    if calibration.tokens < widest:
+        notes.append(
+            f"calibrated on {calibration.tokens} tokens, fewer than the {widest} inputs of a layer: the "
+            "loss on other text may be far larger than without a calibration; give more text"
+        )
+    work.progress.notes(notes)
     packed = any(planned.spec.quantized for planned in plan.layers)
     usual = (PACKED_EPOCHS if packed else GPU_EPOCHS) * (target.type == "cuda")
     epochs = usual if recipe.refit is None else recipe.refit
@@ -118,7 +126,7 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
 
 
 def expected(recipe: Recipe, text: str | None, device: str) -> list[str]:
-    """The steps of fitting by `recipe` to `text` (None: to the weights alone) on a kind of `device`."""
+    """The steps of fitting by `recipe` to `text` (None: from weights alone) on a kind of `device`."""
     if text is None:
         return [FITTING]
     own = [WRITING_OWN] * bool(is_own(text) or recipe.mix)
@@ -127,22 +135,11 @@ def expected(recipe: Recipe, text: str | None, device: str) -> list[str]:
     return [*own, *measured, FITTING, *[LAST] * last]
 
 
-def _short(calibration: Calibration, plan: Plan) -> list[str]:
-    """A line on a text of fewer tokens than some layer has inputs: what it does not show is lost."""
-    widest = max(planned.spec.in_features for planned in plan.layers)
-    if calibration.tokens >= widest:
-        return []
-    return [
-        f"calibrated on {calibration.tokens} tokens, fewer than the {widest} inputs of a layer: the "
-        "loss on other text may be far larger than without a calibration; give more text"
-    ]
-
-
 def read_text(
     source: Source, samples: int, seq_len: int, name: str, packed: bool, offline: bool
 ) -> tuple[Any, Calibration | None]:
-    """The tokenizer of `source`, and the calibration's text in windows of `seq_len`, unless it is the
-    model's own. Raises as `read_calibration`, and InputError for tokens that the model does not have."""
+    """The tokenizer of `source`, and the calibration's text in windows of `seq_len` tokens (None where
+    the model writes it). Raises what `read_calibration` does, and InputError for unknown tokens."""
     from blr.compressor.loading.load import load_tokenizer
 
     tokenizer = load_tokenizer(
@@ -176,26 +173,21 @@ def _read(work: Work, text: str, model: BlockModel) -> Calibration:
 
 
 def _measure(work: Work, model: BlockModel, batches: list[Any], key: str, replan: Replan) -> Sensitivity:
-    """From the first batches that hold `SENSITIVITY_TOKENS`."""
+    """Measure sensitivities on the first batches that hold `SENSITIVITY_TOKENS`."""
     chosen, tokens = [], 0
     for batch in batches:
         if tokens < SENSITIVITY_TOKENS:
             chosen.append(batch)
-            tokens += int(batch.mask.sum())
-    rows = _rows(work.recipe, replan)
+            tokens += batch.tokens
+    rows: set[str] = set()  # modules whose fits need the diagonal of the information alone
+    if work.recipe.bpw is None:  # else sensitivities choose bits as well
+        rows = {p.layer.module for p in replan(None).layers if not is_whole(p.spec)}
     key = layer_key(key=key, sensitivity=[tokens, SWEEP, sorted(rows)])
     return measure(work, model, chosen, key, lambda module: module not in rows)
 
 
-def _rows(recipe: Recipe, replan: Replan) -> set[str]:
-    """Modules whose fits weigh rows of outputs alone; none where sensitivities choose bits, too."""
-    if recipe.bpw is not None:
-        return set()
-    return {planned.layer.module for planned in replan(None).layers if not is_whole(planned.spec)}
-
-
 def _outside(work: Work, plan: Plan, done: dict[str, Result]) -> dict[str, Result]:
-    """Layers that are in no group of a block are fitted without statistics, and that is said."""
+    """Fit the layers that are in no group of a block without statistics, and say so."""
     rest = [planned for planned in plan.layers if planned.layer.module not in done]
     if not rest:
         return {}
@@ -208,8 +200,8 @@ def _outside(work: Work, plan: Plan, done: dict[str, Result]) -> dict[str, Resul
 
 
 def with_own_text(work: Work, tokenizer: Any, seq_len: int, text: Calibration | None) -> Calibration:
-    """Windows of `seq_len` tokens, of which the share `mix` is own text, all without a `text`. To write
-    it the whole model is loaded, once; what it wrote is kept in the journal."""
+    """Windows of `seq_len` tokens, of which the model writes the share `mix`, or all without a `text`.
+    For that the whole model is loaded once; what it wrote is kept in the journal."""
     samples = work.recipe.samples
     count = samples if text is None else max(1, round(work.recipe.mix * samples))
     beginning = beginning_of(tokenizer)
@@ -220,24 +212,20 @@ def with_own_text(work: Work, tokenizer: Any, seq_len: int, text: Calibration | 
 
 
 def _write(work: Work, tokenizer: Any, seq_len: int, count: int, beginning: Beginning) -> Tensor:
-    """[count, seq_len] with the beginning of a text, without the random token that samples start from
-    where the context has room."""
+    """Let the model write windows [count, seq_len], which start as the tokenizer starts a text. They
+    leave out the random token that a sample began with, where the context has room."""
     folder, device = work.source.folder, work.target
     model = load_computing(folder, "AutoModelForCausalLM", device)
     length = min(seq_len + ROOM, context_of(model.config.to_dict()))
-    wanted = OwnText(count * length, length, work.recipe.seed, author_of(work.source))
+    digests = {name: work.source.sha256(entry) for name, entry in work.source.entries.items()}
+    author = hashlib.sha256(canonical_json(digests)).hexdigest()
+    wanted = OwnText(count * length, length, work.recipe.seed, author)
     processes = work.processes
     share = processes.rank, processes.count
     rows = write_own_text(model, tokenizer, wanted, work.journal, work.progress, share, processes.wait)
     return begun(rows[:count, len(beginning) + length - seq_len :], beginning).long()
 
 
-def author_of(source: Source) -> str:
-    """SHA-256 over the model's weights."""
-    found = {name: source.sha256(entry) for name, entry in source.entries.items()}
-    return hashlib.sha256(canonical_json(found)).hexdigest()
-
-
 def is_own(name: str) -> bool:
-    """Whether a calibration's name asks for own text: "self", unless there is such a file."""
+    """Whether `name` asks for text that the model writes: it is "self", and no file has that name."""
     return name == OWN and not Path(name).exists()

@@ -1,4 +1,5 @@
-"""Factorizes the planned layers, each kept in the journal as it is done; processes share them out."""
+"""Factorizes the planned layers. Each finished layer is kept in the journal; processes share the layers
+out."""
 
 from __future__ import annotations
 
@@ -35,16 +36,16 @@ from blr.compressor.workspace.journal import Journal, layer_key
 from blr.kernels.common.available import kernels_on
 from blr.kernels.fp8.reference import is_number
 
-ALGORITHM = 13  # raise it when a factorizer's results change: journals of older runs are then void
-# Relative variance that rounding gives a term of a product, by bits of its factors: what keeps the terms
-# of BLAST from cancelling each other. Where nothing is packed it costs nothing (LOG, 2026-11-22); of
-# 4 bits and fewer it is what is left behind compensation (LOG, 2026-11-23).
+ALGORITHM = 13  # to be raised when results change, so that older journals are not used
+# Relative variance that BLAST's solver assumes of each term of a product, by bits of its factors:
+# it keeps terms from cancelling. Without packing it costs nothing (LOG, 2026-11-22); for 4 bits and
+# fewer it is what compensation leaves (LOG, 2026-11-23).
 NOISE = {None: 5e-4, 8: 1e-3, 4: 0.005, 3: 0.02, 2: 0.1}
 
 
 @dataclass(frozen=True)
 class Work:
-    """The weights, the recipe, and where finished layers are kept."""
+    """The weights, the recipe, and the journal that keeps finished layers."""
 
     source: Source
     recipe: Recipe
@@ -62,12 +63,13 @@ class Work:
         return self.processes.device
 
     def missing(self, keys: list[str]) -> list[str]:
-        """Those of `keys` that the journal has nothing under; the same in all processes."""
+        """Those of `keys` under which the journal has nothing; the same in all processes."""
         lacking = self.processes.first and [key for key in keys if self.journal.load(key) is None]
         return self.processes.told(lacking)
 
     def share(self, costs: Mapping[str, float], compute: Callable[[str], None]) -> None:
-        """Have every key in the journal: each process computes some, by their predicted costs."""
+        """Compute what is to be kept under each key, divided over the processes by predicted `costs`,
+        and wait until the journal has all of it."""
         owners = share_out(list(costs.values()), self.processes.count)
         for key, owner in zip(costs, owners, strict=True):
             if owner == self.processes.rank:
@@ -81,7 +83,7 @@ Result = tuple[dict[str, TensorEntry], dict[str, Any]]  # stored factors by suff
 
 @dataclass(frozen=True)
 class LayerJob:
-    """One layer to factorize; `processes` fit it together, if not one alone."""
+    """One layer to factorize on `device`, by this process alone or by `processes` together."""
 
     planned: PlannedLayer
     recipe: Recipe
@@ -99,12 +101,12 @@ class LayerJob:
         return FitOptions(self.planned.solver, self.planned.rounds, seed, self.processes, noise)
 
     def stored_dtype(self, weight: Tensor) -> torch.dtype:
-        """Of what is stored and not packed: the recipe's, or the weight's own."""
+        """The dtype of stored numbers that are not packed: the recipe's, or else the weight's."""
         return getattr(torch, self.recipe.dtype) if self.recipe.dtype else weight.dtype
 
     def key(self, weight: str, prefix: str = "") -> str:
-        """The journal's name for the factors of a weight with that SHA-256; `prefix` is the digest of
-        what else they depend on."""
+        """The journal's key for the factors of a weight with the SHA-256 `weight`; `prefix` is the
+        digest of whatever else they depend on."""
         return layer_key(
             prefix=prefix,
             weight=weight,
@@ -119,12 +121,13 @@ class LayerJob:
 
 
 def machine(device: torch.device) -> list[object]:
-    """What of a device the bits of results depend on."""
+    """The properties of a machine that change the bits of results."""
     return [device.type, torch.get_num_threads() if device.type == "cpu" else None, kernels_on(device)]
 
 
 def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
-    """Stored factors and record of every planned layer by module, from the journal where it has them."""
+    """Stored factors and record of every planned layer, by module, from the journal where it has
+    them."""
     planned = [LayerJob(each, work.recipe, work.target) for each in plan.layers]
     jobs = dict(zip(keys_of(work, planned), planned, strict=True))
     costs = {key: predicted_cost(jobs[key].planned.spec) for key in work.missing(list(jobs))}
@@ -139,7 +142,7 @@ def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
 
 
 def keys_of(work: Work, jobs: list[LayerJob], prefix: str = "") -> list[str]:
-    """The journal's keys of the jobs' factors; each process hashes some of the weights."""
+    """The journal's keys of the jobs' factors; processes share out the hashing of weights."""
     mine = {n: job for n, job in enumerate(jobs) if work.processes.owns(n)}
     keys = {n: job.key(work.source.sha256(job.layer.entry), prefix) for n, job in mine.items()}
     known = work.processes.merged(keys)
@@ -147,7 +150,7 @@ def keys_of(work: Work, jobs: list[LayerJob], prefix: str = "") -> list[str]:
 
 
 def layer_seed(seed: int, module: str) -> int:
-    """A seed for one layer that does not depend on which other layers are factorized."""
+    """A seed for one layer, whichever other layers are factorized."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{module}".encode()).digest()[:7], "big")
 
 
@@ -168,8 +171,8 @@ def _kept(work: Work, job: LayerJob, key: str) -> Result:
 
 
 def factorize(weight: Tensor, job: LayerJob) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Fit one layer to its stored `weight`: factors as stored, on the CPU, and the record, with the
-    error of what is stored."""
+    """Fit one layer to its stored `weight`. Returns its factors as stored, on the CPU, and its
+    record."""
     work = moved(weight, job.device, working_dtype(job.device))
     work = work.mT.contiguous() if job.layer.transposed else work
     spec, notes = job.planned.spec, list[str]()
@@ -188,10 +191,12 @@ def factorize(weight: Tensor, job: LayerJob) -> tuple[dict[str, Tensor], dict[st
 def keep_factors(
     job: LayerJob, weight: Tensor, factors: Mapping[str, Tensor], record: dict[str, object]
 ) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Round fitted factors (packed ones are as they are) to the dtype they are stored in, on the CPU,
-    and add type, spec, error and bits a weight to the layer's `record`."""
+    """Round fitted factors to the dtype they are stored in, on the CPU, and add type, spec, error and
+    bits a weight to the layer's `record`. Packed factors stay as they are."""
     spec, dtype = job.planned.spec, job.stored_dtype(weight)
-    tensors = {name: _stored(factors[name], dtype) for name in spec.stored()}
+    found = {name: factors[name].detach() for name in spec.stored()}
+    dtypes = {name: dtype if is_number(t) else t.dtype for name, t in found.items()}
+    tensors = {name: t.to("cpu", dtypes[name]).contiguous() for name, t in found.items()}
     check_range(tensors)
     work = moved(weight, job.device, working_dtype(job.device))
     work = work.mT if job.layer.transposed else work
@@ -200,14 +205,10 @@ def keep_factors(
     return tensors, {**record, **facts, "bits": job.planned.bits / spec.dense_parameters}
 
 
-def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to("cpu", dtype if is_number(tensor) else tensor.dtype).contiguous()
-
-
 @contextmanager
 def layer_errors(job: LayerJob) -> Iterator[None]:
-    """Name the layer in the errors of its fit: NumericsError, or CapabilityError without memory."""
+    """While active, errors of a fit get the layer's name: NumericsError, or CapabilityError if memory
+    is short."""
     try:
         yield
     except NumericsError as error:
@@ -224,7 +225,7 @@ def layer_errors(job: LayerJob) -> Iterator[None]:
 
 
 def check_range(tensors: dict[str, Tensor]) -> None:
-    """Raise NumericsError when factors are not finite in the dtype they are stored in."""
+    """Raise NumericsError if factors are not finite in the dtype they are stored in."""
     for name, tensor in tensors.items():
         if is_number(tensor) and not bool(torch.isfinite(tensor).all()):
             raise NumericsError(

@@ -1,20 +1,19 @@
-"""Refits: all factors of one block trained against the dense block's output, and the last pass of a fit,
-which trains all blocks together to give the dense model's distributions.
+"""Refits one block towards the dense block's output, and all blocks together in the last pass.
 
-A block sees the hidden states of the compressed prefix and should give those of the dense model; the
-error is weighted by the Fisher information of the block's output, so that what the loss does not feel
-is not paid for. Each tensor moves at a rate relative to its own size; the best epoch on held-back
-windows is kept, the start included, so a refit never makes that error worse. Block-wise reconstruction
-is that of BRECQ (arXiv 2102.05426).
+A refit trains all factors of one block. It reads the states that the compressed blocks before it give
+and should return those of the dense model. The error is weighted by the Fisher information of the
+block's output, so that training does not spend itself on what the loss does not feel. Each tensor moves
+at a rate relative to its own size. The best epoch on held-back windows is kept, the start included, so
+a refit never makes that error larger. Block-wise reconstruction is that of BRECQ (arXiv 2102.05426).
 
-What refits leave is an error of every block's own output; which of it the loss feels is known only
-behind the last block. So at the end the factors, packed weights, scales and norms of all blocks move
-together against KL(dense ‖ compressed) of the next token on the text of the calibration: the dense
-side is there as the final hidden states that the fit has carried along, so no second model is held.
-Source: the idea of an end-to-end pass after blocks is EfficientQAT's (arXiv 2407.11062).
+A refit leaves an error in every block's output, and only behind the last block it shows which of it
+matters. So the last pass moves factors, packed weights, scales and norms of all blocks against KL(dense
+‖ compressed) of the next token on the calibration's text. The dense logits follow from the final states
+that the fit has carried along, without a second model. An end-to-end pass after blocks is
+EfficientQAT's idea (arXiv 2407.11062).
 
-A step is one batch. Where it is large, its windows are taken in parts, whose gradients are added in
-their order: processes share out the parts, and the result does not depend on how many there are.
+A step is one batch. A large batch is split into parts, whose gradients are added in order: processes
+share out the parts, and the result does not depend on how many processes there are.
 """
 
 from __future__ import annotations
@@ -46,19 +45,20 @@ from blr.compressor.structures.linalg import cholesky
 from blr.compressor.workspace.journal import layer_key
 from blr.kernels.training.divergence.op import divergence_sum
 
-RATE = 0.01  # of a tensor's root mean square, a step
-PACKED_RATE = 0.005  # where some of them are rounded
-WARM_UP = 0.05  # of all steps
+RATE = 0.01  # a step, relative to a tensor's root mean square
+PACKED_RATE = 0.005  # the same where some tensors are rounded
+FINISH_RATE = 0.003  # the same in the last pass
+WARM_UP = 0.05  # share of the steps in which the rate rises
 Errors = tuple[float, float]  # before and after
-RIDGE = 0.01  # of the mean diagonal of the output metric
-FINISH = 5  # raise it when the last pass's results change
-FINISH_RATE = 0.003  # the same of the last pass
+RIDGE = 0.01  # added to the output metric, relative to its mean diagonal
+FINISH = 5  # to be raised when the last pass's results change
 
 
 class Refitting(TrainingLoop):
-    """Moves what is `trained` of `block` in place, whose `batches` enter as their `student` states;
-    `targets` are the dense outputs [m, w, d] of this process's batches, `metric` is the Fisher
-    information [d, d] of the output (None: plain squares), `rate` of a tensor's root mean square."""
+    """Trains the parameters `trained` of `block` in place. The `student` states of `batches` enter it;
+    `targets` are the dense outputs [m, w, d] of this process's batches, by number; `metric` is the
+    Fisher information [d, d] of the output (None: plain squares); `rate` is relative to a tensor's root
+    mean square."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class Refitting(TrainingLoop):
         self.held = held or self.train_on
 
     def run(self, epochs: int, seed: int, advance: Callable[[int], None] = lambda _: None) -> Errors:
-        """Train for so many epochs, telling `advance` of each, in an order that follows from `seed`, and
-        keep the best. Returns the error on the held-back batches before and after."""
+        """Train for `epochs`, in an order that follows from `seed`, and keep the best epoch. `advance`
+        is called at the start of each. Returns the error on held-back batches before and after."""
         order, count = torch.Generator().manual_seed(seed), len(self.train_on)
         drawn = [torch.randperm(count, generator=order).tolist() for _ in range(epochs)]
         self.order, self.advance = [self.train_on[n] for epoch in drawn for n in epoch], advance
@@ -105,7 +105,8 @@ class Refitting(TrainingLoop):
         return self.state.step == len(self.order)
 
     def factor(self) -> float:
-        """Up in a line for the first steps, and down in a line."""
+        """The share of the rates for the next step: it rises linearly in the first steps, then falls
+        linearly."""
         steps = len(self.order)
         return factor_at(self.state.step, steps, max(1, round(WARM_UP * steps)))
 
@@ -123,18 +124,19 @@ class Refitting(TrainingLoop):
 
     @torch.no_grad()
     def judge(self) -> float:
-        """Mean error of the held-back batches, each taken by the process that has it."""
-        mine = {n: self._whole(n) for n in self.held if self.processes.owns(n)}
+        """The mean error of the held-back batches, each computed by the process that owns it."""
+        mine = {}
+        for n in self.held:
+            if self.processes.owns(n):
+                batch = self.batches[n]
+                with tensor_cores(self.device):
+                    lost = self._loss(batch, batch.student, self.targets[n], batch.tokens)
+                mine[n] = float(lost)
         found = self.processes.merged(mine)
         return sum(found[n] for n in self.held) / len(self.held)
 
-    def _whole(self, n: int) -> float:
-        batch = self.batches[n]
-        with tensor_cores(self.device):
-            return float(self._loss(batch, batch.student, self.targets[n], batch.tokens))
-
     def _gradients(self, n: int) -> None:
-        """Leave those of the batch's mean error in the parameters."""
+        """Leave the gradients of batch `n`'s mean error in the parameters, summed over processes."""
         source, batch = self.processes.owner(n), self.batches[n]
         student = self.processes.shared(batch.student if self.processes.owns(n) else None, source)
         target = self.processes.shared(self.targets.get(n), source)
@@ -155,12 +157,12 @@ class Refitting(TrainingLoop):
             parameter.grad = found.view_as(parameter)
 
     def _parts(self, batch: Batch) -> int:
-        """Into how many its windows are split: a power of two, by the work alone."""
+        """The number of parts in which a batch is taken, by the amount of work alone."""
         trained = sum(parameter.numel() for parameter in self.parameters)
         return refit_parts(batch.mask.numel(), trained, len(batch.mask))
 
     def _part(self, batch: Batch, student: Tensor, target: Tensor, windows: Tensor, tokens: int) -> None:
-        """Leave the gradients of the error of some windows of the batch."""
+        """Leave the gradients of the error of some windows of a batch in the parameters."""
         part = window_rows(batch, windows)
         if part is not batch:
             rows = windows.to(student.device)
@@ -169,7 +171,7 @@ class Refitting(TrainingLoop):
         self._loss(part, student, target, tokens).backward()
 
     def _replayed(self, n: int, student: Tensor, target: Tensor) -> bool:
-        """Whether a CUDA graph has left the gradients of a batch's error."""
+        """Compute a batch's gradients by a CUDA graph; False where that is not possible."""
         if not self.captured[n]:
             return False
         batch = self.batches[n]
@@ -179,14 +181,14 @@ class Refitting(TrainingLoop):
 
         try:
             self.graph = self.graph or CapturedPasses(passes, self.parameters, student, target)
-        except RuntimeError:  # whatever a model does that no graph can hold
+        except RuntimeError:  # the model does something that no graph can hold
             self.captured = [False] * len(self.batches)
             return False
         self.graph(student, target)
         return True
 
     def _loss(self, batch: Batch, student: Tensor, target: Tensor, tokens: int) -> Tensor:
-        """Error of the batch's tokens, as its share in a mean over so many `tokens`."""
+        """The error of a batch's tokens, divided by `tokens`."""
         out = run_block(self.block, student.to(self.device), batch)
         missed = batch.rows(out - target.to(self.device))
         if self.root is not None:
@@ -195,26 +197,27 @@ class Refitting(TrainingLoop):
 
 
 def rates_of(masters: Sequence[Tensor], shares: Sequence[float], rate: float) -> list[float]:
-    """`rate` × the root mean square of each master × its share."""
+    """The rate of each master: `rate` times its root mean square times its share."""
     sizes = torch.stack([m.detach().square().mean().sqrt() for m in masters]).tolist()
     return [rate * share * size for size, share in zip(sizes, shares, strict=True)]
 
 
 def factor_at(step: int, steps: int, warm_up: int) -> float:
-    """Of the rates at `step` of `steps`: up in a line for so many, and down in a line."""
+    """The share of the rates at `step` of `steps`: it rises linearly for `warm_up` steps, then falls
+    linearly."""
     return min(1.0, (step + 1) / warm_up) * max(0.0, 1 - step / max(steps, 1))
 
 
 def _root(metric: Tensor) -> Tensor:
-    """Lower Cholesky factor of the metric with a small ridge, in float32."""
+    """The lower Cholesky factor of the metric with a small ridge, in float32."""
     metric = metric.double() / metric.diagonal().mean().clamp_min(1e-30)
     identity = torch.eye(len(metric), dtype=metric.dtype, device=metric.device)
     return cholesky(metric + RIDGE * identity).float()
 
 
 def finish_blocks(run: FitRun, starts: list[Batch]) -> None:
-    """Train the run's students together, keep what comes out in the journal, and take it as the results.
-    `starts` enter the first block; `run.batches` hold what leaves the last dense one."""
+    """Train the run's students together, keep the result in the journal, and take it into the run's
+    results. `starts` enter the first block; `run.batches` hold what leaves the last dense one."""
     work, settings = run.work, [run.finish, FINISH]
     keys = [
         layer_key(finish=settings, prefix=run.prefix, block=student.index) for student in run.students
@@ -233,7 +236,7 @@ def finish_blocks(run: FitRun, starts: list[Batch]) -> None:
 
 
 class Finishing(Refitting):
-    """Moves what is `trained` of all blocks; errors are nats a token."""
+    """Trains what is `trained` in all blocks together; its errors are nats a token."""
 
     def __init__(
         self, run: FitRun, trained: list[Trained], starts: list[Batch], targets: dict[int, Tensor],
@@ -244,11 +247,13 @@ class Finishing(Refitting):
         super().__init__(blocks, trained, run.work.processes, starts, targets, None, rate)
 
     def _parts(self, batch: Batch) -> int:
-        """So many that the logits of one are no more than `LOGITS` bytes."""
+        """The number of parts in which a batch is taken, so that the logits of one take at most
+        `LOGITS` bytes."""
         return logit_parts(batch.mask.numel() * logit_bytes(self.model), len(batch.mask))
 
     def _loss(self, batch: Batch, student: Tensor, target: Tensor, tokens: int) -> Tensor:
-        """KL of the batch's predictions, as its share in a mean over those of so many `tokens`."""
+        """KL(dense ‖ compressed) of a batch's predictions, divided by how many of `tokens` predict
+        one."""
         out = batch.predicting(run_block(self.block, student.to(self.device), batch))
         with torch.no_grad():
             dense = self.model.logits(batch.predicting(target.to(self.device)))
@@ -257,14 +262,14 @@ class Finishing(Refitting):
 
 
 def logit_bytes(model: BlockModel) -> int:
-    """Of one token, in float32."""
+    """Bytes of one token's logits in float32."""
     head: Any = model.model.get_output_embeddings()
     return 4 * int(head.weight.shape[0])
 
 
 def finish_epochs(asked: int | None, usual: int, model: BlockModel, batches: list[Batch]) -> int:
-    """Those `asked` for, else `usual` on a GPU that has the room. Raises CapabilityError if the model
-    has no logits, or the GPU not the room, for epochs asked for."""
+    """The epochs of the last pass: those `asked` for, else `usual` on a GPU with the room. Raises
+    CapabilityError if epochs are asked for and the model has no logits, or the GPU not the room."""
     if asked == 0 or (asked is None and model.device.type != "cuda"):
         return 0
     if not model.model.can_generate():
@@ -273,7 +278,10 @@ def finish_epochs(asked: int | None, usual: int, model: BlockModel, batches: lis
                 f"{model.source.folder}: --finish is for a model that predicts tokens; leave it out"
             )
         return 0
-    needed, room = _bytes(model, batches), _room(model.device)
+    tokens = max(batch.mask.numel() for batch in batches)
+    weights = sum(p.numel() for p in model.blocks.parameters())
+    widths = sum(sum(p.shape) for p in model.blocks.parameters() if p.dim() == 2)
+    needed, room = last_pass_bytes(weights, widths, tokens, logit_bytes(model)), _room(model.device)
     if needed > room and asked:
         raise CapabilityError(
             f"--finish trains all blocks at once, which takes {needed / 1e9:,.0f} GB; {model.device} "
@@ -283,13 +291,7 @@ def finish_epochs(asked: int | None, usual: int, model: BlockModel, batches: lis
 
 
 def _room(device: torch.device) -> float:
+    """Bytes of a device that the last pass may take."""
     if device.type != "cuda":
         return float("inf")
     return LAST_SHARE * torch.cuda.get_device_properties(device).total_memory
-
-
-def _bytes(model: BlockModel, batches: list[Batch]) -> float:
-    tokens = max(batch.mask.numel() for batch in batches)
-    weights = sum(p.numel() for p in model.blocks.parameters())
-    widths = sum(sum(p.shape) for p in model.blocks.parameters() if p.dim() == 2)
-    return last_pass_bytes(weights, widths, tokens, logit_bytes(model))

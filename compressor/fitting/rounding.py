@@ -1,15 +1,16 @@
-"""From a weight to what is stored of it in few bits: dense, structured, and dense with a correction.
+"""Turns a weight into what is stored of it in few bits: dense, structured, or dense with a correction.
 
-Where the inputs' Gram matrix is known, dense weights are rounded behind error compensation (GPTQ, or
-`float8.py`) and factors in int8 weighted by its diagonal; else each to the nearest level of scales that
-are searched. Of 4 bits and fewer, in float8 and of pivots, the factor U of W = U Zᵀ comes
-last: it is solved for the weight and the rounded Z by least squares, and rounded behind compensation,
-too, so that one term makes good what another loses. Factors in float8 are rotated (`turning.py`), and V
-is rounded in the metric of what U cannot make good (`seen.py`). A correction starts from Q and S in
-turn, each what the other leaves: LoftQ (arXiv 2310.08659), here in the metric of the inputs, with
-factors rounded as they are stored.
+With the inputs' Gram matrix, dense weights are rounded with error compensation (GPTQ, or `float8.py`),
+and int8 factors in a norm weighted by its diagonal; without it each number goes to the nearest level of
+scales that are searched for. With 4 bits or fewer, in float8, and with pivots, the factor U of W = U Zᵀ
+comes last: it is solved for by least squares, given the weight and the rounded Z, and rounded with
+compensation. So each term makes up for what others lost. Factors in float8 are rotated first
+(`turning.py`), and V is rounded in the metric of what U cannot correct (`seen.py`).
 
-Beside integers stand the numbers that were rounded (`latent_name`), from which training goes on.
+A correction starts from rounded weights Q and a structure S in turn, each fitted to what the other
+leaves: LoftQ (arXiv 2310.08659), here in the metric of the inputs, with factors rounded as they are
+stored. Beside integers the results hold the numbers before rounding (`latent_name`), from which
+training goes on.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ from blr.kernels.fp8.reference import is_number
 
 PRODUCT = "product"
 LAST = "U"  # the factor that is solved for
-SOLVED = (4, 3, 2)  # bits for which U is solved again, as for float8: int8 has nothing to make good
+SOLVED = (4, 3, 2)  # bits for which U is solved for, as for float8: int8 loses too little
 LATENT = "_latent"
-ROUNDS = 4  # of rounding and correcting in turn
+ROUNDS = 4  # rounds of rounding and correcting
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """`tensors` by stored name (``V_q``, ``V_scale``, ``S``); `errors`, relative, by factor and of the
-    "product"; `latents` the factors that were rounded."""
+    """A rounded layer: `tensors` by stored name (``V_q``, ``V_scale``, ``S``), relative `errors` by
+    factor and of their "product", `latents`: the factors before rounding."""
 
     tensors: dict[str, Tensor]
     errors: dict[str, float]
@@ -64,24 +65,20 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Metric:
-    """What errors of a layer cost: H [i, i] of its inputs, float64; `ease` as of `costs_of`."""
+    """The cost of errors in a layer's weight: the inputs' Gram matrix H [i, i], float64; `ease` as in
+    `costs_of`."""
 
     gram: Tensor
     ease: float = EASE
 
-    @property
-    def costs(self) -> Tensor:
-        """By input, [i]."""
-        return self.gram.diagonal()
-
     @cached_property
     def root(self) -> Tensor:
-        """As of `compensation`."""
+        """What `compensation` needs."""
         return compensation(self.gram)
 
     @cached_property
     def float8(self) -> Costs:
-        """As of `costs_of`."""
+        """What `round_fp8` needs."""
         return costs_of(self.gram, self.ease)
 
 
@@ -89,17 +86,17 @@ FitFactors = Callable[[Tensor, Spec], Mapping[str, Tensor]]
 
 
 def latent_name(name: str) -> str:
-    """``base.weight`` -> ``base.weight_latent``: a factor before it was rounded."""
+    """The name of a factor before rounding: ``base.weight`` becomes ``base.weight_latent``."""
     return name + LATENT
 
 
 def is_latent(name: str) -> bool:
-    """Whether a tensor is one that is trained, not stored."""
+    """Whether a tensor is a factor before rounding, which is trained and not stored."""
     return name.endswith(LATENT)
 
 
 def plain_fit(options: FitOptions | None = None, gram: Tensor | None = None) -> FitFactors:
-    """The fit of a structure to a matrix, as its own solver does it."""
+    """A function that fits a structure to a matrix by the structure's own solver."""
 
     def fit(weight: Tensor, spec: Spec) -> Mapping[str, Tensor]:
         metric = None if gram is None else gram.to(weight)
@@ -112,9 +109,9 @@ def plain_fit(options: FitOptions | None = None, gram: Tensor | None = None) -> 
 def round_layer(
     weight: Tensor, spec: Spec, metric: Metric | None, dtype: torch.dtype, fit: FitFactors
 ) -> dict[str, Tensor]:
-    """What is stored of one layer, and what was rounded, from W [o, i] or the target. `metric` None: all
-    errors cost the same; `dtype`: of scales and of what is not packed; `fit` gives factors of a plain
-    structure. Raises NumericsError for scales that are not finite in `dtype`."""
+    """What is stored of a layer with the weight or target W [o, i], and its factors before rounding.
+    `metric` None: all errors cost the same; `dtype` is that of scales and unpacked numbers; `fit` gives
+    the factors of a plain structure. Raises NumericsError for scales that are not finite in `dtype`."""
     if isinstance(spec, CorrectedSpec):
         return _corrected(weight, spec, metric, dtype, fit)
     if (packing := spec.packing) is not None:
@@ -131,7 +128,8 @@ def round_layer(
 def round_factors(
     factors: dict[str, Tensor], spec: QuantizedSpec, metric: Metric | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The same of canonical factors that are there, of a dense layer its ``weight`` alone."""
+    """What `round_layer` gives, for factors that are fitted already; a dense layer has its ``weight``
+    alone."""
     if spec.structure != DenseSpec.structure:
         found = quantize_factors(spec, factors, dtype, metric)
         return found.tensors | found.latents
@@ -144,7 +142,7 @@ def round_factors(
 def quantize_dense(
     weight: Tensor, spec: QuantizedSpec, scale_dtype: torch.dtype | None = None
 ) -> Quantized:
-    """Quantize one dense weight [o, i], each number to its nearest level. Raises NumericsError."""
+    """Round a dense weight [o, i], each number to its nearest level. Raises NumericsError."""
     parts, lost, whole = [], 0.0, 0.0
     for rows in weight.split(rows_at_once(weight.shape[1])):
         own = replace(spec, of=DenseSpec(spec.in_features, len(rows)))
@@ -162,8 +160,8 @@ def quantize_factors(
     scale_dtype: torch.dtype | None = None,
     metric: Metric | None = None,
 ) -> Quantized:
-    """Quantize the canonical `factors` of one structured layer; scales in `scale_dtype`, or each
-    factor's own. Raises NumericsError for scales that are not finite."""
+    """Round the canonical `factors` of a structured layer; scales are in `scale_dtype`, or in each
+    factor's dtype. Raises NumericsError for scales that are not finite."""
     tensors: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
     latents: dict[str, Tensor] = {}
@@ -173,7 +171,9 @@ def quantize_factors(
         exact = even_columns(spec.of, exact)
     product = STRUCTURES[spec.structure].factorizer().reconstruct(exact, spec.of)
     back = dict(indices)
-    solved = LAST if _is_solved(spec) else None  # comes last
+    known = STRUCTURES[spec.structure]  # errors of U are multiplied by pivots
+    is_solved = known.linear and (known.pivots or spec.fp8 or spec.bits in SOLVED)
+    solved = LAST if is_solved else None  # comes last
     for name in sorted(spec.shapes(), key=lambda name: name == solved):
         dtype = scale_dtype or factors[name].dtype
         if name == solved:
@@ -199,7 +199,8 @@ def quantize_factors(
 def _corrected(
     weight: Tensor, spec: CorrectedSpec, metric: Metric | None, dtype: torch.dtype, fit: FitFactors
 ) -> dict[str, Tensor]:
-    """Q and S in turn, each of what the other leaves; the best of `ROUNDS`."""
+    """Round a weight and fit its correction in turn, each to what the other leaves; the best of
+    `ROUNDS`."""
     best, kept = float("inf"), dict[str, Tensor]()
     added, gram = torch.zeros_like(weight), None if metric is None else metric.gram.to(weight)
     for _ in range(ROUNDS):
@@ -215,17 +216,11 @@ def _corrected(
 
 
 def _start(fit: FitFactors, weight: Tensor, spec: Spec) -> Mapping[str, Tensor]:
-    """Factors of a correction: of BLAST those of low rank, whose terms do not cancel each other."""
+    """Factors from which a correction starts. BLAST starts from low rank, whose terms do not cancel."""
     if not isinstance(spec, BlastSpec):
         return fit(weight, spec)
     found = fit(weight, spec.start())
     return from_low_rank(found["U"], found["V"], spec)
-
-
-def _is_solved(spec: QuantizedSpec) -> bool:
-    """Whether U is solved for behind the other factors; of pivots always, whose errors it multiplies."""
-    known = STRUCTURES[spec.structure]
-    return known.linear and (known.pivots or spec.fp8 or spec.bits in SOLVED)
 
 
 def _solved(
@@ -235,8 +230,8 @@ def _solved(
     metric: Metric | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """U of least squares for `weight` and the other factors, and what is stored of it. Rows that share a
-    group, of small corrections, are rounded to the nearest levels."""
+    """Solve for U by least squares, given `weight` and the other factors; U and what is stored of it.
+    Small corrections, whose rows share groups, are rounded to the nearest levels."""
     Z = STRUCTURES[spec.structure].factorizer().right_factor(rounded, spec.of)  # [..., i, K]
     weighted = Z if metric is None else metric.gram.to(Z) @ Z
     normal = Z.mT @ weighted
@@ -254,19 +249,23 @@ def _solved(
 def _unsolved(
     spec: QuantizedSpec, name: str, factors: dict[str, Tensor], metric: Metric | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """What is stored of a factor as it is; of V in float8 behind compensation. Of `factors` those
-    rounded have their stored values."""
+    """What is stored of a factor that is not solved for. V in float8 is rounded with compensation.
+    `factors` that were rounded have their stored values."""
     factor, gram = factors[name], None if metric is None else metric.gram
     seen = seen_by_v(spec.of, factors, gram) if spec.fp8 and name == "V" else None
     if seen is None:
-        return _pack(spec, name, factor, dtype, _costs_of(spec, name, metric))
+        costs = None
+        if gram is not None and name == "V":
+            width, costs = spec.shapes()["V"][-2], gram.diagonal()  # by input
+            costs = costs.view(-1, 1, width) if width < spec.in_features else costs[None]  # of blocks
+        return _pack(spec, name, factor, dtype, costs)
     return _float8(name, spec, to_matrix(spec, name, factor), costs_of(seen.double()), dtype)
 
 
 def _float8(
     name: str, spec: QuantizedSpec, matrix: Tensor, costs: Costs, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """A matrix [..., R, K] in float8, in the metric of its columns, or of groups of its rows."""
+    """Round a matrix [..., R, K] to float8 in the metric of its columns, or of groups of its rows."""
     matrix = matrix.float() if matrix.is_cuda else matrix
     apart = costs.order.dim() == matrix.dim()
     rows = matrix.unflatten(-2, (costs.order.shape[-2], -1)) if apart else matrix
@@ -277,25 +276,17 @@ def _float8(
 def _by_compensation(
     matrix: Tensor, metric: Metric, name: str, spec: QuantizedSpec, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """What is stored of a factor that is packed as `matrix` [..., R, K], rounded behind compensation in
-    the metric of its columns, and its latent weights; on a GPU in float32, for which GPTQ has a kernel.
-    """
+    """Round a factor that is packed as `matrix` [..., R, K] with compensation in the metric of its
+    columns. Returns what is stored and the factor before rounding. A GPU takes float32, for which GPTQ
+    has a kernel."""
     matrix = matrix.float() if matrix.is_cuda else matrix
     if spec.fp8:
         return _float8(name, spec, matrix, metric.float8, dtype), matrix
-    found = gptq(matrix, metric.root.to(matrix), spec.bits, spec.group, dtype)
+    found = gptq(matrix, metric.root.to(matrix), spec.bits, spec.group, dtype, spec.curved)
     padded = torch.nn.functional.pad(found.levels, (0, -matrix.shape[-1] % spec.group))
     packed = pack(padded, spec.bits, spec.group)
     stored = dict(zip(stored_names(name), (packed, found.scale.to(dtype)), strict=True))
     return _checked(name, stored), found.latent
-
-
-def _costs_of(spec: QuantizedSpec, name: str, metric: Metric | None) -> Tensor | None:
-    """What errors in the matrix of a factor cost: by input for V, else alike."""
-    if metric is None or name != "V":
-        return None
-    width = spec.shapes()["V"][-2]  # features of each block, or of all for groups of rows
-    return metric.costs.view(-1, 1, width) if width < spec.in_features else metric.costs[None]
 
 
 def _pack(
@@ -305,7 +296,7 @@ def _pack(
 
 
 def _checked(name: str, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Raise NumericsError for scales of a factor that are not finite."""
+    """Raise NumericsError if scales of a factor are not finite."""
     for tensor in stored.values():
         if is_number(tensor) and not bool(torch.isfinite(tensor).all()):
             raise NumericsError(

@@ -1,15 +1,15 @@
-"""How much each layer's output matters: Fisher information by one backward pass, block by block.
+"""Measures how much each layer's output matters: Fisher information by one backward pass, block by
+block.
 
-Processes have batches of their own; sums over batches are taken in the batches' order.
+For a decoder the loss is the cross entropy of tokens drawn from the model's own predictions: the true
+Fisher information needs no labels. For an encoder it is a random projection of the mean-pooled
+embedding, which gives the embedding's Gauss-Newton metric. Hidden states are kept between the forward
+and the backward sweep, so that only one block at a time is in memory. Processes have batches of their
+own; sums over batches are taken in the batches' order.
 
-For a decoder the loss is the cross entropy of tokens drawn from the model's own predictions (the
-true Fisher information needs no labels); for an encoder it is a random projection of the
-mean-pooled embedding, which gives the Gauss-Newton metric of the embedding. Hidden states are
-kept between the forward and the backward sweep, so that one block at a time is resident.
-
-For a layer with weight W, input moments H and output gradients G = Σ g gᵀ, the eigenvalues of
-G^½ W H Wᵀ G^½ are the predicted loss saved by each further rank. Sources: FWSVD (arXiv 2207.00112)
-weights by the diagonal of G; the Kronecker-factored form is that of K-FAC (arXiv 1503.05671).
+For a layer with weight W, input moments H and output gradients G = Σ g gᵀ, the eigenvalues of G^½ W H
+Wᵀ G^½ predict the loss that each further rank saves. FWSVD (arXiv 2207.00112) weights by the diagonal
+of G; the Kronecker-factored form is that of K-FAC (arXiv 1503.05671).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from blr.compressor.fitting.factorize import Work, layer_seed
 from blr.compressor.structures.linalg import cholesky, eigenvalues
 from blr.compressor.workspace.journal import layer_key
 
-BACKWARD = 4.4  # times as long as a block's forward pass takes its backward one, with what it measures
-HIDDEN = "hidden"  # the name of a block's own output among those of its layers
+BACKWARD = 4.4  # time of a block's backward pass with its sums, relative to its forward pass
+HIDDEN = "hidden"  # stands for a block's own output among the names of its layers
 
 
 @dataclass
 class Sensitivity:
-    """What was measured over `tokens`. `read` gives the Fisher information of a block's outputs by its
-    number, from the disk, in the first process: by module name or `HIDDEN`, G [o, o] with a mean
-    diagonal of 1, or its diagonal. `curves` are falling eigenvalues by module."""
+    """Sensitivities measured over `tokens`. `curves` are falling eigenvalues by module. `read` takes a
+    block's number and reads from disk, in the first process, the Fisher information of its outputs by
+    module name or `HIDDEN`: G [o, o] with a mean diagonal of 1, or its diagonal."""
 
     read: Callable[[int], dict[str, Tensor]]
     curves: dict[str, Tensor] = field(default_factory=dict)
@@ -53,9 +53,8 @@ def measure(
     key: str,
     whole: Callable[[str], bool] = lambda module: True,
 ) -> Sensitivity:
-    """Sensitivities of every compressible layer, from the journal where it has them under `key`, which
-    covers all that they depend on. `whole` tells of a module whether all of its G is kept; of others the
-    diagonal."""
+    """Measure every compressible layer, or take it from the journal under `key`, which covers whatever
+    it depends on. `whole` tells whether all of a module's G is kept; of others the diagonal is."""
     keys = [layer_key(key=key, block=index) for index in range(len(model))]
     if work.missing([key, *keys]):
         curves = SensitivitySweep(work, model, batches, keys, whole).run()
@@ -63,13 +62,13 @@ def measure(
             work.journal.store(key, {name: t.contiguous() for name, t in curves.items()}, {})
     found = Sensitivity(lambda index: work.journal.tensors(keys[index]))
     found.curves = work.processes.told(work.processes.first and work.journal.tensors(key))
-    found.tokens = sum(int(batch.mask.sum()) for batch in batches)
+    found.tokens = sum(batch.tokens for batch in batches)
     return found
 
 
 class SensitivitySweep:
-    """Forward and backward through the blocks; states and gradients are by number of batch. What is
-    found of every block is stored under its one of `keys`."""
+    """A forward and a backward sweep through the blocks. States and gradients are by number of batch;
+    what is found of block n is stored under `keys[n]`."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class SensitivitySweep:
         self.curves: dict[str, Tensor] = {}
 
     def run(self) -> dict[str, Tensor]:
-        """The curves of all layers, in every process."""
+        """Run both sweeps; the curves of all layers, in every process."""
         model = self.model
         levels = [{n: batch.hidden.to(self.home) for n, batch in self.mine.items()}]
         costs = {f"block {n} forward": 1.0 for n in range(len(model))}
@@ -113,7 +112,7 @@ class SensitivitySweep:
         }
 
     def _final_gradients(self, hidden: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Gradient of the loss with respect to the last block's output."""
+        """Gradients of the loss with respect to the last block's output."""
         gradients = {}
         for n, state in hidden.items():
             generator = torch.Generator().manual_seed(layer_seed(self.work.recipe.seed, f"loss:{n}"))
@@ -126,7 +125,7 @@ class SensitivitySweep:
     def _backward(
         self, index: int, hidden: dict[int, Tensor], gradients: dict[int, Tensor]
     ) -> dict[int, Tensor]:
-        """Gradients entering block `index`; what it says is recorded."""
+        """Gradients with respect to the input of block `index`; what it measures is recorded."""
         block = self.model.load_block(index)
         groups = self.model.groups(block)
         layers = [name for group in groups for name in group.modules]
@@ -173,7 +172,8 @@ class SensitivitySweep:
 def _products(
     block: nn.Module, names: list[str], heads: list[str], state: Tensor, batch: Batch, gradient: Tensor
 ) -> tuple[dict[tuple[str, str], Tensor], Tensor]:
-    """What one batch adds to each sum, and the gradient that enters the block."""
+    """What one batch adds to each of a block's sums, and the gradient with respect to the block's
+    input."""
     results, modules = dict[str, Tensor](), {name: block.get_submodule(name) for name in names}
 
     def tap(name: str, output: Tensor) -> None:
@@ -207,15 +207,16 @@ def _loss(model: BlockModel, hidden: Tensor, batch: Batch, generator: torch.Gene
 
 
 def draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """A token [n] by each row of `logits` [n, v], from uniform numbers of the CPU's `generator`: the
-    draws are the same on any machine."""
+    """Draw a token [n] for each row of `logits` [n, v]. Uniform numbers come from a generator of the
+    CPU, so that the draws are the same on any machine."""
     below = logits.softmax(-1).cumsum(-1)
     chance = torch.rand(len(logits), 1, generator=generator).to(below) * below[:, -1:]
     return torch.searchsorted(below, chance, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
 
 
 def curve(weight: Tensor, gram: Tensor, output: Tensor) -> Tensor:
-    """Falling eigenvalues of G^½ W H Wᵀ G^½ of W [o, i], H [i, i] and G [o, o], float64; on the CPU."""
+    """Falling eigenvalues of G^½ W H Wᵀ G^½ for W [o, i], H [i, i] and G [o, o] in float64; on the
+    CPU."""
     left, right = cholesky(output), cholesky(gram)
     mixed = left.mT @ weight @ right  # same singular values as G^½ W H^½
     small = mixed @ mixed.mT if mixed.shape[0] <= mixed.shape[1] else mixed.mT @ mixed

@@ -1,13 +1,13 @@
-"""Fits the blocks of a model in order, each from the inputs that the compressed prefix gives it.
+"""Fits the blocks of a model in order, each to the inputs that the compressed blocks before it give.
 
-Inside a block the groups of layers that share an input are fitted in order of execution, so that
-every layer makes up for what the ones before it lost; its target also corrects the drift of the
-residual stream. Optionally all of the block is then refitted together: factors, packed weights, norms.
-Every finished layer and refit is kept in the journal under a key that covers all before it.
+Inside a block, groups of layers that share an input are fitted in order of execution, so that every
+layer makes up for what earlier ones lost. Its target also corrects the drift of the residual stream. On
+request, all of the block is then refitted together: factors, packed weights, norms. Each finished layer
+and refit is kept in the journal, under a key that covers everything before it.
 
-Several processes run batches of their own through the blocks, share out the layers of a group, fit
-the largest together, and go on from what the journal then holds.
-Source: AA-SVD (arXiv 2604.02119) for the sequential targets.
+Processes run their own batches through the blocks, share out the layers of a group, fit the largest
+together, and go on from what the journal then holds. The sequential targets are those of AA-SVD (arXiv
+2604.02119).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from blr.compressor.planning.forecast_time import predicted_cost
 from blr.compressor.recipe.architectures import Group
 from blr.compressor.workspace.journal import layer_key
 
-REFIT = 6  # raise it when the refit's results change
-CACHE_BYTES = 4 << 30  # of dense inputs of one block on the CPU, if no GPU has room
+REFIT = 6  # to be raised when the refit's results change
+CACHE_BYTES = 4 << 30  # most bytes of a block's dense inputs that the CPU keeps
 
 
 def fit_blocks(run: FitRun) -> dict[str, Result]:
-    """Factors and records of every planned layer inside the model's blocks, by module name."""
+    """Fit every planned layer inside the model's blocks. Returns factors and records by module name."""
     costs = {p.layer.module: predicted_cost(p.spec, calibrated=True) for p in run.plan.layers}
     with run.work.progress.layers(len(costs), costs=costs) as advance:
         for index in range(len(run.model)):
@@ -45,7 +45,7 @@ def fit_blocks(run: FitRun) -> dict[str, Result]:
 
 
 class BlockFit:
-    """The dense block `index`, its compressed twin, and how the one becomes the other."""
+    """Turns the dense block `index` into a compressed one."""
 
     def __init__(self, run: FitRun, index: int) -> None:
         self.run, self.index = run, index
@@ -55,7 +55,7 @@ class BlockFit:
         self.cache: dict[int, dict[str, Tensor]] | None = None
 
     def fit(self, advance: Callable[..., None]) -> None:
-        """Fit all groups, refit if asked, and move the hidden states behind this block."""
+        """Fit all groups, refit if asked, and move the hidden states to the block's output."""
         for group in self.groups:
             self._fit_group(group, advance)
         targets = self._dense_outputs()
@@ -82,7 +82,7 @@ class BlockFit:
         self.run.prefix = layer_key(prefix=self.run.prefix, done=sorted(keys.values()))
 
     def _fit(self, modules: dict[str, str], group: Group) -> None:
-        """Have the factors of `modules` (by key) in the journal."""
+        """Make sure that the journal has the factors of `modules` (by key)."""
         work = self.run.work
         with work.progress.timed("inputs"):
             moments = self._moments(group)
@@ -106,7 +106,8 @@ class BlockFit:
         work.journal.await_all(together)
 
     def _metric(self, output: str) -> Tensor | None:
-        """What errors of an output cost, of a layer's as its fit takes it; the first process has it."""
+        """The cost of errors in an output, in the form that a layer's fit takes; None without
+        sensitivities. The first process reads it and shares it."""
         run, found = self.run, None
         if run.sensitivity is None:
             return None
@@ -118,7 +119,8 @@ class BlockFit:
 
     @cached_property
     def information(self) -> dict[str, Tensor]:
-        """Of the outputs of this block and its layers, where it was measured; in the first process."""
+        """The Fisher information of the outputs of this block and of its layers; in the first
+        process."""
         assert self.run.sensitivity is not None
         return self.run.sensitivity.read(self.index)
 
@@ -146,7 +148,7 @@ class BlockFit:
         return products(batch.rows(student[group.modules[0]]), x, drift)
 
     def _inputs(self, block: nn.Module, hidden: Tensor, batch: Batch, group: Group) -> dict[str, Tensor]:
-        """Input of the group's layers and of its residual module."""
+        """The inputs of the group's layers and of its residual module."""
         names = [group.modules[0], *([group.residual] if group.residual else [])]
         with captured_inputs(block, names) as kept:
             run_until(block, hidden.to(self.run.model.device), batch, group.modules[0])
@@ -155,20 +157,19 @@ class BlockFit:
     def _dense_inputs(self, n: int, group: Group) -> dict[str, Tensor]:
         batch, device = self.run.batches[n], self.run.model.device
         if self.cache is None and (place := self._cache_place()):
-            self.cache = {n: self._all_inputs(b, place) for n, b in self.run.mine.items()}
+            names = sorted({name for g in self.groups for name in (g.modules[0], g.residual) if name})
+            self.cache = {}
+            for number, own in self.run.mine.items():
+                with captured_inputs(self.dense, names) as kept:
+                    kept[""] = run_block(self.dense, own.hidden.to(device), own)
+                self.cache[number] = {name: tensor.to(place) for name, tensor in kept.items()}
         if self.cache is None:
             return self._inputs(self.dense, batch.hidden, batch, group)
         wanted = {group.modules[0], group.residual}
         return {name: t.to(device) for name, t in self.cache[n].items() if name in wanted}
 
-    def _all_inputs(self, batch: Batch, place: torch.device) -> dict[str, Tensor]:
-        names = {name for g in self.groups for name in (g.modules[0], g.residual) if name}
-        with captured_inputs(self.dense, sorted(names)) as kept:
-            out = run_block(self.dense, batch.hidden.to(self.run.model.device), batch)
-        return {name: tensor.to(place) for name, tensor in kept.items()} | {"": out.to(place)}
-
     def _cache_place(self) -> torch.device | None:
-        """Where the dense inputs of this block are kept; None if they are too large."""
+        """The device that keeps this block's dense inputs; None if they are too large."""
         tokens = sum(batch.mask.numel() for batch in self.run.mine.values())
         inputs = [self.dense.get_parameter(f"{g.modules[0]}.weight").shape for g in self.groups]
         widths = [min(shape) for shape in inputs]  # at least the width of the hidden states
@@ -178,13 +179,13 @@ class BlockFit:
 
     @torch.no_grad()
     def _dense_outputs(self) -> dict[int, Tensor]:
-        """By number of batch, of this process's."""
+        """The dense block's outputs for this process's batches, by number."""
         if self.cache is not None:
             return {n: kept[""].to(self.run.batches[n].hidden.device) for n, kept in self.cache.items()}
         return {n: self._out(self.dense, b.hidden, b) for n, b in self.run.mine.items()}
 
     def _out(self, block: nn.Module, states: Tensor, batch: Batch) -> Tensor:
-        """The block's output, where its input is kept."""
+        """The block's output, on the device that keeps its input."""
         with tensor_cores(self.run.model.device):
             return run_block(block, states.to(self.run.model.device), batch).to(states.device)
 

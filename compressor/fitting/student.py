@@ -1,4 +1,5 @@
-"""A block with its fitted layers in place, which can be trained, kept in the journal and put back."""
+"""A block whose layers are replaced by fitted ones: it can be trained, kept in the journal and
+restored."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.training_sizes import WIDEST
 from blr.compressor.structures.latent import Plain, Trained
 
-NORM = "norm"  # prefix of norms in the journal
+NORM = "norm"  # begins the names of norms in the journal
 
 
 @dataclass
 class FitRun:
-    """One calibrated compression. `finish` epochs train the whole model, for which its `students` are
-    kept; `prefix` is the digest of the calibration and of every layer finished so far; `norms` were
-    trained, by tensor."""
+    """One calibrated compression. `finish` epochs train the whole model at the end, for which its
+    `students` are kept. `prefix` is the digest of the calibration and of every layer finished so far;
+    `norms` are those that were trained, by tensor name."""
 
     work: Work
     model: BlockModel
@@ -59,13 +60,13 @@ class FitRun:
 
     @property
     def mine(self) -> dict[int, Batch]:
-        """The batches of this process, by number."""
+        """This process's batches, by number."""
         return {n: batch for n, batch in enumerate(self.batches) if self.work.processes.owns(n)}
 
 
 class Student:
-    """Block `index` as it is compressed so far: `twins`, by name in the block, in the place of fitted
-    layers, and `norms`, parameters that are trained too, by the names of their tensors."""
+    """Block `index` as compressed so far: `twins` are its fitted layers, by name in the block, and
+    `norms` other parameters that are trained, by the names of their tensors."""
 
     def __init__(self, run: FitRun, index: int) -> None:
         self.run, self.index = run, index
@@ -76,7 +77,7 @@ class Student:
         self.norms = self._norms()
 
     def _norms(self) -> dict[str, nn.Parameter]:
-        """Where training them pays: beside packed weights (LOG, 2026-11-22), not beside plain factors
+        """The norms to train. It pays beside packed weights (LOG, 2026-11-22), not beside plain factors
         (LOG, 2026-11-21)."""
         if not any(planned.spec.quantized for planned in self.run.plan.layers):
             return {}
@@ -87,26 +88,26 @@ class Student:
         return {known[name]: value for name, value in named.items() if name in known}
 
     def module(self, name: str) -> str:
-        """Name on disk of the layer called `name` in the block."""
+        """The name on disk of the layer called `name` in the block."""
         return self.run.model.stored_module(f"{self.run.model.path}.{self.index}.{name}")
 
     def weight(self, module: str) -> Tensor:
-        """The dense one, as stored."""
+        """The dense weight of a layer, as stored."""
         return self.run.model.source.load_tensor(self.run.planned[module].layer.entry)
 
     @property
     def trained(self) -> list[Trained]:
-        """What of the block can be trained, layers and norms, which cost nothing to store."""
+        """The parameters of the block that can be trained without storing more: its layers and norms."""
         found: list[Trained] = [part for twin in self.twins.values() for part in twin.parts.values()]
         return found + [Plain(parameter) for parameter in self.norms.values()]
 
     def install(self, name: str, key: str) -> None:
-        """Put the fit of one layer in its place, and among the results."""
+        """Put a layer's fit, which the journal has under `key`, into the block and the results."""
         entries, record, found = self._read(key)
         self._put(name, entries, record, found, "")
 
     def _read(self, key: str) -> tuple[dict[str, TensorEntry], Any, dict[str, Tensor]]:
-        """What the journal has under a key: entries, record, tensors."""
+        """The entries, the record and the tensors that the journal has under `key`."""
         known = self.run.work.journal.load(key)
         assert known is not None
         return *known, self.run.work.journal.tensors(key)
@@ -115,25 +116,21 @@ class Student:
         self, name: str, entries: Mapping[str, TensorEntry], record: Any, found: Mapping[str, Tensor],
         start: str,
     ) -> None:  # fmt: skip
-        """Put one layer, whose tensors' names start with `start`, in place and among the results."""
-        self._place(name, {n.removeprefix(start): t for n, t in found.items() if n.startswith(start)})
-        module = self.module(name)
-        factors = {n: entries[start + n] for n in self.run.planned[module].spec.stored()}
-        self.run.results[module] = (factors, record)
-
-    def _place(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        old, device = self.block.get_submodule(name), self.run.model.device
-        held = {n: tensor.to(device) for n, tensor in tensors.items()}
-        spec = self.run.planned[self.module(name)].spec
-        twin = make_twin(spec, held, getattr(old, "bias", None))
+        """Put one layer, whose tensors have names that start with `start`, into the block and the
+        results."""
+        module, device = self.module(name), self.run.model.device
+        spec = self.run.planned[module].spec
+        self.run.results[module] = ({n: entries[start + n] for n in spec.stored()}, record)
+        held = {n.removeprefix(start): t.to(device) for n, t in found.items() if n.startswith(start)}
+        twin = make_twin(spec, held, getattr(self.block.get_submodule(name), "bias", None))
         compose_layers(twin.module, WIDEST)
         parent, _, leaf = name.rpartition(".")
         setattr(self.block.get_submodule(parent), leaf, twin.module.requires_grad_(False))
         self.twins[name] = twin
 
     def keep(self, key: str, facts: Mapping[str, Any], metrics: dict[str, Metric]) -> None:
-        """Store what training has made of the block, with `facts` in every layer's record; `metrics` of
-        `read_by` are given up as they are used."""
+        """Store the trained block under `key`, with `facts` in every layer's record. `metrics` are
+        those of `read_by`; each is dropped once used."""
         tensors: dict[str, Tensor] = {}
         records: dict[str, Any] = {}
         for name, twin in self.twins.items():
@@ -154,7 +151,7 @@ class Student:
         self.run.work.journal.store(key, tensors, records)
 
     def take(self, key: str) -> None:
-        """Put back, into block and results, what was stored."""
+        """Restore the trained block that is stored under `key`, and take it into the results."""
         entries, records, found = self._read(key)
         for name in list(self.twins):
             module = self.module(name)
@@ -168,8 +165,9 @@ class Student:
 def read_by(
     student: Student, states: Mapping[int, Tensor]
 ) -> tuple[dict[str, Metric], dict[int, Tensor]]:
-    """Metrics of the inputs of every layer, by name in the block, over the batches of all processes, and
-    the states behind the block. `states`: that enter it, of this process's batches by number."""
+    """Metrics of the inputs of every layer, by name in the block, over the batches of all processes;
+    and the states behind the block. `states` enter the block: those of this process's batches, by
+    number."""
     run, behind = student.run, dict[int, Tensor]()
     groups = [group.modules for group in run.model.groups(student.block)]
     heads = [names[0] for names in groups]
@@ -190,8 +188,8 @@ def train_and_keep(
     run: FitRun, students: list[Student], keys: list[str], states: Mapping[int, Tensor], name: str,
     train: Callable[[], tuple[float, float]],
 ) -> None:  # fmt: skip
-    """Have what `train` makes of the students in the journal, each under its key, and take it. `states`
-    enter the first student; `name` is what was trained, in the layers' records."""
+    """Train the students by `train`, unless the journal has the result under `keys`, and restore it
+    from there. `states` enter the first student; `name` says in the layers' records what was trained."""
     work = run.work
     if work.missing(keys):
         found = train()

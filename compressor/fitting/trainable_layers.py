@@ -1,9 +1,9 @@
 """Layers as they are trained: those in few bits as full numbers, others by their dense weight.
 
-Thousands of tokens share the factors: composing the weight anew for every pass costs as much as r
-tokens, and one product with it is faster than a chain of small ones and keeps nothing but its input for
-the backward pass. Low-rank layers stay as they are, with pivots or without: their two products are as
-large as they are few.
+Thousands of tokens share the factors. Composing the dense weight in every pass costs as much as r
+tokens; one product with it is then faster than a chain of small ones, and keeps nothing but its input
+for the backward pass. Low-rank layers, with pivots or without, are left as they are: they have two
+products of full size.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from blr.compressor.structures.restore import factors_of, part_of
 from blr.compressor.structures.specs import DenseSpec, Spec, stored_names
 from blr.kernels.decode.quantized.reference import pack
 
-PLAIN = ("svd", "pivoted")  # whose two products are as large as they are few
+PLAIN = ("svd", "pivoted")  # structures that are trained by their own products
 
 
 class Sum(nn.Module):
-    """``y = x Qᵀ + x Sᵀ + bias`` of two layers without bias."""
+    """``y = x Qᵀ + x Sᵀ + bias``, from two layers without bias."""
 
     def __init__(self, base: nn.Module, correction: nn.Module) -> None:
         super().__init__()
@@ -44,16 +44,16 @@ class Sum(nn.Module):
 
 @dataclass(frozen=True)
 class Twin:
-    """`module` computes with the values that are stored; `parts` are what is trained of it, by the
-    names of the factors; the module's bias is not among them."""
+    """The trainable form of a stored layer: `module` computes with the values that are stored, and
+    `parts` are its trained parameters by the names of factors. The bias is not among them."""
 
     spec: Spec
     module: nn.Module
     parts: dict[str, Trained]
 
     def stored(self, dtype: torch.dtype, metric: Metric | None = None) -> dict[str, Tensor]:
-        """As of ``spec.stored()``, unpacked numbers in `dtype`; factors in float8 are rounded only here,
-        in the `metric` of the layer's inputs."""
+        """What is stored of the layer, as ``spec.stored()`` names it; unpacked numbers are in `dtype`.
+        Factors in float8 are rounded only here, in the `metric` of the layer's inputs."""
         if self.spec.corrected:
             halves = ((name, _half(self, name, part)) for name, part in self.spec.parts())
             return {f"{n}.{k}": t for n, half in halves for k, t in half.stored(dtype).items()}
@@ -73,20 +73,20 @@ class Twin:
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Compute with `tensors` as `stored` gives them, of a layer that is not corrected."""
+        """Compute with the stored `tensors` of a layer that has no correction."""
         factors = factors_of(self.spec, tensors, torch.float32)
         for name, part in self.parts.items():
             part.parameter.copy_(factors[name])
 
     def latents(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The numbers behind packed ones, on the CPU, by `latent_name`, for `make_twin`."""
+        """The numbers behind packed ones, on the CPU, by `latent_name`; `make_twin` takes them."""
         found = {name: part.full() for name, part in self.parts.items() if isinstance(part, Latent)}
         return {latent_name(name): t.to("cpu", dtype).contiguous() for name, t in found.items()}
 
 
 def make_twin(spec: Spec, tensors: Mapping[str, Tensor], bias: Tensor | None = None) -> Twin:
-    """The twin of a stored layer, in float32 on the device of its `tensors`: those of ``spec.stored()``,
-    and the latent numbers where they are known."""
+    """The trainable form of a stored layer, in float32 on the device of its `tensors`: those that
+    ``spec.stored()`` names, and the numbers behind packed ones where they are known."""
     if spec.corrected:
         halves = {name: make_twin(part, part_of(tensors, name)) for name, part in spec.parts()}
         module: nn.Module = Sum(halves["base"].module, halves["correction"].module)
@@ -124,18 +124,21 @@ def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, 
     place = GroupPlace(partial(to_matrix, packing, name), partial(from_matrix, packing, name))
     scale = tensors[stored_names(name)[1]]
     latent = tensors.get(latent_name(name))
-    return Latent(parameter, *form, place, scale=scale, latent=latent, scale_dtype=scale.dtype)
+    dtype, curved = scale.dtype, packing.curved
+    return Latent(
+        *(parameter, *form, place), scale=scale, latent=latent, scale_dtype=dtype, curved=curved
+    )
 
 
 def compose_layers(model: nn.Module, widest: int | None = None) -> None:
-    """Make the structured layers of `model` compute by their dense weights, but for those of more inputs
-    and outputs together than `widest`."""
+    """Let the structured layers of `model` compute by their dense weights, except those whose inputs
+    and outputs together are over `widest`."""
     for module in model.modules():
         if widest is not None and _width(module) > widest:
             continue
-        if isinstance(module, Sum):
-            module.forward = partial(_forward_sum, module)  # type: ignore[method-assign]
-        elif isinstance(module, StructuredLinear) and module.spec.structure not in PLAIN:
+        if isinstance(module, Sum) or (
+            isinstance(module, StructuredLinear) and module.spec.structure not in PLAIN
+        ):
             module.forward = partial(_forward, module)  # type: ignore[method-assign]
 
 
@@ -144,17 +147,14 @@ def _width(module: nn.Module) -> int:
     return layer.spec.in_features + layer.spec.out_features if isinstance(layer, StructuredLinear) else 0
 
 
-def dense_weight(layer: StructuredLinear) -> Tensor:
-    """The weight [o, i], differentiable."""
+def dense_weight(layer: StructuredLinear | Sum) -> Tensor:
+    """The weight [o, i] of a structured layer, or of a sum with one; differentiable."""
+    if isinstance(layer, Sum):
+        assert isinstance(layer.base, nn.Linear) and isinstance(layer.correction, StructuredLinear)
+        return layer.base.weight + dense_weight(layer.correction)
     held = dict(zip(layer.held, layer.ordered(), strict=True))
     return STRUCTURES[layer.spec.structure].factorizer().reconstruct(held, layer.spec)
 
 
-def _forward_sum(layer: Sum, x: Tensor) -> Tensor:
-    base, correction = layer.base, layer.correction
-    assert isinstance(base, nn.Linear) and isinstance(correction, StructuredLinear)
-    return linear(x, base.weight + dense_weight(correction), layer.bias)
-
-
-def _forward(layer: StructuredLinear, x: Tensor) -> Tensor:
+def _forward(layer: StructuredLinear | Sum, x: Tensor) -> Tensor:
     return linear(x, dense_weight(layer), layer.bias)

@@ -1,9 +1,9 @@
-"""The one training loop: of the factors of a block, of all blocks, or of a whole model.
+"""The training loop of everything that is trained: one block's factors, all blocks, or a whole model.
 
-Every step moves the masters of the trained parameters by Adam. Now and then a figure on held-back text
-says how good they are; the best ones so far are kept, those at the start included, and put back in the
-end. `refit.py` trains a block towards the outputs of the dense one, `finish.py` all blocks towards the
-dense model's distributions, and healing a model towards its teacher.
+Every step moves the masters of the trained parameters by Adam. From time to time held-back text shows
+how good they are; the best so far, the start included, are kept and restored at the end. `refit.py`
+trains a block towards the dense block's outputs, and all blocks towards the dense model's predictions;
+`healing/trainer.py` trains a model towards its teacher.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from blr.kernels.common.capturing import Captured, own_stream
 
 WARM_UP = 2  # eager passes before a capture
 BETAS, EPS = (0.9, 0.95), 1e-8  # of Adam
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # as torch calls what is kept of a master
-SCALES = ":scales"  # behind the name of a parameter: the scales of what is rounded
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # torch's names of what Adam keeps of a master
+SCALES = ":scales"  # added to a parameter's name: the scales of its rounded numbers
 
 
 class Adam:
-    """Adam (arXiv 1412.6980) with a rate for every tensor; `fused`: one kernel of a GPU moves all
-    tensors of a rate, which is slower where rates are many."""
+    """Adam (arXiv 1412.6980) with a learning rate for every tensor. `fused`: one GPU kernel moves all
+    tensors of the same rate, which is slower if rates are many."""
 
     def __init__(self, masters: Sequence[Tensor], rates: Sequence[float], fused: bool = False) -> None:
         self.masters, self.rates, self.fused = [m.detach() for m in masters], list(rates), fused
@@ -36,7 +36,7 @@ class Adam:
 
     @torch.no_grad()
     def move(self, gradients: Sequence[Tensor | None], factor: float) -> None:
-        """One step at `factor` of the rates; what has no gradient stays where it is."""
+        """Make one step at `factor` times the rates; tensors without a gradient stay."""
         alike: dict[tuple[float, int] | None, dict[int, Tensor]] = {}
         for n, gradient in enumerate(gradients):
             if gradient is not None:
@@ -69,13 +69,13 @@ class Adam:
         torch._foreach_addcdiv_(masters, mean, below, moved)
 
     def moments(self) -> list[dict[str, Tensor]]:
-        """What it keeps of every master, under torch's names."""
+        """What Adam keeps of every master, under torch's names."""
         counts = [torch.tensor(float(step)) for step in self.steps]
         kept = zip(counts, self.mean, self.square, strict=True)
         return [dict(zip(MOMENTS, found, strict=True)) for found in kept]
 
     def load(self, moments: Sequence[Mapping[str, Tensor]]) -> None:
-        """Go on from the `moments` of another one; nothing is kept of a master without any."""
+        """Continue from the `moments` of another optimizer; a master without any starts anew."""
         for n, found in enumerate(moments):
             if found.keys() >= {*MOMENTS}:
                 step, mean, square = (found[name] for name in MOMENTS)
@@ -84,14 +84,14 @@ class Adam:
                 self.square[n].copy_(square)
 
     def free(self) -> None:
-        """Give the memory of its moments back: no step follows."""
+        """Free the moments; no step may follow."""
         self.mean.clear()
         self.square.clear()
 
 
 class CapturedPasses(Captured):
-    """`passes` of `inputs`, which leave gradients in `parameters`, as a CUDA graph. Gradients lie in
-    memory that the next replay writes to. Raises RuntimeError where no graph can hold them."""
+    """A CUDA graph of `passes` on `inputs`, which leave gradients in `parameters`. The next replay
+    overwrites these gradients. Raises RuntimeError if the passes cannot be captured."""
 
     def __init__(
         self, passes: Callable[..., object], parameters: Sequence[nn.Parameter], *inputs: Tensor
@@ -119,8 +119,8 @@ def forget(tensors: Iterable[Tensor]) -> None:
 
 
 class TrainedSet:
-    """The parameters that are trained, by name. An optimizer moves `masters`, by name, in their place,
-    at the `shares` of its rate."""
+    """The trained parameters, by name. An optimizer moves `masters` in their place, at the `shares` of
+    its rate."""
 
     def __init__(self, trained: Mapping[str, Trained]) -> None:
         self.trained, self.banks = dict(trained), Banks(trained.values())  # banks move masters: first
@@ -133,11 +133,11 @@ class TrainedSet:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What the model computes with."""
+        """The parameters that the model computes with."""
         return [part.parameter for part in self.trained.values()]
 
     def publish(self) -> None:
-        """Round the masters to the parameters."""
+        """Write the masters, rounded, to the parameters."""
         self.banks.publish()
 
     def collect(self) -> None:
@@ -151,7 +151,7 @@ class TrainedSet:
     def values(
         self, into: dict[str, Tensor] | None = None, device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
-        """Copies of the masters on `device`, contiguous, by name; in the memory of `into`, if given."""
+        """Contiguous copies of the masters on `device`, by name; in the memory of `into` if given."""
         if into is None:
             into = {
                 n: torch.empty(m.shape, dtype=m.dtype, device=device) for n, m in self.masters.items()
@@ -160,7 +160,7 @@ class TrainedSet:
 
     @torch.no_grad()
     def restore(self, values: Mapping[str, Tensor]) -> None:
-        """The inverse of `values`."""
+        """Set the masters to what `values` gave."""
         for name, master in self.masters.items():
             master.copy_(values[name])
         self.publish()
@@ -168,7 +168,8 @@ class TrainedSet:
 
 @dataclass
 class Best:
-    """Where a training is: the steps done, the best figure and its step, and the masters then."""
+    """The progress of a training: the steps done, the best figure with its step, and the masters at
+    that step."""
 
     step: int = 0
     best: float = float("inf")
@@ -177,8 +178,8 @@ class Best:
 
 
 class TrainingLoop:
-    """Trains `what` by masters at `rates`; a subclass says by which gradients, for how long, and what is
-    good. The best masters are kept on `place`."""
+    """Trains `what` at `rates`. A subclass defines gradients, length and the figure to lower. The best
+    masters are kept on `place`."""
 
     def __init__(
         self, what: TrainedSet, rates: Sequence[float], place: torch.device | str, fused: bool = False
@@ -189,7 +190,7 @@ class TrainingLoop:
         self.kept: dict[str, Tensor] | None = None  # memory of this run for the best masters
 
     def train(self) -> None:
-        """Train until it is over, and put the best masters back."""
+        """Train until `is_over`, then restore the best masters."""
         if self.state.values is None:
             self.consider()
         while not self.is_over():
@@ -207,7 +208,7 @@ class TrainingLoop:
         self.state.step += 1
 
     def consider(self) -> bool:
-        """Judge the masters; whether they are the best so far, and so are kept."""
+        """Judge the masters, and keep them if they are the best so far; returns whether they are."""
         found = self.judge()
         better = self.state.values is None or found < self.state.best
         if better:
@@ -216,11 +217,11 @@ class TrainingLoop:
         return better
 
     def is_over(self) -> bool:
-        """Whether no step follows."""
+        """Whether training has ended."""
         raise NotImplementedError
 
     def factor(self) -> float:
-        """Of the rates, for the next step."""
+        """The share of the rates for the next step."""
         raise NotImplementedError
 
     def backward(self) -> None:
@@ -232,8 +233,8 @@ class TrainingLoop:
         raise NotImplementedError
 
     def after_step(self) -> None:
-        """Do what is due behind a step."""
+        """Called after each step."""
 
     def free(self) -> None:
-        """Give back the memory that only steps need."""
+        """Free the memory that only steps need."""
         self.optimizer.free()

@@ -1,4 +1,4 @@
-"""One layer's fit from calibration: moments of its inputs, target, input metric, output metric."""
+"""Fits one layer to calibration: moments of its inputs give the target and the norm of its fit."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from blr.compressor.structures.specs import (
     Spec,
 )
 
-RIDGE = 0.01  # of the mean diagonal of H in the target: without one, weights grow thirty-fold
-CPU_ROUNDS = 40  # of BLAST on the CPU unless told: 100 cost twice the time for 3% of perplexity
-OUTPUT_RIDGE = 1e-3  # of the mean diagonal of the output metric
+RIDGE = 0.01  # added to H, relative to its mean diagonal: without it targets grow thirty-fold
+CPU_ROUNDS = 40  # default of BLAST on a CPU: 100 take twice the time for 3% of perplexity
+OUTPUT_RIDGE = 1e-3  # added to the output metric, relative to its mean diagonal
 
 
 @dataclass
 class Moments:
-    """Sums over tokens, in float64: gram H = Σ x̂ x̂ᵀ [i, i] of the inputs that the compressed
-    prefix gives, cross = Σ (x − x̂) x̂ᵀ [i, i] with the dense prefix's inputs x, and drift
-    = Σ (h − ĥ) x̂ᵀ [d, i] with the residual streams that the layers' outputs are added to."""
+    """Sums over tokens in float64. gram H = Σ x̂ x̂ᵀ [i, i] is of the inputs x̂ that the compressed
+    blocks give; cross = Σ (x − x̂) x̂ᵀ [i, i] also of the dense inputs x; drift = Σ (h − ĥ) x̂ᵀ [d, i]
+    of the residual streams h and ĥ that the layers' outputs are added to."""
 
     gram: Tensor
     cross: Tensor | None = None
@@ -47,26 +47,26 @@ class Moments:
 
     @cached_property
     def metric(self) -> Metric:
-        """H with a mean diagonal of 1, which all layers of the group share."""
+        """H scaled to a mean diagonal of 1; all layers of the group share it."""
         return Metric(self.gram / self.gram.diagonal().mean().clamp_min(1e-300))
 
-    def target(self, weight: Tensor, *, correct_drift: bool) -> Tensor:
-        """argmin_T Σ ‖T x̂ − W x − (h − ĥ)‖² + λ‖T − W‖² for W [o, i] in float64:
-        W + (W cross + drift) (H + λ)⁻¹.
+    def target(self, weight: Tensor) -> Tensor:
+        """The weight to fit in place of W [o, i], float64: the T that minimizes Σ ‖T x̂ − W x − (h −
+        ĥ)‖² + λ‖T − W‖², which is W + (W cross + drift) (H + λ)⁻¹.
 
-        Directions that tokens hardly show keep W. Source: AA-SVD (arXiv 2604.02119), with the drift
-        of the residual stream and the ridge added.
+        Directions that tokens hardly show keep W. This is AA-SVD's target (arXiv 2604.02119) with the
+        drift of the residual stream and the ridge added.
         """
         if self.cross is None:
             return weight
         right = weight @ self.cross
-        if correct_drift and self.drift is not None:
+        if self.drift is not None:
             right = right + self.drift
         return weight + solve_factored(self._ridged, right.mT).mT
 
     @cached_property
     def _ridged(self) -> Tensor:
-        """Lower Cholesky factor of H + λ, the same for all layers of the group."""
+        """The lower Cholesky factor of H + λ; all layers of the group share it."""
         ridge = RIDGE * self.gram.diagonal().mean()
         identity = torch.eye(len(self.gram), dtype=self.gram.dtype, device=self.gram.device)
         return cholesky(self.gram + ridge * identity)
@@ -75,39 +75,41 @@ class Moments:
 def products(
     student: Tensor, dense: Tensor | None = None, drift: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """What a batch adds to the moments: of inputs x̂ and x [n, i], and of the drift h − ĥ [n, d]."""
+    """What a batch adds to the moments, from inputs x̂ and x [n, i] and the drift h − ĥ [n, d]."""
     left = {"gram": student, "cross": None if dense is None else dense - student, "drift": drift}
     return {name: rows.mT @ student for name, rows in left.items() if rows is not None}
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What errors of a layer's outputs cost: Fisher information [o, o], or its diagonal [o], float64."""
+    """The cost of errors in a layer's outputs: Fisher information [o, o], or its diagonal [o],
+    float64."""
 
     information: Tensor
 
     def root(self, groups: int = 1) -> Tensor:
-        """Upper Cholesky factor [o, o] of the whole, or of the groups' blocks, with a small ridge."""
+        """The upper Cholesky factor [o, o] of the information, or of its diagonal blocks by group of
+        rows, with a small ridge."""
         parts = self.information.unflatten(0, (groups, -1)).unflatten(2, (groups, -1))
         own = torch.block_diag(*(parts[g, :, g] for g in range(groups)))
         identity = torch.eye(len(own)).to(own)
         return cholesky(own + OUTPUT_RIDGE * identity).mT
 
-    @cached_property
+    @property
     def rows(self) -> Tensor:
-        """Roots of the diagonal."""
+        """The square roots of the diagonal."""
         return self.information.sqrt() + OUTPUT_RIDGE
 
 
 def fit_weighted(
     job: LayerJob, weight: Tensor, moments: Moments, metric: Tensor | None
 ) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Fit one layer in the norm of its inputs' `moments` and of its outputs' `metric` (`metric_for`, or
-    None). Returns what is stored, on the CPU, with latent numbers, and the record, with
-    `weighted_error`, the relative error of the outputs."""
+    """Fit one layer in the norm of its inputs' `moments` and of its outputs' `metric` (as `metric_for`
+    gives it, or None). Returns what is stored, with the numbers before rounding, on the CPU; and the
+    record, in which `weighted_error` is the relative error of the outputs."""
     work = moved(weight, job.device, torch.float64)
     work = work.mT.contiguous() if job.layer.transposed else work
-    target = moments.target(work, correct_drift=True)
+    target = moments.target(work)
     outputs = None if metric is None else Outputs(metric.to(job.device, torch.float64))
     notes, dtype = dict[str, None](), job.stored_dtype(weight)
 
@@ -126,8 +128,8 @@ def fit_weighted(
 
 
 def _fit(job: LayerJob, spec: Spec, target: Tensor, gram: Tensor, outputs: Outputs | None) -> Fit:
-    """Fit the target with its outputs weighted, then take the weights out of the factors again: low rank
-    by the whole metric in closed form, groups of output rows each by their block; others by its
+    """Fit the target with weighted outputs, then take the weights out of the factors. Low rank takes
+    the whole metric in closed form, each group of output rows its own block of it. Others take its
     diagonal, which scales rows."""
     if spec.low_rank() is not spec:
         fit = _fit(job, spec.low_rank(), target, gram, outputs)
@@ -155,20 +157,20 @@ def _fit(job: LayerJob, spec: Spec, target: Tensor, gram: Tensor, outputs: Outpu
 
 
 def metric_for(spec: Spec, information: Tensor) -> Tensor:
-    """What a fit takes of the Fisher information of its outputs: all of [o, o], or the diagonal [o],
-    which alone may be given."""
+    """The part of the Fisher information of its outputs that a fit takes: all of [o, o] or the diagonal
+    [o]. `information` may be a diagonal already."""
     if is_whole(spec):
         return information if information.dim() == 2 else torch.diag(information)
     return information.diagonal() if information.dim() == 2 else information
 
 
 def is_whole(spec: Spec) -> bool:
-    """Whether a fit takes all of the Fisher information of its outputs, as low rank does."""
+    """Whether a fit takes all of the Fisher information of its outputs; low rank does."""
     return spec.fitted().structure == LowRankSpec.structure
 
 
 def fitted_together(job: LayerJob) -> bool:
-    """Whether the layer is so large that processes share its fit rather than the layers of a group."""
+    """Whether the layer is so large that processes fit it together, instead of sharing out layers."""
     spec = job.planned.spec.fitted()
     if not isinstance(spec, BlastSpec) or job.planned.solver == "precgd":
         return False
@@ -183,12 +185,12 @@ def _options(job: LayerJob, spec: Spec) -> FitOptions:
 
 
 def fitting_dtype(device: torch.device) -> torch.dtype:
-    """float64 on the CPU; float32 on a GPU, where iterations in float64 may cost 64 times as much."""
+    """float64 on a CPU. On a GPU float32, for there float64 can be 64 times as slow."""
     return torch.float64 if device.type == "cpu" else torch.float32
 
 
 def divide_rows(tensors: dict[str, Tensor], spec: Spec, rows: Tensor) -> dict[str, Tensor]:
-    """Factors of ``diag(rows)⁻¹ W'`` from factors of W', whose output side is divided by rows [o]."""
+    """Factors of ``diag(rows)⁻¹ W'`` from factors of W'; `rows` is [o]."""
     if isinstance(spec, KroneckerSpec):
         a, b, _, d = spec.patterns[0]
         first = tensors["factors.0"] / rows.view(a, b, 1, d)

@@ -1,7 +1,8 @@
-"""Low-rank additions: what is trained is ``W + B A`` beside frozen weights, and merged in the end.
+"""Low-rank additions: ``B A`` is trained beside frozen weights W, and merged into them at the end.
 
-The sum is exact where a layer holds it: dense weights, and low rank and BLAST by r' more columns
-(couplings of one). LoRA (arXiv 2106.09685); layers of other structures are trained themselves.
+Only layers whose structure can hold the sum exactly get additions: dense weights, and low rank and
+BLAST with r' more columns (and couplings of 1). Layers of other structures are trained themselves.
+Source: LoRA (arXiv 2106.09685).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Tensors = dict[str, Tensor]
 
 
 def holds_sum(layer: Any) -> bool:
-    """Whether the weight of `layer` plus a product of low rank is again one of its kind."""
+    """Whether the weight of `layer` plus a low-rank product has the same structure."""
     if not isinstance(layer, StructuredLinear):
         return type(layer) is nn.Linear
     return _extends(layer.spec)
@@ -37,7 +38,7 @@ def _extends(spec: Spec) -> bool:
 
 
 def growth(specs: Collection[Spec], rank: int) -> list[str]:
-    """A line on layers that additions of `rank` make larger than dense ones, if there are any."""
+    """A note on layers that additions of `rank` make larger than dense ones; empty if there are none."""
     grown = [raised(spec, rank) for spec in specs if _extends(spec)]
     large = sum(spec.parameters > spec.dense_parameters for spec in grown)
     if not large:
@@ -49,7 +50,8 @@ def growth(specs: Collection[Spec], rank: int) -> list[str]:
 
 
 def check_takes_additions(student: Checkpoint, rank: int) -> None:
-    """Raise CapabilityError for layers in few bits, UsageError for a `rank` that no layer has."""
+    """Raise CapabilityError if layers are in few bits, UsageError if `rank` is larger than any
+    layer's."""
     sizes = [min(spec.in_features, spec.out_features) for spec in student.specs.values()]
     if rank > max(sizes, default=rank):
         raise UsageError(
@@ -63,8 +65,8 @@ def check_takes_additions(student: Checkpoint, rank: int) -> None:
 
 
 def attach(model: Any, rank: int, seed: int) -> set[str]:
-    """Give every linear layer of `model` but its head, where it can hold them, additions of `rank`,
-    which change nothing until `add_products`. Returns the layers' names."""
+    """Give additions of `rank` to every linear layer of `model` that can hold them, except the head.
+    They change nothing until `add_products`. Returns the layers' names."""
     generator, head = torch.Generator().manual_seed(seed), model.get_output_embeddings()
     found = set()
     for name, layer in model.named_modules():
@@ -79,7 +81,7 @@ def attach(model: Any, rank: int, seed: int) -> set[str]:
 
 
 def add_products(model: Any, names: set[str]) -> None:
-    """Let the layers called `names` compute with their additions."""
+    """Let the layers called `names` add their additions to what they compute."""
     for name in names:
         layer = model.get_submodule(name)
         layer.forward = partial(_forward, layer, layer.forward)
@@ -90,12 +92,13 @@ def _forward(layer: Any, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tens
 
 
 def is_addition(name: str) -> bool:
-    """Whether a parameter called `name` is a part of one."""
+    """Whether the parameter called `name` belongs to an addition."""
     return name.rpartition(".")[2] in (LEFT, RIGHT)
 
 
 def product_of(masters: Tensors, name: str) -> tuple[Tensor, Tensor] | None:
-    """B [o, r'] and A [r', i] of a layer, float64 on the CPU; None without any, or while B is zero."""
+    """B [o, r'] and A [r', i] of a layer, balanced, float64 on the CPU; None if it has none or B is
+    zero."""
     left, right = (masters.get(f"{name}.{part}") for part in (LEFT, RIGHT))
     if left is None or right is None or not bool(left.any()):
         return None
@@ -106,7 +109,8 @@ def product_of(masters: Tensors, name: str) -> tuple[Tensor, Tensor] | None:
 
 
 def extended(factor: Tensor, spec: Spec, name: str, B: Tensor, A: Tensor) -> Tensor:
-    """The factor `name` of the weight plus ``B A``: r' more columns, float64."""
+    """The factor `name` of a layer whose weight is the old one plus ``B A``, with r' more columns,
+    float64."""
     rank, blocks = A.shape[0], getattr(spec, "blocks", None)
     if name == "S":
         added = B.new_ones(len(factor), len(factor), rank)
@@ -117,6 +121,6 @@ def extended(factor: Tensor, spec: Spec, name: str, B: Tensor, A: Tensor) -> Ten
 
 
 def raised(spec: Spec, rank: int) -> Spec:
-    """The spec of `extended` factors."""
+    """The spec of a layer whose rank is larger by `rank`."""
     assert isinstance(spec, LowRankSpec | BlastSpec)
     return replace(spec, rank=spec.rank + rank)

@@ -1,4 +1,4 @@
-"""The section of a model card that says how the model was healed."""
+"""Writes the section of a model card that says how the model was healed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COSINES = """there:
 
 
 def healed_card(card: str, facts: dict[str, Any]) -> str:
-    """`card` with a section on a run of which `facts` are told (`HealRun.told`), behind earlier ones."""
+    """`card` with one more section at its end, about a run with these `facts` (`HealRun.told`)."""
     texts = " and ".join(_label(name, "its own text") for name in facts["before"])
     section = SECTION.format(
         **{key: facts[key] for key in ("steps", "tokens", "device", "teacher", "rate")},

@@ -1,4 +1,4 @@
-"""What is trained on: a mixture of token streams, in fixed shares of every batch."""
+"""Mixes the training text from several token streams, each with a fixed share of every batch."""
 
 from __future__ import annotations
 
@@ -45,16 +45,19 @@ if TYPE_CHECKING:
     from blr.compressor.output.loss import Text
 
 CPU_BATCH, GPU_BATCH = 8, 64  # windows a step
-SHORTER = 4  # times as many sentences
-CPU_OWN, GPU_OWN, MOST_OWN = 1 << 16, 1 << 22, 1 << 24  # own tokens written; beside long trainings
-READS = 4  # times that training may read them where more than GPU_OWN are written
+SHORTER = 4  # a batch has this many times as many sentences as windows
+CPU_OWN, GPU_OWN, MOST_OWN = 1 << 16, 1 << 22, 1 << 24  # tokens written by default, and at most
+READS = 4  # how often training may read them, if more than GPU_OWN are written
 SET_TOKENS, SET_SENTENCES = 1 << 24, 1 << 18  # read of a data set, which may have no end
-PACE, MOST_PACE = 3e13, 5e5  # parameters times tokens that a GPU trains on in a second; tokens at most
+PACE, MOST_PACE = (
+    3e13,
+    5e5,
+)  # parameters times tokens a second that a GPU trains on; most tokens a second
 
 
 @dataclass(frozen=True)
 class TextPart:
-    """A stream called `name` ("self" or a text) that gives `windows` of every batch."""
+    """The stream called `name` ("self" or a text), which gives `windows` of every batch."""
 
     name: str
     stream: Stream
@@ -63,24 +66,25 @@ class TextPart:
 
 @dataclass(frozen=True)
 class Data:
-    """`parts` make up every batch of `batch` windows; the first one's windows count epochs."""
+    """The training text: `parts` together make up every batch, and epochs count the windows of the
+    first."""
 
     parts: list[TextPart]
     digest: str
 
     @property
     def batch(self) -> int:
-        """Windows a step."""
+        """Windows of a step."""
         return sum(part.windows for part in self.parts)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a batch, padding left out; their mean where sentences differ in length."""
+        """Tokens of a batch without padding; the mean where sentences differ in length."""
         return round(sum(p.windows * p.stream.row_tokens for p in self.parts))
 
     @property
     def window(self) -> int:
-        """Tokens a window."""
+        """Tokens of a window."""
         return self.parts[0].stream.window
 
     def steps(self, epochs: float) -> int:
@@ -89,15 +93,15 @@ class Data:
         return max(1, round(epochs * len(first.stream) / first.windows))
 
     def take(self, step: int) -> Tensor:
-        """The windows [batch, window] of a step; any share of the rows has some of each part."""
+        """The windows [batch, window] of a step, ordered so that every slice has some of each part."""
         rows = [p.stream.take(step * p.windows, p.windows) for p in self.parts]
         return interleaved(rows)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a model of a `vocabulary` of so many tokens reads: windows of at most `window` tokens, each
-    with the `beginning` of a text, or one of `sentences` a line."""
+    """How a model with so many tokens in its `vocabulary` reads text: in windows of at most `window`
+    tokens that start with the `beginning`, or, if `sentences` is given, one sentence a line."""
 
     tokenizer: Any
     window: int
@@ -105,11 +109,11 @@ class Reading:
     sentences: Sentences | None = None
     vocabulary: int | None = None
     beginning: Beginning = ()
-    kept: dict[str, Stream] = field(default_factory=dict, compare=False, repr=False)  # read whole
+    kept: dict[str, Stream] = field(default_factory=dict, compare=False, repr=False)  # texts read whole
 
     def texts(self, options: HealOptions, briefly: bool = False) -> dict[str, Stream]:
-        """The user's texts by their labels; `briefly` of data sets no more than shows that they will
-        do. Raises InputError or HubError for one that will not do."""
+        """The user's texts by their labels. `briefly`: of a data set only as much is read as shows that
+        it will do. Raises InputError or HubError for one that will not."""
         found: dict[str, Stream] = {}
         for name in options.files:
             found[_label(name, found)] = stream = self.kept.get(name) or self._stream(
@@ -145,14 +149,14 @@ class Reading:
         return sentence_stream(first, self.tokenizer, self.sentences, *place)
 
     def shortened(self, options: HealOptions) -> list[str]:
-        """What to say of texts that are not read to their end."""
+        """Notes on texts that are not read to their end."""
         most = f"{SET_TOKENS:,} tokens" if self.sentences is None else f"{SET_SENTENCES:,} lines"
         return [f"{n}: its first {most} at most" for n in options.files if is_dataset(n)]
 
 
 def reading_of(checkpoint: Checkpoint, options: HealOptions) -> Reading:
-    """How the model in `checkpoint` reads texts. Raises CapabilityError for a model that is not
-    healed, UsageError for what encoders do not do."""
+    """How the model in `checkpoint` reads text. Raises CapabilityError for a model that cannot be
+    healed, UsageError for options that encoders do not have."""
     source = checkpoint.source
     encodes = task_of(checkpoint) == EMBEDS
     if encodes:
@@ -187,7 +191,8 @@ def _check_encoder(options: HealOptions) -> None:
 
 @dataclass(frozen=True)
 class Author:
-    """Who writes own text: the teacher's `parameters`, its weights' `digest`, and how, on a `gpu`."""
+    """The teacher as a writer of text: its number of `parameters`, the digest of its weights, whether
+    it runs on a `gpu`, and how it writes."""
 
     parameters: int
     digest: Callable[[], str]
@@ -196,12 +201,12 @@ class Author:
 
 
 def make_data(reading: Reading, options: HealOptions, author: Author) -> Data:
-    """Read the user's texts, have the own text written, and mix them. Raises BlrError."""
+    """Read the user's texts, let the teacher write its text, and mix them. Raises BlrError."""
     streams = reading.texts(options)
     share = _own_share(options, reading)
     batch = batch_windows(options, reading, author.gpu)
     if share > 0:
-        length = _own_length(options, reading)
+        length = min(options.window + ROOM, reading.context)
         count = own_tokens(options, reading, author.parameters, author.gpu)
         rows = author.write(OwnText(count, length, options.seed, author.digest()))
         text, beginning = rows[:, len(reading.beginning) :], reading.beginning
@@ -214,23 +219,20 @@ def make_data(reading: Reading, options: HealOptions, author: Author) -> Data:
 
 
 def own_tokens(options: HealOptions, reading: Reading, parameters: int, gpu: bool) -> int:
-    """Tokens of own text that a teacher of so many `parameters` writes, 0 where it has no share."""
+    """Tokens of own text that a teacher of so many `parameters` writes; 0 if it has no share."""
     if not _own_share(options, reading):
         return 0
-    length = _own_length(options, reading)
+    length = min(options.window + ROOM, reading.context)
     step = batch_windows(options, reading, gpu) * length
     return max(_wanted_tokens(options, step, parameters, gpu), LEAST_WINDOWS * length)
 
 
-def _own_length(options: HealOptions, reading: Reading) -> int:
-    return min(options.window + ROOM, reading.context)
-
-
 def _wanted_tokens(options: HealOptions, step: int, parameters: int, gpu: bool) -> int:
-    """Own tokens to write: as asked for, else no more than training reads, and than the usual number or,
-    on a GPU, a quarter of what training reads if that is more. Text that is read more often is
-    overfitted (SmolLM2, 12 times: divergence .09 on that text, .23 on other). On a CPU, where writing
-    takes as long as training, the number falls with the minutes below the default."""
+    """The number of tokens to write: as asked for, else as many as training reads, up to a limit. The
+    limit is the usual number; on a GPU a quarter of what training reads, if that is more. Text that is
+    read more often is overfitted (SmolLM2, 12 times: divergence .09 on that text, .23 on other text).
+    On a CPU writing takes as long as training, so the number falls with the minutes below the
+    default."""
     if options.own_tokens is not None:
         return options.own_tokens
     usual = GPU_OWN if gpu else CPU_OWN
@@ -248,7 +250,8 @@ def _wanted_tokens(options: HealOptions, step: int, parameters: int, gpu: bool) 
 
 
 def _label(name: str, taken: dict[str, Stream]) -> str:
-    """What a text is called in what is written: no folder, and no other's name."""
+    """What a text is called in the output: its name without a folder, different from the other
+    labels."""
     label = known = printable(Path(name).name)
     number = 1
     while label in taken or label == SELF:
@@ -258,8 +261,10 @@ def _label(name: str, taken: dict[str, Stream]) -> str:
 
 
 def batch_windows(options: HealOptions, reading: Reading, gpu: bool, processes: int = 1) -> int:
-    """Windows a step. Raises UsageError for less than one of each text, or for each process."""
-    batch, window, texts = _windows(options, reading, gpu), reading.window, len(options.files)
+    """Windows of a step. Raises UsageError for less than one of each text, or one for each process."""
+    window, texts = reading.window, len(options.files)
+    batch = (GPU_BATCH if gpu else CPU_BATCH) * (1 if reading.sentences is None else SHORTER)
+    batch = batch if options.batch is None else options.batch // window
     share = _own_share(options, reading)
     if batch < 1:
         raise UsageError(
@@ -278,10 +283,10 @@ def batch_windows(options: HealOptions, reading: Reading, gpu: bool, processes: 
 
 
 def text_digests(names: list[str]) -> list[str]:
-    """SHA-256 of every text, as `calibration_digest` takes it.
+    """SHA-256 of every text, as `calibration_digest` makes it.
 
-    Raises InputError for one that is not there, UsageError for one that comes twice, also under two
-    names: it would count as two texts.
+    Raises InputError for a missing text, UsageError for one that is given twice, even under two names:
+    it would count as two texts.
     """
     known: dict[str, str] = {}
     for name in names:
@@ -294,24 +299,18 @@ def text_digests(names: list[str]) -> list[str]:
 
 
 def _own_share(options: HealOptions, reading: Reading) -> float:
-    """Of a batch; encoders write no text."""
+    """The share of own text in a batch; 0 for encoders, which write none."""
     return (options.mix or 0.0) if reading.sentences is None else 0.0
 
 
 def _own_windows(share: float, batch: int) -> int:
-    """Of the own text in a batch: one at least, where it has a share."""
+    """The windows of own text in a batch: at least one if it has a share."""
     return min(max(round(share * batch), 1), batch) if share > 0 else 0
 
 
-def _windows(options: HealOptions, reading: Reading, gpu: bool) -> int:
-    if options.batch is not None:
-        return options.batch // reading.window
-    several = 1 if reading.sentences is None else SHORTER
-    return several * (GPU_BATCH if gpu else CPU_BATCH)
-
-
 def _shares(streams: dict[str, Stream], own: float, batch: int) -> list[int]:
-    """Windows of every stream in a batch: `own` of them own text, texts by their size."""
+    """The windows of every stream in a batch: `own` is the share of own text; texts divide the rest by
+    size."""
     texts = {name: len(stream) for name, stream in streams.items() if name != SELF}
     mine = 0 if SELF not in streams else _own_windows(own, batch) if texts else batch
     left, total = batch - mine, sum(texts.values())

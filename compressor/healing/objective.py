@@ -1,8 +1,9 @@
-"""What is minimized: the distance of the student's answers from the teacher's, summed over tokens.
+"""The loss of a decoder: the distance between the student's and the teacher's answers, summed over
+tokens.
 
-Logits are the largest tensors of a step by far. They are made for a few thousand tokens at a time,
-and what the backward pass needs of them (the gradient of the hidden states and of the head) is
-computed at once; the idea is that of fused linear cross entropy (Liger, arXiv 2410.10989).
+Logits are by far the largest tensors of a step. So they are made for a few thousand tokens at a time,
+and the gradients with respect to hidden states and head are computed at once; this is the idea of fused
+linear cross entropy (Liger, arXiv 2410.10989).
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from blr.kernels.training.distance.op import relative_errors
 from blr.kernels.training.divergence.op import divergence_sum
 
 Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
-HELD_BATCH = 8  # windows at once
+HELD_BATCH = 8  # held-back windows that are run at once
 
 
 def kl(student: Tensor, teacher: Tensor | None, _: Tensor) -> Tensor:
-    """Σ KL(teacher ‖ student) in nats over rows of logits [n, v]; a measure of `summed`, which takes
-    its gradient by itself."""
+    """Σ KL(teacher ‖ student) in nats over rows of logits [n, v]. It computes its own gradient: for
+    `summed`."""
     assert teacher is not None
     return divergence_sum(student, teacher, alone=True)
 
 
 def kl_of_top(k: int) -> Measure:
-    """`kl` of the teacher's k likeliest tokens and of all others together as one."""
+    """`kl` over the teacher's k likeliest tokens, with all others together as one."""
 
     def measure(student: Tensor, teacher: Tensor | None, _: Tensor) -> Tensor:
         assert teacher is not None
@@ -53,32 +54,32 @@ def kl_of_top(k: int) -> Measure:
 
 
 def lm(student: Tensor, _: Tensor | None, targets: Tensor) -> Tensor:
-    """Σ −log q of the text's own next tokens [n]."""
+    """Σ −log q of the text's next tokens [n]."""
     return cross_entropy(student.float(), targets, reduction="sum")
 
 
 @dataclass
 class Readout:
-    """The output head: `weight` [v, d], in whose dtype it computes, and `bias` [v]; no weight where
-    hidden states are the logits already."""
+    """The output head: `weight` [v, d], in whose dtype it computes, and `bias` [v]. Without a weight
+    the hidden states are logits already."""
 
     weight: Tensor | None
     bias: Tensor | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, v] of `hidden` [n, d]."""
+        """Logits [n, v] of `hidden` [n, d]."""
         if self.weight is None:
             return hidden
         return linear(hidden.to(self.weight.dtype), self.weight, self.bias)
 
 
 class Replies:
-    """A causal language model as hidden states and a head. One that scales or caps logits is run
-    whole: they stand for states."""
+    """A causal language model, divided into hidden states and a head. A model that scales or caps its
+    logits is run whole, and its logits stand for hidden states."""
 
     def __init__(self, model: Any, probe: Tensor) -> None:
         self.model, self.body = model, model.base_model
-        self._outputs: list[Tensor] | None = None  # of the blocks, while they are wanted
+        self._outputs: list[Tensor] | None = None  # of the blocks, while they are recorded
         for block in blocks_of(model):
             block.register_forward_hook(self._note)
         with torch.no_grad():
@@ -105,8 +106,8 @@ class Replies:
         return Readout(weight, getattr(module, "bias", None))
 
     def run(self, ids: Tensor, states: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """What enters the head [m, w, d], and with `states` what leaves every block, the last one
-        normed."""
+        """The states that enter the head [m, w, d], and, if `states` is set, the outputs of all blocks,
+        the last one normed."""
         model, outputs = self.body if self.plain else self.model, list[Tensor]()
         self._outputs = outputs if states else None
         try:
@@ -119,13 +120,13 @@ class Replies:
         return out.last_hidden_state, (*outputs[:-1], out.last_hidden_state) if outputs else ()
 
     def _note(self, block: Any, given: Any, output: Any) -> None:
-        """A forward hook; transformers does not know the blocks of a model that is shared out."""
+        """Record a block's output; transformers cannot for a model that is divided over processes."""
         if self._outputs is not None:
             self._outputs.append(output[0] if isinstance(output, tuple | list) else output)
 
 
 class _Chunked(torch.autograd.Function):
-    """Σ measure over rows, its gradients taken on the way."""
+    """Σ measure over rows in chunks, whose gradients are computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -179,7 +180,7 @@ def summed(
     targets: Tensor,
     measure: Measure,
 ) -> Tensor:
-    """Σ measure(student's logits, teacher's, targets) over rows, differentiable."""
+    """Σ measure(student's logits, teacher's logits, targets) over rows; differentiable."""
 
     def theirs(at: slice) -> Tensor | None:
         if teacher is None:
@@ -197,44 +198,47 @@ def summed(
 
 
 def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tensor:
-    """Σ over tokens of `relative_errors`, mean over the blocks' outputs; states [m, w, d]."""
+    """`relative_errors` of states [m, w, d], summed over tokens and averaged over the blocks'
+    outputs."""
     pairs = zip(ours, theirs, strict=True)
     return torch.stack([relative_errors(mine, wanted).sum() for mine, wanted in pairs]).mean()
 
 
 @dataclass(frozen=True)
 class Merit:
-    """Nats a token on held-back windows: KL from the teacher, and either's loss on the text itself."""
+    """Nats a token on held-back windows: KL from the teacher, and the loss of student and teacher."""
 
     kl: float
     student: float
     teacher: float
 
     def judged(self, loss: str) -> float:
-        """The one that is minimized."""
+        """The figure to lower."""
         return self.kl if loss == "kl" else self.student
 
 
 class Objective:
-    """Σ over tokens of windows [m, w] of what is minimized; `idle` ones at the start do not count."""
+    """The loss of windows [m, w], summed over tokens; the first `idle` tokens of a window do not
+    count."""
 
     def __init__(self, pair: TrainedPair, options: HealOptions, probe: Tensor, idle: int = 0) -> None:
         self.student = Replies(pair.student, probe)
         self.teacher = Replies(pair.teacher, probe)
         self.options, self.device, self.idle = options, pair.device, idle
-        self.measure, self.weight = _measure(options), self._weight(probe)
+        top = kl if options.top_k is None else kl_of_top(options.top_k)
+        self.measure, self.weight = lm if options.loss == "lm" else top, self._weight(probe)
         if options.compile:
             self.measure = torch.compile(self.measure, dynamic=False)
         self._kept: dict[tuple[int, int], Tensor] = {}
 
     def scored(self, window: int) -> int:
-        """Tokens of a window that the loss sums over."""
+        """The tokens of a window that the loss sums over."""
         return window - 1 - self.idle
 
     @torch.no_grad()
     def _weight(self, probe: Tensor) -> float:
-        """Of the distance between the blocks' outputs. Raises CapabilityError where they are not
-        alike."""
+        """The weight of the distance between the blocks' outputs; 0 if both models' blocks differ.
+        Raises CapabilityError if they differ and a weight was asked for."""
         if not self.options.matches_states:
             return 0.0
         asked = HIDDEN if self.options.hidden is None else self.options.hidden
@@ -253,31 +257,32 @@ class Objective:
         windows = windows.to(self.device, non_blocking=True)
         states = self.weight > 0
         hidden, ours = self.student.run(windows, states)
-        teacher, theirs = self._teach(windows, states)
+        teacher: tuple[Tensor, Readout] | None = None
+        theirs: tuple[Tensor, ...] = ()
+        if states or self.options.loss != "lm":
+            with torch.no_grad():
+                dense, theirs = self.teacher.run(windows, states)
+            teacher = self._predicting(dense), self.teacher.head
         hidden, targets = self._predicting(hidden), self._targets(windows)
         loss = summed(hidden, self.student.head, teacher, targets, self.measure)
         if states:
             loss = loss + self.weight * missed_states(ours, theirs)
         return loss
 
-    def _teach(
-        self, windows: Tensor, states: bool
-    ) -> tuple[tuple[Tensor, Readout] | None, tuple[Tensor, ...]]:
-        if self.options.loss == "lm" and not states:
-            return None, ()
-        with torch.no_grad():
-            hidden, theirs = self.teacher.run(windows, states)
-        return (self._predicting(hidden), self.teacher.head), theirs
-
     @torch.no_grad()
     def merit(self, held: Tensor) -> Merit:
-        """Of `held` [h, w]; the teacher's hidden states are kept from call to call."""
+        """The merit of windows `held` [h, w]. The teacher's hidden states are kept from call to call."""
         totals = torch.zeros(3, dtype=torch.float64)
         for n in range(0, len(held), HELD_BATCH):
             windows = held[n : n + HELD_BATCH].to(self.device)
             targets, head = self._targets(windows), self.student.head
             hidden = self._predicting(self.student.run(windows)[0])
-            wanted = self._wanted(held, n, windows), self.teacher.head
+            dense = self._kept.get((id(held), n))
+            if dense is None:
+                dense = self._predicting(self.teacher.run(windows)[0])
+                if self.teacher.plain:  # logits would be too large to keep
+                    self._kept[id(held), n] = dense
+            wanted = dense, self.teacher.head
             found = (
                 summed(hidden, head, wanted, targets, kl),
                 summed(hidden, head, None, targets, lm),
@@ -287,24 +292,9 @@ class Objective:
         kl_, student, teacher = (totals / (held.shape[0] * self.scored(held.shape[1]))).tolist()
         return Merit(kl_, student, teacher)
 
-    def _wanted(self, held: Tensor, first: int, windows: Tensor) -> Tensor:
-        key = id(held), first
-        if key in self._kept:
-            return self._kept[key]
-        hidden = self._predicting(self.teacher.run(windows)[0])
-        if self.teacher.plain:  # logits would be too large to keep
-            self._kept[key] = hidden
-        return hidden
-
     def _predicting(self, hidden: Tensor) -> Tensor:
-        """[m, w, d] -> [m scored(w), d], all but the last and idle ones."""
+        """The states that predict a token: [m, w, d] -> [m scored(w), d]."""
         return hidden[:, self.idle : -1].flatten(0, 1)
 
     def _targets(self, windows: Tensor) -> Tensor:
         return windows[:, 1 + self.idle :].flatten()
-
-
-def _measure(options: HealOptions) -> Measure:
-    if options.loss == "lm":
-        return lm
-    return kl if options.top_k is None else kl_of_top(options.top_k)

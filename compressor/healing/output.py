@@ -1,6 +1,7 @@
-"""What a healing run writes: the compressed checkpoint with its trained tensors, and what was done.
+"""Writes what a healing run gives: the compressed checkpoint with its trained tensors, and a record of
+the run.
 
-Layers in float8 are rounded once all is trained: errors there cost by what the layers read.
+Layers in float8 are rounded once all is trained, in the norm of the inputs that they then read.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ from blr.compressor.workspace.journal import Journal
 from blr.compressor.workspace.shards import Slot
 from blr.kernels.fp8.reference import is_number
 
-TOKENS = 8192  # read for layers in float8
-BATCH = 4  # rows of them at once
+TOKENS = 8192  # run to find the inputs of layers in float8
+BATCH = 4  # rows of these tokens that are run at once
 KEPT = ("recipe.yaml",)
 MAX_BYTES = 64 * 2**20
-# What JSON of another kind makes code raise that knows its own
+# What code may raise for JSON of another form than it wrote
 UNLIKE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError)
 
 
 @torch.no_grad()
 def read_inputs(pair: TrainedPair, rows: Tensor) -> dict[str, Tensor]:
-    """Inputs [n, i], on the CPU, of the student's layers in float8 that a token reaches, by name; the
-    first of `rows` [m, w] of token ids and padding are read."""
+    """The inputs [n, i] of the student's layers in float8, by name, on the CPU, for the first of `rows`
+    [m, w] of token ids and padding. Layers that no token reaches are left out."""
     layers = {name: t.module for name, t in pair.twins.items() if getattr(t.spec, "fp8", False)}
     parts: dict[str, list[Tensor]] = {name: [] for name in layers}
     if not layers:
@@ -67,7 +68,7 @@ def read_inputs(pair: TrainedPair, rows: Tensor) -> dict[str, Tensor]:
     for some in rows[: max(TOKENS // rows.shape[1], 1)].split(BATCH):
         ids = some.to(pair.device)
         mask = ids != PADDING
-        last: list[Tensor] = []  # what was read last, and its rows: several layers read one tensor
+        last: list[Tensor] = []  # the last input and its rows: several layers read one tensor
 
         def keep(name: str, x: Tensor, mask: Tensor = mask, last: list[Tensor] = last) -> None:
             if not last or last[0] is not x:
@@ -84,13 +85,14 @@ def read_inputs(pair: TrainedPair, rows: Tensor) -> dict[str, Tensor]:
 
 
 def metric_of(inputs: Tensor, device: torch.device) -> Metric:
-    """Of inputs [n, i]."""
+    """The metric of a layer with the inputs [n, i]."""
     x = inputs.to(device, torch.float64)
     return Metric(x.mT @ x / len(x))
 
 
 def _real(x: Tensor, mask: Tensor) -> Tensor:
-    """Rows [n, d] of the tokens in `mask` [m, w], on the CPU; all where there is not one a token."""
+    """The rows [n, d] of the tokens in `mask` [m, w], on the CPU; all rows if there is not one for each
+    token."""
     rows = x.flatten(0, -2)
     return (rows[mask.flatten()] if len(rows) == mask.numel() else rows).cpu()
 
@@ -103,6 +105,7 @@ def make_check(
     output: Path,
     warn: Callable[[str], None],
 ) -> OutputCheck:
+    """The check of the output that healing writes."""
     reload = partial(check_reload, checkpoint.source)
     bar = Bar(output, better_healing(bool(options.files)), options.force, warn)
     held = partial(reading.held, options, teacher.source)
@@ -113,8 +116,9 @@ Packed = dict[str, dict[str, Tensor]]  # what is stored of layers in few bits, b
 
 
 def round_layers(pair: TrainedPair, source: Source, rows: Tensor, judge: Callable[[], None]) -> Packed:
-    """What is stored of every layer in few bits, on the CPU, behind all training. Those in float8 are
-    rounded only now, by what they make of `rows`, and compute with that as `judge` judges them."""
+    """What is stored of every layer in few bits, on the CPU, after all training. Layers in float8 are
+    rounded only now, in the norm of what they read of `rows`; `judge` is called once they compute with
+    the rounded numbers."""
     inputs, packed, late = read_inputs(pair, rows), Packed(), False
     for layer, name in module_names(pair.student, pair.student.config.blr["layers"]).items():
         twin, x = pair.twins.get(name), inputs.get(name)
@@ -135,9 +139,9 @@ def round_layers(pair: TrainedPair, source: Source, rows: Tensor, judge: Callabl
 def store_trained(
     pair: TrainedPair, checkpoint: Checkpoint, journal: Journal, key: str, packed: Packed
 ) -> dict[str, TensorEntry]:
-    """Keep the trained tensors under their names on disk, in the dtypes that the checkpoint has, with
-    what was added to them and what is `packed`. Raises NumericsError for values that such a dtype
-    does not hold."""
+    """Store the trained tensors, with additions merged and `packed` ones as they are, under their names
+    on disk and in the checkpoint's dtypes. Raises NumericsError for values that such a dtype cannot
+    hold."""
     source = checkpoint.source
     tensors = {f"{layer}.{n}": t for layer, held in packed.items() for n, t in held.items()}
     merged = pair.places.parted(pair.masters, source)
@@ -161,7 +165,7 @@ def store_trained(
 
 
 def _sum(pair: TrainedPair, checkpoint: Checkpoint, entry: TensorEntry) -> Tensor | None:
-    """The stored tensor with its layer's addition; None without one."""
+    """The stored tensor with its layer's addition; None if the layer has none."""
     owner, _, leaf = entry.name.rpartition(".")
     product = product_of(pair.masters, module_names(pair.student, [owner])[owner])
     spec = checkpoint.specs.get(owner)
@@ -174,7 +178,7 @@ def _sum(pair: TrainedPair, checkpoint: Checkpoint, entry: TensorEntry) -> Tenso
 
 
 def new_specs(pair: TrainedPair, checkpoint: Checkpoint) -> dict[str, Spec]:
-    """Specs of the structured layers, by module, whose rank additions have raised."""
+    """The specs, by module, of structured layers whose rank additions have raised."""
     found = {}
     for module, name in module_names(pair.student, checkpoint.specs).items():
         product = product_of(pair.masters, name)
@@ -184,13 +188,14 @@ def new_specs(pair: TrainedPair, checkpoint: Checkpoint) -> dict[str, Spec]:
 
 
 def slots(source: Source, trained: dict[str, TensorEntry]) -> list[Slot]:
-    """The output's tensors in the order of `source`."""
+    """The output's tensors, in the order of `source`."""
     return [Slot(name, trained.get(name, entry)) for name, entry in source.entries.items()]
 
 
 @torch.no_grad()
 def new_errors(pair: TrainedPair, records: dict[str, Any], packed: Packed) -> dict[str, Any]:
-    """`records` by name on disk, with the errors of the healed weights where the teacher has such."""
+    """`records` by name on disk, with the errors of the healed weights if the teacher has a weight of
+    that name."""
     theirs = dict(pair.teacher.named_modules())
     found = {}
     for stored, name in module_names(pair.student, records).items():
@@ -209,7 +214,7 @@ def new_errors(pair: TrainedPair, records: dict[str, Any], packed: Packed) -> di
 
 
 def _weight(pair: TrainedPair, name: str, packed: dict[str, Tensor] | None) -> Tensor | None:
-    """W [o, i] of a layer of ours as it is stored; None if there is none of that name."""
+    """The weight [o, i] of a student's layer as it is stored; None if there is no such layer."""
     if packed is not None:
         held = {n: t.to(pair.device) for n, t in packed.items()}
         return restored(pair.twins[name].spec, held, torch.float32)
@@ -218,7 +223,8 @@ def _weight(pair: TrainedPair, name: str, packed: dict[str, Tensor] | None) -> T
 
 
 def check_told(checkpoint: Checkpoint) -> None:
-    """Make records and report as after the training. Raises InputError for others than `blr` writes."""
+    """Try to update records and report as after the training. Raises InputError if `blr` did not write
+    them."""
     folder, specs = checkpoint.source.folder, checkpoint.specs
     if (folder / CARD).is_file():
         read_text(folder / CARD, MAX_BYTES)
@@ -241,8 +247,8 @@ def small_files(
     facts: dict[str, Any],
     log: Sequence[Mapping[str, Any]],
 ) -> dict[str, bytes | Path]:
-    """Everything but weights and manifest: name to contents, or file to carry over. `pair` is None
-    where all tensors stay as they are; `facts` are for the card."""
+    """Everything but weights and manifest: name to contents, or to the file to carry over. `pair` is
+    None if all tensors stay as they are; `facts` are for the card."""
     folder = checkpoint.source.folder
     specs = {} if pair is None else new_specs(pair, checkpoint)
     records = _json(folder / LAYERS)
@@ -250,7 +256,10 @@ def small_files(
     grown = {m: (s, s.parameters / checkpoint.specs[m].parameters) for m, s in specs.items()}
     records |= {m: _grown(records[m], *found) for m, found in grown.items() if m in records}
     held = {name: folder / name for name in KEPT if (folder / name).is_file()}
-    card = folder / CARD
+    card, report = folder / CARD, _json(folder / REPORT)
+    if report:
+        _update(report, records, specs)
+        report["healing"] = {"facts": facts, "log": log}
     return {
         **carried_files(checkpoint.source),
         **held,
@@ -258,13 +267,13 @@ def small_files(
         LAYERS: json.dumps(records, indent=2).encode() + b"\n",
         CARD: healed_card(read_text(card, MAX_BYTES) if card.is_file() else "", facts).encode(),
         METRICS: b"".join(json.dumps(line).encode() + b"\n" for line in log),
-        **_report(folder, records, specs, facts, log),
+        **(report_pages(report) if report else {}),
         **code_files(),
     }
 
 
 def _config(folder: Path, specs: dict[str, Spec]) -> dict[str, Any]:
-    """config.json of a compressed checkpoint, with our code alone and its layers by `specs`."""
+    """config.json of the output, with our code alone, and its layers by `specs`."""
     config = read_config(folder)
     layers = {**config["blr"]["layers"], **{module: spec.to_dict() for module, spec in specs.items()}}
     config = {**config, "blr": {**config["blr"], "layers": layers}}
@@ -279,13 +288,13 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _grown(record: dict[str, Any], spec: Spec, ratio: float) -> dict[str, Any]:
-    """The record of a layer that is now as `spec` says, `ratio` times as large."""
+    """The record of a layer that now has `spec` and is `ratio` times as large."""
     sized = {"bits": record["bits"] * ratio} if "bits" in record else {}
     return {**record, "spec": spec.to_dict(), **sized}
 
 
 def _grow(data: dict[str, Any], layer: dict[str, Any], spec: Spec) -> None:
-    """Give a layer of the report the size of `spec`, and the totals what it adds."""
+    """Give a layer of the report the size of `spec`, and add the difference to the totals."""
     more = spec.parameters - layer["parameters"]
     layer |= {"rank": spec.describe(), "parameters": spec.parameters}
     ratio = spec.parameters / (spec.parameters - more)
@@ -305,28 +314,12 @@ def _grow(data: dict[str, Any], layer: dict[str, Any], spec: Spec) -> None:
         layer["bits"] *= ratio
 
 
-def _report(
-    folder: Path,
-    records: dict[str, Any],
-    specs: dict[str, Spec],
-    facts: dict[str, Any],
-    log: Sequence[Mapping[str, Any]],
-) -> dict[str, bytes]:
-    """The report of the compression, if there is one, with the new errors and the curve."""
-    data = _json(folder / REPORT)
-    if not data:
-        return {}
-    _update(data, records, specs)
-    data["healing"] = {"facts": facts, "log": log}
-    return report_pages(data)
-
-
 def _update(data: dict[str, Any], records: dict[str, Any], specs: Mapping[str, Spec]) -> None:
-    """Give a report the errors of `records` and the sizes of `specs`."""
+    """Update a report with the errors of `records` and the sizes of `specs`."""
     for layer in data["layers"]:
         record = records.get(layer["module"], layer)
         layer["error"] = float(record["error"])
-        if "weighted_error" not in record:  # of the factors before
+        if "weighted_error" not in record:  # it was that of the factors before
             layer.pop("weighted_error", None)
         if spec := specs.get(layer["module"]):
             _grow(data, layer, spec)

@@ -1,9 +1,9 @@
-"""How the blocks of a model are run in training: checkpointed, compiled, or shared out over processes.
+"""Checkpoints, compiles or shards the blocks of a model for training.
 
-Shared out (FSDP2), no process holds all of the model: every one keeps a slice of each of a block's
-tensors, in float32 with its moments, and a block is put together while it computes. What stands outside
-of the blocks (embeddings, last norm, head) is whole everywhere, and its gradients are summed as without.
-PyTorch FSDP (arXiv 2304.11277).
+A sharded model (FSDP2) is whole in no process. Each process keeps a slice of every tensor in the
+blocks, in float32 with its moments, and a block is put together while it computes. What is outside of
+the blocks (embeddings, last norm, head) is whole in every process, and its gradients are summed as
+without sharding. Source: PyTorch FSDP (arXiv 2304.11277).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def blocks_of(model: Any) -> list[Any]:
 
 
 def checkpoint_blocks(model: Any) -> None:
-    """Keep only the blocks' inputs; transformers' own way needs training mode, with its dropout."""
+    """Let the backward pass keep only the blocks' inputs. transformers' own way needs training mode,
+    with its dropout."""
     from torch.utils.checkpoint import checkpoint
 
     for block in blocks_of(model):
@@ -42,25 +43,26 @@ def checkpoint_blocks(model: Any) -> None:
 
 
 def compile_blocks(model: Any) -> None:
-    """Compile the model's blocks, each on its own."""
+    """Compile each of the model's blocks."""
     torch._dynamo.config.cache_size_limit = 64  # ranks differ from block to block
     for block in blocks_of(model):
         block.compile(dynamic=False)
 
 
 class Slice(Plain):
-    """This process's slice of a parameter of a block: its master, of the same memory."""
+    """This process's slice of a parameter of a block. The master shares the slice's memory."""
 
     def __init__(self, parameter: Any) -> None:
         super().__init__(parameter, parameter.to_local().detach().requires_grad_())
         self.mesh: DeviceMesh = parameter.device_mesh
 
     def publish(self) -> None:
-        """Nothing to do."""
+        """Nothing to do: the master is the slice."""
 
     @torch.no_grad()
     def collect(self) -> None:
-        """As of `Latent`: what backward passes leave is the mean over processes, and is made the sum."""
+        """Add the gradient to the master's. The backward pass leaves the mean over processes; the sum
+        is needed."""
         found = self.parameter.grad
         if found is None:
             return
@@ -70,7 +72,7 @@ class Slice(Plain):
         self.parameter.grad = None
 
     def whole(self, part: Tensor) -> Tensor:
-        """The tensor on the CPU of which every process gives a slice as its `part`."""
+        """The whole tensor on the CPU, where each process gives its slice as `part`."""
         parameter = self.parameter
         placed = DTensor.from_local(
             part.to(self.master.device), self.mesh, [Shard(0)],
@@ -79,28 +81,27 @@ class Slice(Plain):
         return placed.full_tensor().cpu()
 
     def part(self, whole: Tensor) -> Tensor:
-        """The inverse of `whole`."""
+        """This process's slice of a `whole` tensor."""
         held = whole.to(self.master.device)
         return distribute_tensor(held, self.mesh, [Shard(0)], src_data_rank=None).to_local()
 
 
 class Sharding:
-    """Shares models out over `processes`."""
+    """Divides models over `processes`."""
 
     def __init__(self, processes: Processes) -> None:
         self.mesh = init_device_mesh(processes.device.type, (processes.count,))
         self.device = processes.device
 
     def shard(self, model: Any, dtype: torch.dtype | None = None) -> None:
-        """Leave every process its slices of `model`, whose blocks compute in `dtype` (None: their
-        own)."""
+        """Leave each process its slices of `model`. Blocks compute in `dtype` (None: their own)."""
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         blocks = blocks_of(model)
         for block in blocks:
             fully_shard(block, mesh=self.mesh, mp_policy=policy)
         inside = {id(p) for block in blocks for p in block.parameters()}
         outside = {p for p in model.parameters() if id(p) not in inside}
-        # The root has no tensors of its own; it makes the blocks look ahead for the next one's
+        # The root has no tensors of its own; it lets each block fetch the next one's early
         fully_shard(model.base_model, mesh=self.mesh, mp_policy=policy, ignored_params=outside)
         _move(model, self.device)
 
@@ -115,8 +116,8 @@ def _move(model: nn.Module, device: torch.device) -> None:
 
 
 def wants_sharding(options: HealOptions, processes: Processes) -> bool | None:
-    """Whether --fsdp or accelerate ask for it; None: memory decides. Raises UsageError for one
-    process."""
+    """Whether --fsdp or accelerate ask for sharding; None: memory decides. Raises UsageError if there
+    is one process."""
     if options.fsdp and processes.count == 1:
         raise UsageError("--fsdp shares a model out over processes; start several with --gpus N")
     if processes.count == 1:
@@ -126,7 +127,7 @@ def wants_sharding(options: HealOptions, processes: Processes) -> bool | None:
 
 
 def check_shardable(student: Checkpoint, processes: Processes) -> None:
-    """Raise CapabilityError for what cannot be shared out."""
+    """Raise CapabilityError for a student or for processes that cannot be sharded."""
     if packed := sum(spec.quantized for spec in student.specs.values()):
         raise CapabilityError(
             f"{student.source.folder}: {packed} layers are stored in few bits, which --fsdp does not "

@@ -1,4 +1,4 @@
-"""The state of a training run in the journal of its workspace, replaced as a whole at every save."""
+"""Saves and loads the state of a training run; every save replaces it in the workspace's journal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Natural = Annotated[int, Field(ge=0)]
 
 
 class _Line(TypedDict):
-    """A line of metrics.jsonl, which may say more."""
+    """A line of metrics.jsonl, which may have more keys."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
     step: Natural
@@ -46,8 +46,8 @@ class _Line(TypedDict):
 
 @dataclass
 class State(Best):
-    """Where a run is; `worse` counts evaluations since the best one, `log` is what metrics.jsonl will
-    say, `texts` what the texts are called, in order."""
+    """The progress of a run. `worse` counts evaluations since the best one, `log` has the lines of
+    metrics.jsonl, `texts` the labels of the texts, in order."""
 
     __pydantic_config__ = STRICT
     step: Natural = 0
@@ -61,7 +61,7 @@ class State(Best):
     texts: list[str] = field(default_factory=list)
 
     def rename(self, names: list[str]) -> None:
-        """Call the texts by these `names`, in their order: earlier they may have had others."""
+        """Give the texts these `names`, in their order; an earlier run may have used others."""
         called = dict(zip(self.texts or names, names, strict=False))
         held = [line["held"] for line in self.log if isinstance(line.get("held"), dict)]
         for merits in (self.before, self.best_merits, *held):
@@ -72,12 +72,12 @@ class State(Best):
         self.texts = names
 
     def judged(self, names: list[str]) -> bool:
-        """Whether it was judged by texts of these `names`, if at all: every saved one was."""
+        """Whether evaluations are recorded for texts of exactly these `names`."""
         merits = self.before, self.best_merits
         return all(found.keys() == set(names) for found in merits) and bool(self.log and self.values)
 
     def record(self) -> dict[str, object]:
-        """All but the tensors, JSON-ready."""
+        """Everything but the tensors, JSON-ready."""
         return {name: value for name, value in vars(self).items() if name != "values"}
 
 
@@ -87,8 +87,8 @@ RECORD = TypeAdapter(State)
 def save_state(
     journal: Journal, key: str, state: State, pair: TrainedPair, optimizer: Adam, write: bool
 ) -> None:
-    """Keep all that a resumed run needs. All processes call it where masters are shared out; `write`:
-    whether this one writes."""
+    """Keep all that a resumed run needs. If masters are sharded all processes call it; the one with
+    `write` set writes."""
     tensors = {f"{MASTER}{n}": value for n, value in pair.joined(pair.values()).items()}
     for name, value in pair.joined(state.values or {}).items():
         tensors[f"{BEST}{name}"] = value
@@ -104,7 +104,8 @@ def save_state(
 def load_state(
     journal: Journal, key: str, pair: TrainedPair
 ) -> tuple[State, dict[str, Tensor], dict[str, Moments]] | None:
-    """The state, masters and moments that `save_state` kept, this process's part; None for nothing."""
+    """The state, the masters and the moments that `save_state` kept, each this process's part; None if
+    there is nothing that fits."""
     found = journal.load(key)
     if found is None or not {f"{MASTER}{name}" for name in pair.masters} <= found[0].keys():
         return None  # or of an earlier version, which trained less
@@ -125,7 +126,7 @@ def load_state(
 
 
 def _fit(pair: TrainedPair, tensors: dict[str, Tensor]) -> bool:
-    """Whether kept masters and moments are those of what is trained, by name and shape."""
+    """Whether saved masters and moments have the names and shapes of what is trained."""
     whole = {name: m.shape for name, m in pair.masters.items() if name not in pair.slices}
     for label, tensor in tensors.items():
         kind, _, name = label.partition(".")

@@ -1,4 +1,5 @@
-"""The two models of a healing run: the dense teacher, and the student with what is trained of it."""
+"""Loads the two models of a healing run: the dense teacher, and the student with its trained
+parameters."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
 
 
 class TrainedPair(TrainedSet):
-    """Both models in evaluation mode on one device and in one dtype. `trained` is what is trained of
-    the student, `places` where that lies on disk, `sentences` how an encoder embeds, `twins` are the
-    layers in few bits."""
+    """Student and teacher in evaluation mode, on one device and in one dtype. `trained` are the
+    student's trained parameters, `places` where they lie on disk, `sentences` how an encoder embeds,
+    and `twins` its layers in few bits."""
 
     def __init__(
         self, teacher: Any, student: Any, trained: dict[str, Trained], places: StoredNames,
@@ -55,25 +56,26 @@ class TrainedPair(TrainedSet):
 
     @property
     def size(self) -> int:
-        """Trained numbers, of all processes where they are shared out."""
+        """How many numbers are trained, over all processes where they are sharded."""
         return sum(tensor.numel() for tensor in self._whole().values())
 
     def _whole(self) -> dict[str, Tensor]:
-        """The masters, and in the place of slices what they are slices of."""
+        """The masters; in place of slices the parameters that they are slices of."""
         return {**self.masters, **{name: part.parameter for name, part in self.slices.items()}}
 
     def master_of(self, name: str) -> Tensor | None:
-        """Of the parameter `name`, which may have another name, too; None if it is not trained."""
+        """The master of the parameter `name`, which may have several names; None if it is not
+        trained."""
         return self.masters.get(self.first_names.get(name, name))
 
     def kinds(self) -> list[str]:
-        """Of `heal_settings.KINDS`, those that masters are of; additions are of none."""
+        """The kinds (`heal_settings.KINDS`) of what is trained; additions have none."""
         parts, names = parts_of(self.twins), [n for n in self.masters if not is_addition(n)]
         found = {"factors" if n in parts else kind_of(self.student, n) for n in names}
         return [kind for kind in KINDS if kind in found]
 
     def left_out(self, kinds: tuple[str, ...]) -> list[str]:
-        """A line on parameters of these `kinds` that are not trained, if there are any."""
+        """A note on parameters of these `kinds` that are not trained; empty if there are none."""
         held = self.places.held | parts_of(self.twins).keys()
         plain = (n for n, _ in self.student.named_parameters() if not is_addition(n) and n not in held)
         found = [name for name in plain if kind_of(self.student, name) in kinds]
@@ -81,11 +83,11 @@ class TrainedPair(TrainedSet):
         return [f"{said} {found[0]}, {len(found)} in all"] if found else []
 
     def kept_whole(self) -> list[Tensor]:
-        """Masters that every process has."""
+        """The masters that every process has whole."""
         return [master for name, master in self.masters.items() if name not in self.slices]
 
     def sizes(self, processes: Processes) -> list[float]:
-        """Root mean square of every master, over all processes where it is shared out."""
+        """The root mean square of every master, over all processes where it is sharded."""
         squares = torch.stack([m.detach().double().square().sum() for m in self.masters.values()])
         split = [name in self.slices for name in self.masters]
         if any(split):
@@ -95,7 +97,7 @@ class TrainedPair(TrainedSet):
         return [(s / max(n, 1)) ** 0.5 for s, n in zip(squares.tolist(), counts, strict=True)]
 
     def norm(self, processes: Processes) -> Tensor:
-        """Of the gradients of all masters."""
+        """The norm of the gradients of all masters."""
         found = {n: m.grad for n, m in self.masters.items() if m.grad is not None}
         whole = [grad for name, grad in found.items() if name not in self.slices]
         total = _norm(whole, self.device).square()
@@ -105,11 +107,11 @@ class TrainedPair(TrainedSet):
         return total.sqrt()
 
     def joined(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors like `values` (or some of them) put together of all processes' slices."""
+        """`values`, which are tensors like some masters, with all processes' slices put together."""
         return {n: self.slices[n].whole(v) if n in self.slices else v for n, v in values.items()}
 
     def parted(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `joined`."""
+        """This process's part of what `joined` gives."""
         return {n: self.slices[n].part(v).cpu() if n in self.slices else v for n, v in values.items()}
 
 
@@ -120,7 +122,8 @@ def _norm(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 
 def task_of(checkpoint: Checkpoint) -> str:
-    """The Auto class of a causal language model or an encoder. Raises CapabilityError for others."""
+    """The Auto class of a causal language model or an encoder. Raises CapabilityError for other
+    models."""
     config = checkpoint.source.config
     name = (config.get("architectures") or [""])[0]
     if name.endswith(("ForCausalLM", "LMHeadModel")) or continues_text(checkpoint.source):
@@ -137,7 +140,7 @@ def task_of(checkpoint: Checkpoint) -> str:
 def load_teacher(
     folder: Path, device: torch.device, task: str = GENERATES, dtype: str | None = None
 ) -> Any:
-    """The dense model, frozen, in `dtype`, by default that to compute in."""
+    """The dense model, frozen, in `dtype` (None: the one to compute in)."""
     model = load_computing(folder, task, device, dtype)
     fuse_trained(model)
     return model.requires_grad_(False)
@@ -151,9 +154,9 @@ def load_pair(
     additions: tuple[int, int] | None = None,
     sharding: Sharding | None = None,
 ) -> TrainedPair:
-    """The student in `folder`, its factors balanced, ready to be trained beside `teacher`.
-    `additions`: rank and seed of what is trained in place of factors; `sharding` shares both models
-    out."""
+    """Load the student in `folder` with balanced factors, ready to be trained beside `teacher`.
+    `additions` are rank and seed of low-rank additions, which are trained in place of factors;
+    `sharding` divides both models."""
     task = GENERATES if sentences is None else EMBEDS
     place = teacher.device if sharding is None else "cpu"
     student = load_model(folder, task, dtype="float32", device=str(place))
@@ -178,7 +181,7 @@ def load_pair(
 def _trained(
     student: Any, teacher: Any, chosen: list[str], twins: dict[str, Twin]
 ) -> dict[str, Trained]:
-    """What is trained, by parameter name, masters in float32, beside a student in the teacher's
+    """The trained parameters by name, with masters in float32; the student is brought to the teacher's
     dtype."""
     parameters, parts = dict(student.named_parameters()), parts_of(twins)
     narrow = teacher.dtype != torch.float32
@@ -190,7 +193,7 @@ def _trained(
         elif isinstance(parts.get(name), Latent):
             found[name] = parts[name]
         else:
-            # A CUDA graph leaves gradients where its next replay does: they are summed elsewhere
+            # The replay of a CUDA graph overwrites gradients, so they are summed elsewhere
             apart = narrow or parameter.is_cuda
             master = parameter.detach().clone().requires_grad_() if apart else None
             found[name] = Plain(parameter, master)
@@ -201,8 +204,8 @@ def _trained(
 
 
 def narrowed(student: Any, teacher: Any) -> None:
-    """Give the parameters of `student`, but slices, the dtype of the teacher's, and its buffers those
-    of its buffers: rotations in few bits would turn keys by other angles."""
+    """Give the student's parameters the teacher's dtype, except slices, and its buffers the dtypes of
+    the teacher's: rotations in few bits would turn keys by other angles."""
     for parameter in student.parameters():
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.to(teacher.dtype)
@@ -213,7 +216,8 @@ def narrowed(student: Any, teacher: Any) -> None:
 
 
 def take_twins(student: Any, folder: Path) -> dict[str, Twin]:
-    """Put twins in the place of the layers of `student` in few bits; by name in the model."""
+    """Replace the student's layers in few bits by their trainable forms, and return these by name in
+    the model."""
     entries, found = open_source(folder).entries, dict[str, Twin]()
     for stored, name in module_names(student, student.config.blr["layers"]).items():
         layer = student.get_submodule(name)
@@ -230,14 +234,14 @@ def take_twins(student: Any, folder: Path) -> dict[str, Twin]:
 
 
 def parts_of(twins: dict[str, Twin]) -> dict[str, Trained]:
-    """What is stored of the layers of `twins`, by the names of the parameters in the model."""
+    """The trained parameters of `twins` by their names in the model."""
     return {
         f"{name}.{part}": found for name, twin in twins.items() for part, found in twin.parts.items()
     }
 
 
 def structured_layers(model: Any) -> dict[str, StructuredLinear]:
-    """By name in the model."""
+    """The structured layers of a model, by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, StructuredLinear)}
 
 
@@ -254,7 +258,7 @@ def _balance(student: Any, twins: dict[str, Twin]) -> None:
 
 
 def _share(student: Any, teacher: Any) -> None:
-    """Frozen tensors that the teacher has as well are kept once."""
+    """Let frozen tensors of the student that equal the teacher's share their memory."""
     theirs = dict(teacher.named_parameters())
     for name, parameter in student.named_parameters():
         other = theirs.get(name)

@@ -1,4 +1,4 @@
-"""What a healing run tells of itself when it is done."""
+"""The result of a healing run, as the command prints it and the Python interface returns it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass
 class HealSummary:
-    """Result of healing. `before` and `after` hold, for the held-back windows of each text, the `kl`
-    from the teacher and the losses of `student` and `teacher`, in nats a token. `seconds` is the wall
-    time of this run, `trained_seconds` that of training in all runs, `tokens_per_second` the median of
-    this run; `check` holds the measured loss (`output/check.py`)."""
+    """The result of healing. `before` and `after` have, for the held-back windows of each text, the
+    `kl` from the teacher and the losses of `student` and `teacher`, in nats a token. `seconds` is the
+    wall time of this run, `trained_seconds` the training time of all runs, `tokens_per_second` the
+    median of this run; `check` has the measured loss (`output/check.py`)."""
 
     output: str
     steps: int = 0

@@ -1,8 +1,9 @@
-"""Finds the teacher that a checkpoint's manifest names, and tells whether a student came from a teacher.
+"""Finds the dense model that a checkpoint was made of, and checks whether a student came from a
+teacher.
 
-Compression leaves embeddings alone: they are equal, or nearly so after training on. Of two models
-that have nothing to do with each other, they are as good as orthogonal, their distance 1 or more. The
-first loss tells less: a compression without a text can lose as much as an unrelated teacher gives.
+Compression leaves embeddings alone, so they are equal, or nearly so after further training. Those of
+two unrelated models are almost orthogonal, and their distance is 1 or more. The first loss tells less:
+a compression without a text can lose as much as an unrelated teacher would show.
 """
 
 from __future__ import annotations
@@ -25,17 +26,24 @@ from blr.compressor.workspace.manifest import read_manifest
 if TYPE_CHECKING:
     from torch import Tensor
 
-NUMBERS = 1 << 20  # of a tensor that are read
-FAR = 0.5
-LOST = 0.5  # of the nats of a guess among all tokens
+NUMBERS = 1 << 20  # numbers of a tensor that are compared
+FAR = 0.5  # relative distance of tensors that are taken to be of unrelated models
+LOST = 0.5  # share of the nats of a random guess that is taken to be of an unrelated teacher
 EXPECTED = "expected the dense model that the compressed one came from; check --teacher"
 
 
 def named_teacher(student: Path, offline: bool = False) -> Found:
-    """The dense model that the output in `student` was made of: a folder of the recorded name here or
+    """The dense model that the output in `student` was made of: a folder with the recorded name here or
     beside the output, else the repository on the hub at the recorded commit. Raises UsageError or
     HubError."""
-    name, revision = _recorded(student)
+    source = _manifest(student).get("source")
+    told = source if isinstance(source, dict) else {}
+    name, revision = told.get("name"), told.get("revision")
+    if not (isinstance(name, str) and name and isinstance(revision, str | None)):
+        raise UsageError(
+            f"{student}: no manifest that names the model it was made of; give the dense model by "
+            "--teacher"
+        )
     places = (Path(name), student.resolve().parent / name) if Path(name).name == name else ()
     for place in places:
         if (place / "config.json").is_file():
@@ -49,28 +57,15 @@ def named_teacher(student: Path, offline: bool = False) -> Found:
 
 
 def recorded_digest(student: Path) -> str | None:
-    """SHA-256 over the dense model (`scan_source`), as the manifest has it; None if it does not say."""
+    """SHA-256 of the dense model (`scan_source`) as the manifest has it; None if it has none."""
     manifest = _manifest(student)
     teacher = manifest.get("teacher")
     told = teacher.get("sha256") if isinstance(teacher, dict) else None
     return told or manifest.get("input_sha256")
 
 
-def _recorded(student: Path) -> tuple[str, str | None]:
-    """Name and commit of the source. Raises UsageError where there is none."""
-    source = _manifest(student).get("source")
-    found = source if isinstance(source, dict) else {}
-    name, revision = found.get("name"), found.get("revision")
-    if not (isinstance(name, str) and name and isinstance(revision, str | None)):
-        raise UsageError(
-            f"{student}: no manifest that names the model it was made of; give the dense model by "
-            "--teacher"
-        )
-    return name, revision
-
-
 def _manifest(student: Path) -> dict[str, Any]:
-    """Of the output in `student`, empty where none can be read."""
+    """The manifest of the output in `student`; empty if none can be read."""
     try:
         return read_manifest(student)
     except OutputError:
@@ -78,10 +73,18 @@ def _manifest(student: Path) -> dict[str, Any]:
 
 
 def check_teacher(student: Checkpoint, teacher: Checkpoint, force: bool) -> list[str]:
-    """What speaks against `teacher`, with which `force` goes on. Raises InputError for a student that
-    is dense, a teacher that is not, another number of tokens, and without `force` for whatever speaks
+    """What speaks against `teacher` if `force` lets the run go on. Raises InputError if the student is
+    dense, the teacher is not, they differ in vocabulary, or, without `force`, if anything else speaks
     against it."""
-    _check_kinds(student, teacher)
+    if not student.compressed:
+        raise InputError(
+            f"{student.source.folder}: a dense checkpoint, there is nothing to heal; "
+            "give an output of blr compress"
+        )
+    if teacher.compressed:
+        raise InputError(
+            f"{teacher.source.folder}: compressed by blr; expected the dense checkpoint as the teacher"
+        )
     sizes = [of_text(each.source.config).get("vocab_size") for each in (student, teacher)]
     if sizes[0] != sizes[1]:
         tokens = f"a vocabulary of {quote(sizes[1])} tokens, not {quote(sizes[0])} as the compressed"
@@ -92,20 +95,8 @@ def check_teacher(student: Checkpoint, teacher: Checkpoint, force: bool) -> list
     return [f"{teacher.source.folder}: {line}" for line in found]
 
 
-def _check_kinds(student: Checkpoint, teacher: Checkpoint) -> None:
-    """Raise InputError unless `student` is compressed and `teacher` is not."""
-    if not student.compressed:
-        raise InputError(
-            f"{student.source.folder}: a dense checkpoint, there is nothing to heal; "
-            "give an output of blr compress"
-        )
-    if teacher.compressed:
-        raise InputError(
-            f"{teacher.source.folder}: compressed by blr; expected the dense checkpoint as the teacher"
-        )
-
-
 def _other_ids(student: Checkpoint, teacher: Checkpoint) -> str | None:
+    """A complaint if the two models' tokenizers give different ids."""
     from blr.compressor.loading.sidecar_files import token_ids
 
     ids = [token_ids(checkpoint.source.folder) for checkpoint in (student, teacher)]
@@ -115,9 +106,9 @@ def _other_ids(student: Checkpoint, teacher: Checkpoint) -> str | None:
 
 
 def strangeness(student: Checkpoint, teacher: Checkpoint) -> str | None:
-    """What of the teacher's numbers speaks against it: the student's largest plain matrix is compared
-    with the teacher's of that name, or with the nearest of its shape. None where they are near, or
-    there is none."""
+    """A complaint if the teacher's numbers are not near the student's; else None. The student's largest
+    unchanged matrix is compared with the teacher's of that name, or else with the nearest of its
+    shape."""
     ours, theirs = _matrices(student.source), _matrices(teacher.source)
     plain = [entry for name, entry in ours.items() if name.rpartition(".")[0] not in student.specs]
     if not plain:
@@ -136,7 +127,7 @@ def strangeness(student: Checkpoint, teacher: Checkpoint) -> str | None:
 
 
 def first_loss(held: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any]) -> list[str]:
-    """A hint on a divergence before training that an unrelated teacher gives as well."""
+    """A hint if the divergence before training is as large as an unrelated teacher's would be."""
     guess = log(of_text(config).get("vocab_size") or 1)
     far = max((merits.get("kl", 0.0) for merits in held.values()), default=0.0)
     if not far > LOST * guess:
@@ -149,13 +140,14 @@ def first_loss(held: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any])
 
 
 def _matrices(source: Source) -> dict[str, TensorEntry]:
-    """Stored matrices of floats by name."""
+    """The stored matrices of floats, by name."""
     found = source.entries.items()
     return {n: e for n, e in found if len(e.shape) == 2 and e.parameters and e.is_float}
 
 
 def _like(ours: TensorEntry, theirs: Mapping[str, TensorEntry]) -> list[TensorEntry]:
-    """The one of the same name and shape, else all of the shape: a head may be tied, a name prefixed."""
+    """The matrix of the same name and shape, else all of that shape: a head may be tied, a name
+    prefixed."""
     named = theirs.get(ours.name)
     if named is not None and named.shape == ours.shape:
         return [named]
@@ -163,14 +155,14 @@ def _like(ours: TensorEntry, theirs: Mapping[str, TensorEntry]) -> list[TensorEn
 
 
 def _distance(student: Source, ours: TensorEntry, teacher: Source, other: TensorEntry) -> float:
-    """‖a − b‖ of two stored tensors over the larger of both norms, 0 where both are."""
+    """‖a − b‖ of two stored tensors relative to the larger norm; 0 if both are 0."""
     a, b = _start(student, ours), _start(teacher, other)
     size = max(float(a.norm()), float(b.norm()))
     return float((a - b).norm()) / size if size else 0.0
 
 
 def _start(source: Source, entry: TensorEntry) -> Tensor:
-    """The first `NUMBERS` of a tensor, float64 [n]."""
+    """The first `NUMBERS` numbers of a tensor, float64 [n]."""
     import torch  # not at start-up: a named teacher is looked for before
 
     dtype = getattr(torch, TORCH_NAMES[entry.dtype])

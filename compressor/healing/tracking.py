@@ -1,4 +1,4 @@
-"""`--track NAME`: the course of a training in TensorBoard, Weights & Biases and others, by accelerate's
+"""`--track NAME`: logs a training to TensorBoard, Weights & Biases and others, by accelerate's
 trackers."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ FOLDER, PROJECT = "runs", "blr-heal"  # where trackers of files write; the proje
 
 
 class Tracking:
-    """Tells the tracker `name` what a run called `title` logs; an empty name tells nobody. Raises
-    UsageError for an unknown name, CapabilityError for one that is not installed or does not start."""
+    """Logs a run called `title` to the tracker `name`; an empty name logs nothing. Raises UsageError
+    for an unknown name, CapabilityError for a tracker that is not installed or does not start."""
 
     def __init__(self, name: str, title: str, progress: Progress) -> None:
         self.name, self.title, self.progress = name, title, progress
@@ -42,15 +42,15 @@ class Tracking:
         return tracker
 
     def log(self, line: dict[str, Any]) -> None:
-        """A line of metrics.jsonl."""
+        """Log a line of metrics.jsonl."""
         self._tell(lambda tracker: tracker.log(dict(_flat(line)), step=line["step"]))
 
     def finish(self) -> None:
-        """Let it write what is left."""
+        """Let the tracker write what is left."""
         self._tell(lambda tracker: tracker.finish())
 
     def _tell(self, call: Callable[[Any], None]) -> None:
-        """A tracker that fails is told no more, and the run goes on."""
+        """Call the tracker; after a failure it is not called again, and the run goes on."""
         try:
             if self.tracker is not None:
                 call(self.tracker)
@@ -60,7 +60,7 @@ class Tracking:
 
 
 def check_installed(name: str) -> None:
-    """Raise CapabilityError for a tracker of `PACKAGES` that is not installed; imports nothing."""
+    """Raise CapabilityError for a tracker of `PACKAGES` that is not installed, without importing it."""
     if name in PACKAGES and all(map(is_missing, PACKAGES[name])):
         raise CapabilityError(f"--track {name}: not installed; pip install {name}")
 
@@ -76,7 +76,7 @@ def check_tracker(name: str) -> None:
 
 
 def _flat(line: dict[str, Any], prefix: str = "") -> Any:
-    """Numbers by names like ``held/self/kl``."""
+    """The numbers of `line` under names like ``held/self/kl``."""
     for name, value in line.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}/")

@@ -1,7 +1,7 @@
-"""Which parameters of a compressed model a healing trains, and where they lie on disk.
+"""Decides which parameters of a compressed model healing trains, and finds where they lie on disk.
 
-They lie mostly under their own names, but norms of old checkpoints under others, and the experts of a
-layer one by one.
+Most lie under their own names. Norms of old checkpoints have other names, and the experts of a layer
+are stored one by one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from blr.compressor.recipe.heal_settings import KINDS
 
 
 def check_has_kinds(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> None:
-    """Raise UsageError, from headers, when nothing of `checkpoint` is of the `kinds` to be trained."""
+    """Raise UsageError, from headers alone, if nothing in `checkpoint` is of the `kinds` to be
+    trained."""
     if "factors" in kinds and checkpoint.specs:
         return
     source = open_source(checkpoint.source.folder)
@@ -36,9 +37,9 @@ def check_has_kinds(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> None:
 def choose(
     student: Any, kinds: tuple[str, ...], packed: Collection[str], added: set[str], held: Collection[str]
 ) -> list[str]:
-    """Names of the parameters of these `kinds` that are trained, which want gradients from here on;
-    `packed` are factors in few bits, `added` layers with additions, `held` what the checkpoint can
-    store. Raises UsageError for none."""
+    """The names of the parameters of these `kinds` that are trained; gradients are switched on for
+    them. `packed` are factors in few bits, `added` layers with additions, `held` the names that the
+    checkpoint can store. Raises UsageError if there are none."""
     named = dict(student.named_parameters())
     plain = [n for n in named if n not in packed and _is_trained(student, n, kinds, added)]
     placed = [name for name in plain if name in held or is_addition(name)]
@@ -73,7 +74,8 @@ def kind_of(model: Any, name: str) -> str:
 
 
 def _check_any(model: Any, kinds: tuple[str, ...], factored: Collection[str]) -> None:
-    """Raise UsageError when nothing of `model` is of the `kinds`; `factored` names what has factors."""
+    """Raise UsageError if nothing in `model` is of the `kinds`; `factored` names whatever has
+    factors."""
     present = {kind_of(model, name) for name, _ in model.named_parameters()}
     present |= {"factors"} if factored else set()
     if not present & {*kinds}:
@@ -84,7 +86,7 @@ def _check_any(model: Any, kinds: tuple[str, ...], factored: Collection[str]) ->
 
 
 def _is_trained(student: Any, name: str, kinds: tuple[str, ...], added: set[str]) -> bool:
-    """Whether a parameter is trained: of layers with additions, only these."""
+    """Whether a parameter is trained; of layers with additions only these are."""
     if is_addition(name):
         return True
     kind = kind_of(student, name)
@@ -92,8 +94,8 @@ def _is_trained(student: Any, name: str, kinds: tuple[str, ...], added: set[str]
 
 
 class StoredNames:
-    """The tensors of a checkpoint by the parameters of `model`: `names` on disk to those in the
-    model, `merged` parameters to rows of names on disk, `held` all names that can be stored."""
+    """Where the parameters of `model` lie on disk: `names` maps names on disk to names in the model,
+    `merged` maps parameters to rows of names on disk, `held` has all names that can be stored."""
 
     def __init__(self, model: Any, stored: Collection[str]) -> None:
         every = dict(model.named_parameters(remove_duplicate=False))
@@ -107,7 +109,8 @@ class StoredNames:
         self.held = {name for name, parameter in every.items() if id(parameter) in placed}
 
     def parted(self, values: Mapping[str, Tensor], source: Source) -> dict[str, Tensor]:
-        """What is stored of the `values` of merged parameters, by name on disk."""
+        """The stored tensors that merged parameters are made of, by name on disk, from the parameters'
+        `values`."""
         found: dict[str, Tensor] = {}
         for name in self.merged.keys() & values.keys():
             for rows, parts in zip(values[name], self.merged[name], strict=True):
@@ -117,7 +120,8 @@ class StoredNames:
 
 
 def _named(model: Any, stored: Collection[str], known: Collection[str]) -> dict[str, str]:
-    """What `model` calls the tensors `stored`: by module, or by tensor where only that is `known`."""
+    """The names in `model` of the tensors `stored`: found by module, or by tensor if only that name is
+    `known`."""
     modules = module_names(model, {name.rpartition(".")[0] for name in stored})
     whole = {old: new for new, old in renamed(model, stored).items()}
     prefix, found = f"{model.base_model_prefix}.", {}

@@ -1,6 +1,6 @@
-"""The training of a student: steps until the budget is spent, judged by held-back windows on the way.
+"""Trains a student until the budget is spent; held-back windows judge it from time to time.
 
-Forward and backward passes of a step are made in parts that fit memory, on a GPU as CUDA graphs.
+The passes of a step are made in parts that fit in memory, on a GPU as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from blr.compressor.healing.student_and_teacher import TrainedPair
 from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.workspace.journal import Journal
 
-EVALUATIONS = 10  # in a run, besides the one before it
+EVALUATIONS = 10  # in a run, besides the first one
 LOGGED = 100  # lines of metrics in a run
-SMALL = 0.02  # root mean square that a tensor of zeros (a bias, often) is taken to have
-STEP = 1.1  # sizes are rounded to its powers, so that tensors of like size are moved by one kernel
-HELD_ON_CPU = 16  # windows of a text that a decoder is judged by where all 64 take as long as ten steps
+SMALL = 0.02  # root mean square that is assumed of a tensor of zeros, as many biases are
+STEP = 1.1  # rates are rounded to its powers, so that one kernel moves tensors of about the same size
+HELD_ON_CPU = 16  # windows of a text that judge a decoder on a CPU: all 64 take as long as ten steps
 
 
 @dataclass(frozen=True)
 class StatePlace:
-    """Where a run keeps its state, and what is told of every logged line as it comes."""
+    """Where a run keeps its state; `tell` gets every logged line as it comes."""
 
     journal: Journal
     key: str
@@ -45,7 +45,7 @@ class StatePlace:
 
 
 class Trainer(TrainingLoop):
-    """Trains `pair` on `data`; `run` leaves the best masters in the pair."""
+    """Trains `pair` on `data`; after `run` the pair has the best masters."""
 
     state: State
 
@@ -59,7 +59,13 @@ class Trainer(TrainingLoop):
         self.processes, self.saved_at, self.progress = processes, place, progress
         if options.checkpointing:
             checkpoint_blocks(pair.student)
-        self.objective = _objective(pair, data, options)
+        stream = data.parts[0].stream
+        self.objective: Objective | Embedding
+        if pair.sentences is not None:
+            self.objective = Embedding(pair, pair.sentences, options.hidden)
+        else:
+            probe = stream.held[:1, :64].to(pair.device)
+            self.objective = Objective(pair, options, probe, stream.idle)
         most = HELD_ON_CPU if pair.device.type == "cpu" and pair.sentences is None else None
         self.held = {part.name: part.stream.held[:most] for part in data.parts}
         if options.compile:
@@ -71,11 +77,11 @@ class Trainer(TrainingLoop):
         self.total = options.steps or (options.epochs and data.steps(options.epochs)) or 0
         self.meter = Meter(pair.device)
         self.state = State()
-        self.speeds: list[float] = []  # tokens a second in every logged part of this run
+        self.speeds: list[float] = []  # tokens a second, at every logged line of this run
 
     def run(self) -> State:
-        """Train until the budget is spent or nothing gets better. Raises NumericsError for a loss
-        that is not finite, CapabilityError where one window does not fit in memory."""
+        """Train until the budget is spent or nothing improves. Raises NumericsError if the loss is not
+        finite, CapabilityError if a single window does not fit in memory."""
         self._resume()
         self.started = self.saved = monotonic()
         self.earlier = self.state.seconds
@@ -88,7 +94,7 @@ class Trainer(TrainingLoop):
         return self.state
 
     def _share(self) -> float:
-        """Of the budget that is spent."""
+        """The share of the budget that is spent."""
         if self.total:
             return self.state.step / self.total
         return self.state.seconds / (60 * (self.options.minutes or 1))
@@ -125,7 +131,7 @@ class Trainer(TrainingLoop):
         self.last = loss, norm
 
     def after_step(self) -> None:
-        """Log, judge and save when their time has come."""
+        """Log, evaluate and save when it is time."""
         self._check()
         self.meter.add(*self.last, self.data.tokens)
         self.state.seconds = self.earlier + monotonic() - self.started
@@ -139,26 +145,26 @@ class Trainer(TrainingLoop):
             self.show(self.spent, f"loss {loss:.4f}, {speed:,.0f} tokens/s")
         if math.floor(self.spent * EVALUATIONS) > math.floor(before * EVALUATIONS):
             self.consider()
-        self.state.done = self.spent >= 1 or self._stale()
+        patience = self.options.patience
+        stale = patience is not None and self.state.worse >= patience
+        self.state.done = self.spent >= 1 or stale
         if late or self.state.done:
             self._save()
 
     def _check(self) -> None:
-        """Raise NumericsError if the step before this one went wrong: its figures are there by now."""
+        """Raise NumericsError if the previous step failed; its figures have arrived by now."""
         if not self.meter.finite():
             raise NumericsError(
                 f"the loss or its gradient is not finite at step {self.state.step}; lower --lr, now "
                 f"{self.options.rate:g}, and pass --restart"
             )
 
-    def _stale(self) -> bool:
-        return self.options.patience is not None and self.state.worse >= self.options.patience
-
     def _merits(self) -> dict[str, Any]:
         return {name: self.objective.merit(held) for name, held in self.held.items()}
 
     def _judged(self, merits: dict[str, Any]) -> float:
-        """The figure to lower, each part with its share of a batch. Raises NumericsError."""
+        """The figure to lower, in which each part counts by its share of a batch. Raises
+        NumericsError."""
         parts = [p.windows * merits[p.name].judged(self.options.loss) for p in self.data.parts]
         found = self.processes.agreed(sum(parts) / self.data.batch)[0]
         if not math.isfinite(found):
@@ -169,7 +175,7 @@ class Trainer(TrainingLoop):
         return found
 
     def judge(self) -> float:
-        """The figure to lower; the merits behind it are logged."""
+        """The figure to lower; the merits that it is made of are logged."""
         self._flush()
         self.merits = self._merits()
         found = self._judged(self.merits)
@@ -184,7 +190,7 @@ class Trainer(TrainingLoop):
         return better
 
     def judge_written(self) -> None:
-        """Judge the pair as it has been rounded since; the start, where that is no better."""
+        """Judge the pair after rounding; where it is no better than the start, record the start."""
         merits, before = self._merits(), self.state.before
         start = {name: type(merit)(**before[name]) for name, merit in merits.items()}
         if self.state.best_step and self._judged(merits) < self._judged(start):
@@ -193,12 +199,13 @@ class Trainer(TrainingLoop):
             self.state.best_step, self.state.best_merits = 0, before
 
     def _flush(self) -> None:
-        """Wait for the step in progress and check it."""
+        """Wait for the current step and check it."""
         self._check()
         self.meter.last.zero_()
 
     def _log(self, found: dict[str, Any], **speed: float) -> None:
-        """Keep what was `found`, without times: what is written is the same whenever the steps are."""
+        """Keep a line of what was `found`. Times are only told, so that the same steps write the same
+        lines."""
         line: Any = {"step": self.state.step, "tokens": self.state.step * self.data.tokens, **found}
         self.state.log.append(line)
         self.saved_at.tell({**line, "seconds": round(self.state.seconds, 2), **speed})
@@ -212,16 +219,9 @@ class Trainer(TrainingLoop):
         self.saved = monotonic()
 
 
-def _objective(pair: TrainedPair, data: Data, options: HealOptions) -> Objective | Embedding:
-    if pair.sentences is not None:
-        return Embedding(pair, pair.sentences, options.hidden)
-    stream = data.parts[0].stream
-    return Objective(pair, options, stream.held[:1, :64].to(pair.device), stream.idle)
-
-
 class Meter:
-    """Loss and speed since the last logged line. Figures of the last step are on their way to the
-    CPU: asking for them does not wait for the step in progress."""
+    """Loss and speed since the last logged line. The figures of a step are copied to the CPU in the
+    background, so that reading those of the last one does not wait for the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -241,13 +241,13 @@ class Meter:
         self.steps, self.tokens = self.steps + 1, self.tokens + tokens
 
     def finite(self) -> bool:
-        """Whether the last step's figures are."""
+        """Whether the figures of the last step are finite."""
         if self.event is not None:
             self.event.synchronize()
         return bool(torch.isfinite(self.last).all())
 
     def read(self) -> tuple[float, float]:
-        """Mean loss and tokens a second, and a new start."""
+        """The mean loss and the tokens a second since the last call."""
         loss = round(float(self.total) / max(self.steps, 1), 6)
         speed = round(self.tokens / max(monotonic() - self.at, 1e-9), 1)
         self._restart()
@@ -259,13 +259,14 @@ def _plain(merits: dict[str, Merit | Nearness]) -> Any:
 
 
 def rounded_rates(rate: float, sizes: Iterable[float], shares: Iterable[float]) -> list[float]:
-    """Of every master: its share of `rate` × its root mean square. Like rates are made one."""
+    """The rate of each master: `rate` times its root mean square times its share, rounded so that many
+    are equal."""
     known = (share * (size or SMALL) for size, share in zip(sizes, shares, strict=True))
     return [rate * STEP ** round(math.log(each, STEP)) for each in known]
 
 
 def schedule(done: float, warmup: float) -> float:
-    """Factor of the rate when `done` of the run is over: up in a line, down in half a cosine."""
+    """The share of the rate once `done` of the run is over: a linear rise, then half a cosine down."""
     if done < warmup:
         return done / warmup
     return 0.5 * (1 + math.cos(math.pi * min((done - warmup) / (1 - warmup), 1.0)))
@@ -273,7 +274,7 @@ def schedule(done: float, warmup: float) -> float:
 
 class Passes:
     """Leaves the gradients of the mean loss over `scored` tokens (or sentences) in the masters of
-    `pair`; a process has `most` windows of a step, and takes `micro` a pass to begin with (None:
+    `pair`. A process has up to `most` windows of a step, and at first takes `micro` in a pass (None:
     all)."""
 
     def __init__(
@@ -286,7 +287,8 @@ class Passes:
         self.captures = pair.device.type == "cuda" and not pair.slices
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """This process's share of the loss of a batch. Raises CapabilityError when no window fits."""
+        """This process's share of a batch's loss. Raises CapabilityError if a single window does not
+        fit."""
         while True:
             try:
                 return self._run(rows)
@@ -318,13 +320,14 @@ class Passes:
         return loss.detach()
 
     def _capture(self, part: Tensor) -> bool:
-        """Whether the passes of a part of this shape could be captured; if not, none is any more."""
+        """Try to capture the passes of a part of this shape; after a failure nothing is captured any
+        more."""
         try:
             given = self.pair.parameters, part.to(self.pair.device)
             self.graphs[part.shape] = CapturedPasses(self._eager, *given)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # whatever a model does that no graph can hold
+        except RuntimeError as error:  # the model does something that no graph can hold
             reason = first_line(error, 120)
             self.progress.notes([f"the training step is no CUDA graph, it runs slower ({reason})"])
             self.captures = False

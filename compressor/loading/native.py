@@ -43,7 +43,7 @@ def native_class(source: Source) -> type[PreTrainedModel]:
     path, names = source.folder / "config.json", source.config.get("architectures")
     if not names:
         refuse(path, "no architectures", "the name of a model class of transformers", REMEDY)
-    named = getattr(transformers, names[0], None)
+    named = None if names[0].startswith(PREFIX) else getattr(transformers, names[0], None)
     if not isinstance(named, type) or not issubclass(named, transformers.PreTrainedModel):
         refuse(path, f"architecture {quote(names[0])}", "a model class of transformers", REMEDY)
     return named

@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.after_import import after_import
+from blr.compressor.modeling.cpu_product import cpu_product
 from blr.compressor.modeling.float8 import float8_product, forget_scales, is_float8, prepare_layer
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
 from blr.compressor.modeling.stages import Packed, packed_factor
@@ -41,12 +42,14 @@ class Kernels:
 
     product: computes ``x Wᵀ + bias`` from a layer's spec, x, the bias and the factors in order; None:
     the formula does. widens: whether the last axis of every factor is the rank. takes_sums: whether a
-    product of low rank can be added to its weight as more columns of the factors.
+    product of low rank can be added to its weight as more columns of the factors. packed: the factors of
+    a product of matrices, in the order in which they are multiplied.
     """
 
     product: Callable[..., Tensor] | None = None
     widens: bool = False
     takes_sums: bool = False
+    packed: tuple[str, ...] = ()
 
 
 def _low_rank(spec: Spec, x: Tensor, bias: Tensor | None, U: Tensor, V: Tensor) -> Tensor:
@@ -57,7 +60,8 @@ def _low_rank(spec: Spec, x: Tensor, bias: Tensor | None, U: Tensor, V: Tensor) 
 
 # Structure -> its kernels; others compute by the formula of `modeling_blr.STRUCTURES`
 KERNELS = {
-    "svd": Kernels(_low_rank, widens=True, takes_sums=True),
+    "svd": Kernels(_low_rank, widens=True, takes_sums=True, packed=("V", "U")),
+    "dense": Kernels(packed=("weight",)),
     "monarch": Kernels(lambda _, x, bias, U, V: monarch_linear(x, U, V, bias)),
     "blast": Kernels(
         lambda _, x, bias, U, S, V: blast_linear(x, U, S, V, bias), widens=True, takes_sums=True
@@ -71,8 +75,10 @@ class KernelLinear(modeling_blr.FormulaLinear):
     """A layer whose products are kernels.
 
     spec: of its structure. packing: how its factors are packed, or None. exported: whether they lie as
-    kernels read them.
+    kernels read them. cpu_weights: see `cpu_product`.
     """
+
+    cpu_weights: Any = None
 
     def __init__(self, spec: Spec, bias: bool, exported: bool = False) -> None:
         super().__init__(spec.to_dict(), bias, exported)
@@ -129,9 +135,16 @@ class KernelLinear(modeling_blr.FormulaLinear):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if is_float8(self) and (y := float8_product(self, x, bias)) is not None:
             return y
+        if (y := self.cpu_product(x, bias)) is not None:
+            return y
         if self.kernels.product is None:
             return super().product(x, bias)
         return self.kernels.product(self.spec, x, bias, *self.factors_for(x))
+
+    def cpu_product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The same of one token a sequence on a CPU, of packed factors; None of others."""
+        packed = self.packing is not None and self.kernels.packed
+        return cpu_product(self, self.kernels.packed, x, bias) if packed else None
 
     def factors_for(self, x: Tensor) -> list[Tensor]:
         """The factors with which the product of x is computed."""
@@ -140,6 +153,7 @@ class KernelLinear(modeling_blr.FormulaLinear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         forget_scales(self)
+        self.cpu_weights = None
         if is_float8(self):
             prepare_layer(self)
         return self
@@ -253,11 +267,13 @@ class QuantizedLinear(KernelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The output [..., o] of x [..., i]; at most `WHOLE` weights are dequantized at a time."""
+        if (found := self.cpu_product(x, self.bias)) is not None:
+            return found
         w, step = self.packed(), rows_at_once(self.in_features)
         if is_float8(self) and (found := float8_product(self, x, self.bias)) is not None:
             return found
         if not w.fp8 and x.dtype == w.scale.dtype and w.runs_kernels():
-            return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group)
+            return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group, w.curved)
         if step >= self.out_features:
             return linear(x, w.dequantized(), self.bias)
         parts = zip(w.packed.split(step), w.scale.split(step), strict=True)

@@ -61,11 +61,11 @@ PACKAGE = "pip install blr-compress"
 
 # 1. Numbers in few bits -------------------------------------------------------------------------------
 #
-# A row of K numbers is padded to whole groups; each group has one scale. A level is an integer from
-# −2^(bits−1) on and stands for ``scale · x (1 + CURVE x²)`` with x = level + SHIFT. The bytes of a group
-# are little-endian words of 32 bits, W = group · bits / 32 of them: field f of word j holds element
-# f·W + j, as level + 2^(bits−1) below 8 bits. Three bits are two planes: first the low two bits of every
-# level, then the high one. Numbers in float8 have a scale a group, or a row where the group is 0.
+# A row of K numbers is padded to whole groups; each group has one scale. A level, an integer from
+# −2^(bits−1) on, stands for ``scale · x (1 + CURVE x²)`` with x = level + SHIFT, or ``scale · level`` of
+# 3 bits not curved. A group is W = group · bits / 32 little-endian words of 32 bits: field f of word j
+# holds element f·W + j, as level + 2^(bits−1) below 8 bits. Three bits are two planes: the low two bits
+# of every level, then the high one. Numbers in float8 have a scale a group, or a row where that is 0.
 
 GROUP, KEPT_GROUP = 128, 32  # numbers that share a scale; the same of BLAST's couplings
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # bits of a level by plane, the lowest first
@@ -78,8 +78,9 @@ def dequantize(factor: Any, packed: Tensor, scale: Tensor) -> Tensor:
     """Numbers [..., R, K] of packed rows and scales [..., R, groups], in the dtype of the scales."""
     bits, group, K = factor.bits, factor.group, factor.stored_shape[-1]
     work = torch.float64 if scale.dtype == torch.float64 else torch.float32
-    x = unpack(packed, bits, group).unflatten(-1, (-1, group)).to(work) + SHIFT[bits]
-    points = x * (1 + CURVE[bits] * x.square()) if bits in CURVE else x
+    grid = 4 if bits == 3 and not factor.curved else bits  # uniform levels are those of 4 bits
+    x = unpack(packed, bits, group).unflatten(-1, (-1, group)).to(work) + SHIFT[grid]
+    points = x * (1 + CURVE[grid] * x.square()) if grid in CURVE else x
     return (points * scale.to(work).unsqueeze(-1)).flatten(-2)[..., :K].to(scale.dtype)
 
 
@@ -153,8 +154,8 @@ class Factor:
     """One factor of a structure: how it is stored, and the dense tensor that this stands for.
 
     name: ``U`` or ``factors.0``. shape: of the dense tensor. storage: one of `STORAGES`. axes: the axes
-    of `shape` that each axis of what is stored runs over; () if they are the same. bits, group: of
-    packed numbers. tile: rows that share a group, and the width that each is padded to, or None.
+    of `shape` that each axis of what is stored runs over; () if they are the same. bits, group, curved:
+    of packed numbers. tile: rows that share a group, and the width that each is padded to, or None.
     """
 
     name: str
@@ -164,6 +165,7 @@ class Factor:
     bits: int = 0
     group: int = GROUP
     tile: tuple[int, int] | None = None
+    curved: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -245,7 +247,8 @@ def _factor(entry: Entry, name: str, shape: Shape, exported: bool, index: bool) 
     made = Factor(name, shape, "float8" if entry.get("fp8") else "integer", axes, bits, group)
     width = 1 << (made.matrix_shape[-1] - 1).bit_length()
     tiled = entry.get("tiled") and name == "U" and group >= 2 * made.matrix_shape[-1]
-    return replace(made, tile=(group // width, width)) if tiled else made
+    tile = (group // width, width) if tiled else None
+    return replace(made, tile=tile, curved=entry.get("curved", True))
 
 
 # 3. Structures ----------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class Packed(NamedTuple):
     bits: int
     K: int
     group: int = GROUP
+    curved: bool = True
 
     @property
     def fp8(self) -> bool:
@@ -65,7 +66,8 @@ class Packed(NamedTuple):
             return dequantize(self, self.packed, self.scale)
         from blr.kernels.layers.packed.triton import dequantize as run
 
-        return run(self.packed, self.scale, self.bits, self.K, self.scale.dtype, self.group)
+        form = self.bits, self.K, self.scale.dtype, self.group, self.curved
+        return run(self.packed, self.scale, *form)
 
     def runs_kernels(self) -> bool:
         """Whether kernels compute with it here; torch does in traces and where scales are trained."""
@@ -83,7 +85,7 @@ def packed_factor(layer: FormulaLinear, name: str) -> Packed:
     """The packed factor of a layer that is called `name`: U, factors.0, weight."""
     factor: Factor = layer.held[name]
     packed, scale = layer.stored(factor)
-    return Packed(packed, scale, factor.bits, factor.stored_shape[-1], factor.group)
+    return Packed(packed, scale, factor.bits, factor.stored_shape[-1], factor.group, factor.curved)
 
 
 def narrow_factor(layer: FormulaLinear, name: str) -> Narrow:
@@ -204,9 +206,10 @@ def correction_of(layer: FormulaLinear) -> Corrections | None:
     return Corrections(first, Narrow(last.w.contiguous()))
 
 
-def kind_of(w: object) -> tuple[int, int]:
-    """Bits and group of packed weights, zeros for others. Both stages of a `dual` must agree."""
-    return getattr(w, "bits", 0), getattr(w, "group", 0)
+def kind_of(w: object) -> tuple[int, int, bool]:
+    """Bits and group of packed weights and whether their grid is curved, zeros for others. Both stages
+    of a `dual` must agree."""
+    return (w.bits, w.group, w.curved) if isinstance(w, Packed) else (0, 0, False)
 
 
 def matrix(layer: FormulaLinear, name: str) -> Tensor | Packed:

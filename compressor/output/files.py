@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from ruamel.yaml import YAML
 
 from blr.compressor.base.disk import Bytes, fsync_folder, pieces, write_stream
@@ -92,6 +93,11 @@ def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     native, named = config["model_type"], config["architectures"]
     classes = auto_map(native, named)
     config = inert(config, declared_keys(native))
+    if "XLNetLMHeadModel" in named:  # pipelines know it by that name, and any model by this entry
+        config = {
+            **config,
+            "prefix": config.get("prefix") or transformers.TextGenerationPipeline.XL_PREFIX,
+        }
     return {
         **config,
         "model_type": f"blr_{native}",

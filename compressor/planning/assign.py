@@ -1,5 +1,5 @@
-"""From each layer's settings to its spec: blocks, groups of heads, chains and ranks that together
-meet the budget."""
+"""Turns each layer's settings into its spec: blocks, groups of heads, chains, and ranks that meet the
+budget."""
 
 from __future__ import annotations
 
@@ -18,23 +18,17 @@ from blr.compressor.structures.patterns import choose_patterns, parse_patterns, 
 from blr.compressor.structures.registry import STRUCTURES, LayerSizes, Structure
 from blr.compressor.structures.specs import KroneckerSpec, Spec
 
-CHAIN_TOLERANCE = 0.005  # of the compression factor, that a chosen chain may exceed
+CHAIN_TOLERANCE = 0.005  # by which a chain may exceed the compression factor, relative to it
 CHAIN_TRIES = 8
-RANK_UNIT = 4  # of corrections that bits size
+RANK_UNIT = 4  # ranks of corrections that are sized by bits are multiples of it
 
 Curves = Mapping[str, Sequence[float]]
 
 
-def nearest_blocks(o: int, i: int, wanted: int) -> int:
-    """The number of blocks nearest to the one that is wanted that divides both dimensions."""
-    common = gcd(o, i)
-    divisors = [d for d in range(1, common + 1) if common % d == 0]
-    return min(divisors, key=lambda d: (abs(log(d / wanted)), d))
-
-
 @dataclass(frozen=True)
 class Task:
-    """A layer, its settings and what is decided; `width` is that of an unpacked number, in bits."""
+    """A layer with its settings and what is decided so far; `width` is the bits of an unpacked
+    number."""
 
     layer: Layer
     settings: LayerSettings
@@ -45,14 +39,14 @@ class Task:
 
     @property
     def size(self) -> int:
-        """Dense parameters."""
+        """Parameters of the dense layer."""
         o, i = self.layer.shape
         return o * i
 
     @property
     def cost(self) -> int:
-        """Parameters of a unit of rank, before what pivots spare; of a chain's share, as if it had
-        one."""
+        """Parameters of one unit of rank, before those that pivots save. A chain is given the cost of
+        low rank."""
         if not self.ranked or self.structure.pivots:
             return sum(self.layer.shape)
         return self.spec(self.step).parameters // self.step
@@ -63,12 +57,12 @@ class Task:
 
     @property
     def ranked(self) -> bool:
-        """Whether its parameters are spent on a rank, not on a chain."""
+        """Whether the structure has a rank; a chain has none."""
         return self.structure.ranked
 
     @property
     def step(self) -> int:
-        """The rank is a multiple of this."""
+        """The number that the rank is a multiple of."""
         return self.blocks if self.structure.stepped else 1
 
     @property
@@ -86,17 +80,17 @@ class Task:
 
     @property
     def corrections(self) -> Sequence[int]:
-        """The ranks that a correction may have which bits size."""
+        """The ranks that a correction may have if it is sized by bits."""
         unit = max(self.step, RANK_UNIT // self.step * self.step)
         return range(unit, self.most + 1, unit) or [self.step]
 
     def bits(self, rank: int) -> float:
-        """Stored bits a weight, of a correction of this rank with its base."""
+        """Stored bits a weight of a correction of this rank and its base."""
         stored = stored_spec(self.spec(rank), self.settings.stored, self.width)
         return stored.stored_bits(self.width) / self.size
 
     def spec(self, rank: int) -> Spec:
-        """The structure of this layer with `rank`."""
+        """The spec of this layer with `rank`."""
         o, i = self.layer.shape
         form = LayerSizes(i, o, self.blocks, self.groups, self.layer.head_side)
         make = self.structure.of_rank
@@ -104,7 +98,7 @@ class Task:
         return make(form, rank)
 
     def decided(self, why: str) -> str:
-        """The rule in words: where the settings come from, what was decided on the way, `why`."""
+        """The rule in words: where the settings come from, what was decided before, and `why`."""
         return f"{self.settings.rule}: {'; '.join(part for part in (self.why, why) if part)}"
 
 
@@ -113,7 +107,7 @@ Assigned = dict[str, tuple[Spec, str]]  # module to its spec and the rule that c
 
 @dataclass(frozen=True)
 class Assigner:
-    """Gives specs to tasks. `curves` as in `budget.Item`, by module."""
+    """Chooses specs for tasks. `curves` are those of `budget.Item`, by module."""
 
     recipe: Recipe
     curves: Curves
@@ -121,7 +115,8 @@ class Assigner:
     notes: list[str]
 
     def assign(self, tasks: Sequence[Task], budget: float) -> Assigned:
-        """Specs of all tasks (none dense) with `budget` parameters in all. Raises UsageError."""
+        """The specs of all tasks (none dense), which together have `budget` parameters. Raises
+        UsageError."""
         tasks = [self._shaped(task) for task in tasks]
         self._check_bits(tasks)
         given = {task.layer.module: done for task in tasks if (done := self._given(task))}
@@ -136,33 +131,28 @@ class Assigner:
         if free:
             spent = sum(spec.parameters for spec, _ in given.values())
             given |= self._shared(free, budget - spent, f"cf {self.recipe.cf:g}")
-        elif "cf" in self.recipe.model_fields_set and budget:
-            self._say_fixed(given, budget)
+        elif "cf" in self.recipe.model_fields_set and budget and self.recipe.rank is None:
+            spent = sum(spec.parameters for spec, _ in given.values())
+            if abs(spent - budget) > 0.01 * budget:
+                self.notes.append(
+                    f"rules fix every layer: they hold {spent:,} parameters where cf "
+                    f"{self.recipe.cf:g} would leave them {budget:,.0f}"
+                )
         return {task.layer.module: given[task.layer.module] for task in tasks}
 
-    def _say_fixed(self, given: Assigned, budget: float) -> None:
-        spent = sum(spec.parameters for spec, _ in given.values())
-        if abs(spent - budget) > 0.01 * budget and self.recipe.rank is None:
-            self.notes.append(
-                f"rules fix every layer: they hold {spent:,} parameters where cf "
-                f"{self.recipe.cf:g} would leave them {budget:,.0f}"
-            )
-
     def _shaped(self, task: Task) -> Task:
-        """Blocks that divide the layer, groups that keep its heads whole."""
+        """The task with a number of blocks that divides its layer, or of groups that keep its heads
+        whole."""
         if task.structure.blocks is not None:
-            return replace(task, blocks=self._blocks(task))
+            (o, i), wanted = task.layer.shape, task.settings.target_blocks
+            divisors = [d for d in range(1, gcd(o, i) + 1) if gcd(o, i) % d == 0]
+            nearest = min(divisors, key=lambda d: (abs(log(d / wanted)), d))
+            if nearest != wanted:
+                self._say(f"{o}x{i}: {wanted} blocks do not divide it, using {nearest}")
+            return replace(task, blocks=nearest)
         if task.structure.grouped and task.settings.heads != "whole" and task.layer.heads > 1:
             return self._grouped(task)
         return task
-
-    def _blocks(self, task: Task) -> int:
-        """The number of blocks: as asked, or the nearest that divides both dimensions."""
-        (o, i), wanted = task.layer.shape, task.settings.target_blocks
-        nearest = nearest_blocks(o, i, wanted)
-        if nearest != wanted:
-            self._say(f"{o}x{i}: {wanted} blocks do not divide it, using {nearest}")
-        return nearest
 
     def _grouped(self, task: Task) -> Task:
         (o, i), layer, wanted = task.layer.shape, task.layer, task.settings.heads
@@ -179,7 +169,7 @@ class Assigner:
         return replace(task, groups=groups, why=f"{groups} group{'s' * (groups > 1)} of heads")
 
     def _given(self, task: Task) -> tuple[Spec, str] | None:
-        """The spec when settings name a rank or a chain."""
+        """The spec and its rule if the settings name a rank, a chain or bits; else None."""
         o, i = task.layer.shape
         settings = task.settings
         if settings.pattern is not None:
@@ -187,20 +177,15 @@ class Assigner:
             validate_chain(patterns, i, o)
             return KroneckerSpec(i, o, patterns), task.decided("chain as given")
         if task.bpw is not None:
-            return self._within(task, task.bpw)
+            ranks = task.corrections
+            found = bisect_right(ranks, task.bpw, key=task.bits)  # groups fill up in steps, never fewer
+            return task.spec(ranks[found - 1]), task.decided(f"at most {task.bpw:g} bits a weight")
         if settings.rank is None:
             return None
         rank = min(max(settings.rank // task.step, 1) * task.step, task.most)
         if rank != settings.rank:
             self._say(f"{o}x{i}: rank {settings.rank} is not possible, using {rank}")
         return task.spec(rank), task.decided("rank as given")
-
-    def _within(self, task: Task, bpw: float) -> tuple[Spec, str]:
-        """The largest correction with which all that is stored takes `bpw` bits a weight."""
-
-        ranks = task.corrections
-        found = bisect_right(ranks, bpw, key=task.bits)  # groups fill up by steps, but none downwards
-        return task.spec(ranks[found - 1]), task.decided(f"at most {bpw:g} bits a weight")
 
     def _check_bits(self, tasks: Sequence[Task]) -> None:
         """Raise UsageError for fewer bits a weight than the smallest correction takes."""
@@ -219,7 +204,7 @@ class Assigner:
             )
 
     def _shared(self, tasks: Sequence[Task], budget: float, goal: str) -> Assigned:
-        """Specs of tasks that share `budget` parameters."""
+        """The specs of tasks that share `budget` parameters."""
         items = [self._item(task) for task in tasks]
         if budget < sum(item.least for item in items):
             raise UsageError(self._impossible(tasks, items, budget, goal))
@@ -249,7 +234,7 @@ class Assigner:
 
     @property
     def _strength(self) -> float:
-        """Weight of the sensitivities; 0 unless they are known and wanted."""
+        """The weight of the sensitivities; 0 unless they are known and wanted."""
         return 0.0 if self.recipe.allocation == "uniform" or not self.curves else self.recipe.strength
 
     def _item(self, task: Task) -> Item:
@@ -258,7 +243,8 @@ class Assigner:
         return Item(task.size, task.cost, task.step, curve=curve, width=task.groups, pivots=pivots)
 
     def _merged(self, tasks: Sequence[Task], items: Sequence[Item]) -> list[tuple[Item, list[Task]]]:
-        """Without sensitivities, layers of equal shape and structure share one rank."""
+        """Items with their tasks. Without sensitivities, layers of equal shape and structure share one
+        item."""
         if self._strength:
             return [(item, [task]) for task, item in zip(tasks, items, strict=True)]
         merged: dict[tuple[object, ...], list[Task]] = {}
@@ -269,7 +255,7 @@ class Assigner:
         return [(replace(item, count=len(members)), members) for item, members in pairs]
 
     def _chains(self, groups: Sequence[tuple[Item, list[Task]]], exact: Sequence[float]) -> Assigned:
-        """Kronecker-sparse chains that together come within a percent of what their share allows."""
+        """Kronecker-sparse chains that together come within a percent of their share of the budget."""
         pairs = zip(groups, exact, strict=True)
         wanted = [
             (members, rank * item.cost) for (item, members), rank in pairs if not members[0].ranked
@@ -289,7 +275,7 @@ class Assigner:
         return best
 
     def _chain(self, members: Sequence[Task], share: float) -> Assigned:
-        """One chain of about `share` parameters for layers of one shape."""
+        """One chain of about `share` parameters for layers of the same shape."""
         o, i = members[0].layer.shape
         factor = max(o * i / share, 1.0 + 1e-6)
         choose = partial(choose_patterns, calibrated=self.calibrated, tolerance=CHAIN_TOLERANCE)

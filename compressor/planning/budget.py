@@ -1,13 +1,15 @@
-"""Ranks from a parameter budget, without torch.
+"""Finds ranks that meet a parameter budget, without torch.
 
-A layer of o×i spends `cost` parameters on each unit of rank: r(i + o) for `svd` and Monarch,
-r(i + o + b²) for BLAST; pivot rows spare r of its r rows, r(i + o − r). Uniform ranks give every layer
-the same share of its dense parameters. Sensitivities do better: `curve` holds the predicted loss that
-each further rank saves (the eigenvalues of G^½ W H Wᵀ G^½, falling; G the Fisher matrix of the layer's
-output, H the Gram matrix of its input), and the loss is least where one more parameter saves equally
-much in every layer. Predictions are rough, so ranks are blended with uniform ones and keep a floor.
+A layer of o×i spends `cost` parameters on each unit of rank: r(i + o) for `svd` and Monarch, r(i + o +
+b²) for BLAST; pivots save r of the factor's r rows, r(i + o − r). Uniform ranks give every layer the
+same share of its dense parameters. Sensitivities do better. `curve` has the predicted loss that each
+further rank saves: the falling eigenvalues of G^½ W H Wᵀ G^½, where G is the Fisher matrix of the
+layer's output and H the Gram matrix of its input. The loss is least where one more parameter saves
+equally much in every layer. Predictions are rough, so these ranks are blended with uniform ones and
+have a floor.
 
-Measured on mini-llama (BLAST, CF 2): perplexity 20.3 uniform, 17.3 with strength 0.7, floor 0.3.
+Measured on mini-llama (BLAST, CF 2): perplexity 20.3 with uniform ranks, 17.3 with strength 0.7 and
+floor 0.3.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, sqrt
 
-TOLERANCE = 0.01  # of the budget, that snapped ranks may miss
-ALMOST_FULL = 0.97  # of the break-even rank: the most that sensitivities ask for
+TOLERANCE = 0.01  # by which rounded ranks may miss the budget, relative to it
+ALMOST_FULL = 0.97  # most that sensitivities ask for, relative to the break-even rank
 
 
 @dataclass(frozen=True)
 class Item:
-    """Layers of equal `size` that share one rank, a multiple of `step`, each unit of which takes
-    `cost` parameters; `curve` is the predicted loss saved by each further rank, of which one unit is
-    worth `width`; with `pivots` r ranks spare r²."""
+    """`count` layers of equal `size` that share a rank, a multiple of `step`; each unit of it takes
+    `cost` parameters. `curve` is the predicted loss that each further rank saves, and a unit is worth
+    `width` of them; with `pivots` a rank r saves r² parameters."""
 
     size: int
     cost: int
@@ -36,22 +38,22 @@ class Item:
     pivots: bool = False
 
     def parameters(self, rank: float) -> float:
-        """Of one layer."""
+        """The parameters of one layer of this rank."""
         return rank * (self.cost - self.pivots * rank)
 
     def rank_of(self, parameters: float) -> float:
-        """The inverse of `parameters`."""
+        """The rank at which one layer has so many parameters."""
         if not self.pivots:
             return parameters / self.cost
         return (self.cost - sqrt(max(self.cost**2 - 4 * parameters, 0))) / 2
 
     def price(self, rank: float) -> float:
-        """Of one more unit of rank, in parameters of one layer."""
+        """The parameters of one more unit of rank in one layer."""
         return max(self.cost - 2 * self.pivots * rank, 1)
 
     @property
     def full(self) -> float:
-        """Break-even rank: as many parameters as the dense layer; with pivots some row is none."""
+        """The break-even rank, with as many parameters as the dense layer; with pivots one less."""
         return self.rank_of(self.size) - self.pivots
 
     @property
@@ -61,15 +63,15 @@ class Item:
 
     @property
     def least(self) -> int:
-        """Parameters of the smallest possible rank, of all layers."""
+        """The parameters of all layers at the smallest possible rank."""
         return int(self.parameters(self.step)) * self.count
 
 
 def exact_ranks(
     items: Sequence[Item], budget: float, *, strength: float = 0.0, floor: float = 0.0
 ) -> list[float]:
-    """Real-valued ranks that spend `budget` exactly, each from one step to break-even; `strength`
-    weighs the sensitivities, `floor` is the least share of the uniform rank that they leave."""
+    """Real-valued ranks that spend `budget` exactly, each between one step and break-even. `strength`
+    is the weight of the sensitivities; they leave a layer at least `floor` of its uniform rank."""
     share = budget / sum(item.size * item.count for item in items)
     wanted = [item.rank_of(share * item.size) for item in items]
     if strength and any(item.curve is not None for item in items):
@@ -79,8 +81,8 @@ def exact_ranks(
 
 
 def equal_margins(items: Sequence[Item], budget: float, floor: float) -> list[float]:
-    """Ranks at which one more parameter saves the same predicted loss everywhere, at least `floor`
-    of the uniform rank and at most `ALMOST_FULL` of break-even; uniform where no curve is known."""
+    """Ranks at which one more parameter saves the same predicted loss everywhere, from `floor` of the
+    uniform rank to `ALMOST_FULL` of break-even. Layers without a curve keep the uniform rank."""
     share = budget / sum(item.size * item.count for item in items)
     levels = [sorted(-saved for saved in _saved(item)) for item in items]
 
@@ -97,15 +99,15 @@ def equal_margins(items: Sequence[Item], budget: float, floor: float) -> list[fl
 
 
 def _saved(item: Item) -> Iterator[float]:
-    """What a parameter of each further rank of the curve saves."""
+    """The loss that a parameter of each further rank of the curve saves."""
     for n, value in enumerate(() if item.curve is None else item.curve):
         yield float(value) * item.width / item.price(n / item.width)
 
 
 def snap(items: Sequence[Item], exact: Sequence[float], budget: float) -> list[int]:
-    """`exact` as multiples that kernels like (16, 8, 4, 2 or 1 steps): the nearest ones if these meet
-    `budget` to half of `TOLERANCE`, else ones below it, finer where coarser ones would miss it by
-    more."""
+    """Round `exact` ranks to multiples that kernels like (16, 8, 4, 2 or 1 steps). The nearest ones are
+    taken if they meet `budget` within half of `TOLERANCE`; else ranks below it, in finer steps where
+    coarse ones miss it by more."""
     units = [_unit(rank, item.step) for rank, item in zip(exact, items, strict=True)]
     nearest = [
         min(max(round(rank / unit), 1) * unit, item.most)
@@ -124,6 +126,8 @@ def snap(items: Sequence[Item], exact: Sequence[float], budget: float) -> list[i
 
 
 def _scaled(items: Sequence[Item], wanted: Sequence[float], budget: float) -> list[float]:
+    """The `wanted` ranks, scaled to spend `budget` and limited to what is possible."""
+
     def at(scale: float) -> list[float]:
         pairs = zip(items, wanted, strict=True)
         return [min(max(w * scale, item.step), max(item.full, item.step)) for item, w in pairs]
@@ -133,7 +137,7 @@ def _scaled(items: Sequence[Item], wanted: Sequence[float], budget: float) -> li
 
 
 def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """The least t for which `holds`, true from some t on."""
+    """The least t for which `holds` is true, as it is from some t on."""
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (low, middle) if holds(middle) else (middle, high)
@@ -141,11 +145,12 @@ def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
 
 
 def _spent(items: Sequence[Item], ranks: Sequence[float]) -> float:
+    """The parameters that these ranks take in all."""
     return sum(item.parameters(rank) * item.count for rank, item in zip(ranks, items, strict=True))
 
 
 def _unit(rank: float, step: int) -> int:
-    """The largest of 16, 8, 4, 2 times `step` that rounding by half moves `rank` by 2% at most."""
+    """The largest of 16, 8, 4, 2 times `step` to which rounding moves `rank` by 2% at most."""
     return next((m * step for m in (16, 8, 4, 2) if m * step * 25 <= rank), step)
 
 
@@ -165,12 +170,13 @@ def _fill(
 
 
 def _price(item: Item, rank: int, more: int) -> float:
-    """Parameters of `more` ranks, of all layers."""
+    """The parameters that `more` ranks take in all layers of an item."""
     return (item.parameters(rank + more) - item.parameters(rank)) * item.count
 
 
 def _closest(items: Sequence[Item], ranks: list[int], budget: float) -> list[int]:
-    """Where one step is coarser than the tolerance: single steps as long as they come closer."""
+    """Move ranks by single steps as long as that comes closer to the budget, where one step exceeds the
+    tolerance."""
     ranks = list(ranks)
     for _ in range(64):
         surplus = _spent(items, ranks) - budget

@@ -1,9 +1,9 @@
-"""What a compression takes, predicted from headers alone: time, memory of GPUs and host, disk.
+"""Predicts from headers alone what a compression takes: time, memory of GPUs and host, disk.
 
-*Needed* memory is what it cannot do without. What all batches have (their states, the dense inputs of
-a block, what the sensitivities keep) and the last pass are on the GPU where that has the room, else on
-the host or nowhere. *Taken* is what the driver shows then, with what torch's cache of memory holds.
-Compared with runs on H200 and H100 (`scripts/log`; the test has them).
+*Needed* memory is what a run cannot do without. Tensors of all batches (their states, the dense inputs
+of a block, what sensitivities keep) and the last pass use the GPU where it has the room, else the host,
+or are left out. *Taken* memory is what the driver then shows, with what torch's allocator holds back.
+Both were compared with runs on H200 and H100 (`scripts/log`; the test has them).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ SMALL = 4 << 20  # bytes on disk of small files
 
 @dataclass(frozen=True)
 class Fits:
-    """Of a run on `gpus` GPUs of `room` bytes: seconds by what they go into; bytes of each GPU that
-    it needs (`memory`) and takes where they are there; bytes of the host, and on disk."""
+    """The forecast of a run on `gpus` GPUs of `room` bytes: seconds by phase; bytes that each GPU needs
+    (`memory`) and takes if they are free; bytes of the host and on disk."""
 
     phases: dict[str, float]
     memory: float
@@ -57,7 +57,7 @@ class Fits:
 
     @property
     def seconds(self) -> float:
-        """From start to verified output."""
+        """Seconds from start to verified output."""
         return sum(self.phases.values())
 
     @property
@@ -68,34 +68,28 @@ class Fits:
 def planned(
     source: Source, plan: Plan, recipe: Recipe, gpu: Gpu, gpus: int, calibrated: bool
 ) -> dict[str, Any]:
-    """What compressing by `plan` would take, JSON-ready; `said` is one line."""
+    """The forecast of compressing by `plan`, JSON-ready; `said` is one line for people."""
     found = forecast(Compression(source, plan, recipe, gpu, calibrated), gpus)
     told = {"seconds": found.seconds, "fits": found.fits, "said": words(found, gpu.name)}
     return asdict(found) | told
 
 
 def forecast(work: Compression, gpus: int = 1) -> Fits:
-    """Of a run on so many GPUs, which share out fits, and batches of a calibration."""
+    """The forecast of a run whose GPUs share out the fits, and the batches of a calibration."""
     found = phases(work)
     if gpus > 1:
         shared = {name: s / (gpus * TOGETHER) for name, s in found.items() if name not in ALONE}
-        found |= shared if work.calibrated else {"fits": _longest(work, gpus) / TOGETHER}
+        costs, loads = [work.layer_seconds(layer) for layer in work.plan.layers], [0.0] * gpus
+        for owner, cost in zip(share_out(costs, gpus), costs, strict=True):
+            loads[owner] += cost
+        found |= shared if work.calibrated else {"fits": max(loads) / TOGETHER}
     size, whole = room(work, gpus), work.gpu.memory_gb * 1e9
     taken = min(size.taken, whole)
     return Fits(found, size.needed, max(taken, size.needed), size.host, disk_bytes(work), gpus, whole)
 
 
-def _longest(work: Compression, gpus: int) -> float:
-    """Seconds of the GPU that has most to fit, where layers are shared out."""
-    costs = [work.layer_seconds(layer) for layer in work.plan.layers]
-    loads = [0.0] * gpus
-    for owner, cost in zip(share_out(costs, gpus), costs, strict=True):
-        loads[owner] += cost
-    return max(loads)
-
-
 def words(found: Fits, gpu: str) -> str:
-    """One line that says it."""
+    """The forecast as one line."""
     each = gpu if found.gpus == 1 else f"each of {found.gpus} {gpu}"
     need = f"{amount(found.memory)} of the {found.room / 1e9:,.0f} of {each}"
     if not found.fits:
@@ -108,7 +102,7 @@ def words(found: Fits, gpu: str) -> str:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of every GPU: `needed`, and `taken` where they are there; of the `host`."""
+    """Bytes of memory: each GPU's `needed` ones, those `taken` if they are free, and the `host`'s."""
 
     needed: float
     taken: float
@@ -116,6 +110,7 @@ class Room:
 
 
 def room(work: Compression, gpus: int = 1) -> Room:
+    """The memory of a run on so many GPUs."""
     largest = max((_fit(layer, work.calibrated) for layer in work.plan.layers), default=0.0)
     block = work.bytes / work.sizes.blocks
     if not work.calibrated:
@@ -126,36 +121,32 @@ def room(work: Compression, gpus: int = 1) -> Room:
     sensed = _sensed(work) if work.recipe.allocation != "uniform" else 0.0
     refit = _training(work, work.sizes.blocks) if work.epochs else 0.0
     needed = base + max(2 * block_bytes + max(largest, refit), block_bytes + sensed)
-    kept = _Kept(work, gpus)
-    fits = base + 2 * block_bytes + kept.states + kept.inputs + largest
-    peaks = [needed, fits, base + block_bytes + kept.states + kept.levels + sensed]
+    kept = _of_all_batches(work, gpus)
+    free = KEPT_SHARE * (work.gpu.memory_gb * 1e9 - CONTEXT)
+    states, inputs, levels = (size * (size <= free) for size in kept.values())
+    away = kept["states"] - states + kept["levels"] - levels  # on the host instead
+    fits = base + 2 * block_bytes + states + inputs + largest
+    peaks = [needed, fits, base + block_bytes + states + levels + sensed]
     if work.last_epochs:
         logits = TENSORS * min(SINGLE * work.batch_tokens * work.sizes.vocabulary, 2 * LOGITS)
-        peaks.append(base + kept.states + _training(work) + logits)
-    taken = HELD * max(peaks)
-    return Room(TIGHT * needed, taken, HOST_BYTES + 2 * block + kept.away)
+        peaks.append(base + states + _training(work) + logits)
+    return Room(TIGHT * needed, HELD * max(peaks), HOST_BYTES + 2 * block + away)
 
 
-class _Kept:
-    """Bytes of what all batches have on a GPU of a run: where each kind is a small enough part of it."""
-
-    def __init__(self, work: Compression, gpus: int) -> None:
-        free = work.gpu.memory_gb * 1e9 - CONTEXT
-        width, tokens = work.sizes.width, work.tokens / gpus
-        sensed = min(tokens, SENSITIVITY_TOKENS / gpus)
-        each = sum(layer.spec.in_features for layer in work.groups) / work.sizes.blocks
-        found = {
-            "states": SINGLE * STATES * tokens * width,
-            "inputs": SINGLE * tokens * (each + 3 * width),
-            "levels": SINGLE * sensed * width * (work.sizes.blocks + 1),
-        }
-        fits = {name: size <= KEPT_SHARE * free for name, size in found.items()}
-        self.states, self.inputs, self.levels = (found[n] * fits[n] for n in found)
-        self.away = sum(found[name] for name in ("states", "levels") if not fits[name])  # on the host
+def _of_all_batches(work: Compression, gpus: int) -> dict[str, float]:
+    """Bytes of the tensors that exist for all batches at once, on each of so many GPUs."""
+    width, tokens = work.sizes.width, work.tokens / gpus
+    sensed = min(tokens, SENSITIVITY_TOKENS / gpus)
+    each = sum(layer.spec.in_features for layer in work.groups) / work.sizes.blocks
+    return {
+        "states": SINGLE * STATES * tokens * width,
+        "inputs": SINGLE * tokens * (each + 3 * width),
+        "levels": SINGLE * sensed * width * (work.sizes.blocks + 1),
+    }
 
 
 def _fit(layer: PlannedLayer, calibrated: bool) -> float:
-    """Of one layer's fit."""
+    """Bytes that the fit of one layer takes."""
     spec = layer.spec
     moments = MOMENT * spec.in_features**2 if calibrated else 0.0
     plain, i = spec.plain, spec.in_features
@@ -167,7 +158,8 @@ def _fit(layer: PlannedLayer, calibrated: bool) -> float:
 
 
 def _sensed(work: Compression) -> float:
-    """Of a block's sums in float64, one batch's, and the largest layer's eigenvalues."""
+    """Bytes of measuring sensitivities: a block's sums in float64, one batch's products, and the
+    eigenvalues of the largest layer."""
     width, blocks = work.sizes.width, work.sizes.blocks
     outputs = sum(spec.out_features**2 for spec in work.specs)
     inputs = sum(layer.spec.in_features**2 for layer in work.groups)
@@ -178,18 +170,18 @@ def _sensed(work: Compression) -> float:
 
 
 def _training(work: Compression, parts: int = 1) -> float:
-    """Of training one of so many parts of the blocks, one batch at once, without its logits."""
+    """Bytes of training one of `parts` of the blocks on a batch, without logits."""
     trained = sum(masters(spec) for spec in work.specs) / parts
     return TRAINED * trained + 2 * SINGLE * work.batch_tokens * work.widths / parts
 
 
 def masters(spec: Spec) -> int:
-    """Numbers that training moves: of those in few bits all."""
+    """Numbers that training moves: of a corrected layer all of its dense weight."""
     return spec.dense_parameters if spec.corrected else spec.parameters
 
 
 def disk_bytes(work: Compression) -> int:
-    """Most bytes on disk of an output and of the journal of its run."""
+    """Upper estimate of the bytes on disk of an output and of its run's journal."""
     source, layers = work.source, work.plan.layers
     replaced = {planned.layer.entry.name for planned in layers}
     kept = sum(e.nbytes for name, e in source.entries.items() if name not in replaced)
@@ -202,13 +194,9 @@ def disk_bytes(work: Compression) -> int:
     # Factors once more, and what is behind packed ones
     trained = (work.epochs > 0) + (work.last_epochs > 0)
     packed = sum(p.layer.entry.nbytes for p in layers if p.spec.quantized)
-    return needed + trained * factors + (1 + trained) * packed + _statistics(work)
-
-
-def _statistics(work: Compression) -> int:
-    """What the journal holds of the sensitivities."""
+    needed += trained * factors + (1 + trained) * packed
     if work.recipe.allocation == "uniform":
-        return 0
-    whole = LowRankSpec | PivotedSpec | CorrectedSpec
+        return needed
+    whole = LowRankSpec | PivotedSpec | CorrectedSpec  # whose Fisher information is kept whole
     outputs = sum(s.out_features ** (2 if isinstance(s.plain, whole) else 1) for s in work.specs)
-    return SINGLE * (outputs + work.sizes.blocks * work.sizes.width**2)
+    return needed + SINGLE * (outputs + work.sizes.blocks * work.sizes.width**2)

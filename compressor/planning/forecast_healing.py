@@ -1,11 +1,11 @@
-"""What a healing run takes, predicted from headers alone: memory and time of every GPU.
+"""Predicts from headers alone what a healing run takes: memory and time of every GPU.
 
-A trained parameter takes 20 bytes: its bf16 copy and gradient, and in float32 master, gradient and two
-moments. What is stored in few bits has its full numbers as masters, and those of its scales. With
-several GPUs each takes its share of a batch; with --fsdp it holds a share of both models' blocks
-(16 bytes of a trained parameter), too, and one block of either whole. The rest is the teacher, what
-the backward pass needs of the tokens at once (`micro` windows), dense weights composed of factors
-(`compose.py`), and a chunk of logits (`losses.py`).
+A trained parameter takes 20 bytes: its bf16 copy and gradient, and in float32 its master, the master's
+gradient and two moments. A layer in few bits is trained as full numbers, with its scales. With several
+GPUs each takes its share of a batch. With --fsdp each also holds only a share of both models' blocks
+(16 bytes for each trained parameter), and one block of either model whole. The rest is the teacher,
+what the backward pass keeps of the tokens of a pass (`micro` windows), dense weights composed of
+factors (`fitting/trainable_layers.py`), and a chunk of logits (`healing/objective.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ from blr.compressor.base.tables import amount
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.planning.dimensions import Dimensions, dimensions_of
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.roofline import Gpu
-from blr.compressor.planning.training_sizes import CHUNK, HALF, HOST_BYTES, SINGLE
+from blr.compressor.planning.training_sizes import (
+    CHUNK,
+    HALF,
+    HOST_BYTES,
+    SINGLE,
+    Dimensions,
+    dimensions_of,
+)
 from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.structures.specs import (
     BlastSpec,
@@ -56,7 +62,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Sizes(Dimensions):
-    """Of a model, with its parameters in all, and those trained."""
+    """The dimensions of a model, its number of parameters, and how many of them are trained."""
 
     parameters: int
     trained: int
@@ -64,7 +70,7 @@ class Sizes(Dimensions):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes on each of `gpus` devices by what they are for, with `micro` windows a pass."""
+    """Bytes on each of `gpus` devices by what they are for, where a pass takes `micro` windows."""
 
     teacher: float
     trained: float
@@ -91,7 +97,8 @@ class Forecast:
 def sizes_of(
     config: Mapping[str, object], specs: Mapping[str, Spec], stored: int, train: tuple[str, ...]
 ) -> Sizes:
-    """Of the dense model with `config`, whose layers `specs` replace, with `stored` parameters."""
+    """The sizes of the dense model with `config`, whose layers `specs` replace and which stores
+    `stored` parameters; `train` names the kinds that are trained."""
 
     found = dimensions_of(config)
     table = found.vocabulary * found.width
@@ -102,7 +109,8 @@ def sizes_of(
 
 
 def disk_bytes(source: Source, specs: Mapping[str, Spec], options: HealOptions, own: int) -> int:
-    """Upper estimate of the bytes on disk of a run on `source` with `own` tokens of own text."""
+    """Upper estimate of the bytes on disk of a run on `source`, in which the teacher writes `own`
+    tokens."""
     found = sum(path.stat().st_size for path in source.folder.iterdir() if path.is_file())
     stored = sum(entry.nbytes for entry in source.entries.values())
     files = stored + max(found - stored, 0) + SMALL
@@ -112,7 +120,7 @@ def disk_bytes(source: Source, specs: Mapping[str, Spec], options: HealOptions, 
 def kept_bytes(
     specs: Mapping[str, Spec], entries: Mapping[str, TensorEntry], options: HealOptions
 ) -> int:
-    """Most bytes on disk of a training's state and of the tensors that it gives."""
+    """Upper estimate of the bytes on disk of a training's saved state and of the tensors it makes."""
     floats = [entry for entry in entries.values() if entry.is_float]
     trained = sum(masters(spec) for spec in specs.values()) if "factors" in options.train else 0
     if options.lora:
@@ -127,7 +135,8 @@ def kept_bytes(
 
 
 def masters(spec: Spec) -> int:
-    """Numbers that are trained of a layer: of those in few bits all, and the scales but of float8."""
+    """Numbers that training moves in a layer; of one in few bits its scales are moved as well, those of
+    float8 not."""
     scales = 0
     for _, leaf in spec.parts():
         if (packing := leaf.packing) is not None and not packing.fp8:
@@ -138,8 +147,8 @@ def masters(spec: Spec) -> int:
 
 @dataclass(frozen=True)
 class GpuGroup:
-    """The GPUs of a run: how many, each of `room` bytes (None: those of its kind), and whether both
-    models are shared out over them."""
+    """The GPUs of a run: how many, each of `room` bytes (None: what its kind has), and whether both
+    models are divided over them."""
 
     count: int = 1
     sharded: bool = False
@@ -152,7 +161,8 @@ ALONE = GpuGroup()
 def forecast(
     sizes: Sizes, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, group: GpuGroup = ALONE
 ) -> Forecast:
-    """What fits best: as many windows a pass as do, with checkpointing where fewer than `FEW` would."""
+    """The forecast with as many windows a pass as fit, with checkpointing where fewer than `FEW` would
+    fit."""
     window = options.window
     windows = max(1, options.batch // window) if options.batch else WINDOWS
     windows = -(-windows // group.count)
@@ -172,8 +182,8 @@ def forecast(
 
 @dataclass(frozen=True)
 class StepSize:
-    """Of one GPU: `windows` of `window` tokens, `micro` of them a pass; whether the blocks' inputs
-    alone are `kept`, and whether the outputs of both models' blocks are there (`states`)."""
+    """A step on one GPU: `windows` of `window` tokens, `micro` of them a pass; `kept`: only the inputs
+    of blocks are kept; `states`: the outputs of both models' blocks are kept, too."""
 
     window: int
     windows: int
@@ -186,16 +196,17 @@ def _forecast(
     sizes: Sizes, specs: Mapping[str, Spec], step: StepSize, gpu: Gpu, group: GpuGroup
 ) -> Forecast:
     tokens, kept = step.micro * step.window, step.kept
+    inside = (WIDE * sizes.width + MIDDLE * sizes.middle) * HALF  # bytes that a block keeps of a token
     composed = sum(_composed(spec) for spec in specs.values()) * HALF
     inputs = tokens * sizes.width * HALF * sizes.blocks
     shared = sizes.blocks if not kept else 1  # blocks whose insides are held at once
-    speed = _speed(sizes, specs, step, gpu)
+    speed = _speed(sizes, specs, step, gpu, inside)
     teacher, trained = _models(sizes, specs, group)
     return Forecast(
         teacher=teacher,
         trained=trained,
         composed=composed / sizes.blocks * shared,
-        activations=tokens * (_inside(sizes) * shared + 2 * sizes.width * SINGLE)
+        activations=tokens * (inside * shared + 2 * sizes.width * SINGLE)
         + inputs * (kept + step.states),
         logits=min(CHUNK, tokens * sizes.vocabulary) * LOGIT,
         micro=step.micro,
@@ -207,18 +218,18 @@ def _forecast(
     )
 
 
-def _speed(sizes: Sizes, specs: Mapping[str, Spec], step: StepSize, gpu: Gpu) -> float:
-    """Tokens a second of one GPU: the time of a token's products and bytes, and its part of a step's."""
-    products = _flops(sizes, specs, step.kept) / (EFFICIENCY * gpu.reached_tflops * 1e12)
-    moved = MOVED * _inside(sizes) * sizes.blocks + LOGIT * sizes.vocabulary
+def _speed(sizes: Sizes, specs: Mapping[str, Spec], step: StepSize, gpu: Gpu, inside: float) -> float:
+    """Tokens a second of one GPU, from a token's products and bytes and its part of the update. The
+    teacher runs forward; the student runs forward and, for twice the time, backward."""
+    plain = (spec.plain for spec in specs.values())
+    low = (spec for spec in plain if spec.low_rank().structure == LowRankSpec.structure)
+    saved = sum(spec.dense_parameters - spec.parameters for spec in low)
+    flops = 2.0 * (sizes.parameters + (sizes.parameters - saved) * (4 if step.kept else 3))
+    products = flops / (EFFICIENCY * gpu.reached_tflops * 1e12)
+    moved = MOVED * inside * sizes.blocks + LOGIT * sizes.vocabulary
     tokens, bandwidth = step.windows * step.window, gpu.copy_tbps * 1e12
     update = 2 * TRAINED * sizes.trained / bandwidth
     return 1 / (products + moved / bandwidth + (update + HOST) / tokens)
-
-
-def _inside(sizes: Sizes) -> float:
-    """Bytes that a block keeps of a token."""
-    return (WIDE * sizes.width + MIDDLE * sizes.middle) * HALF
 
 
 def _models(sizes: Sizes, specs: Mapping[str, Spec], group: GpuGroup) -> tuple[float, float]:
@@ -234,7 +245,7 @@ def _models(sizes: Sizes, specs: Mapping[str, Spec], group: GpuGroup) -> tuple[f
 
 
 def _composed(spec: Spec) -> int:
-    """Numbers that the backward pass of one layer's weight keeps."""
+    """Numbers that the backward pass keeps of one layer's composed weight."""
     inner = spec.added.plain
     mixed = inner.blocks * inner.in_features * inner.rank if isinstance(inner, BlastSpec) else 0
     if spec.corrected:  # the correction's weight, and the sum
@@ -243,46 +254,35 @@ def _composed(spec: Spec) -> int:
     return 0 if plain else spec.dense_parameters + mixed
 
 
-def _flops(sizes: Sizes, specs: Mapping[str, Spec], kept: bool) -> float:
-    """Operations a token: of the teacher once, of the student forward and twice that back."""
-    plain = (spec.plain for spec in specs.values())
-    low = (spec for spec in plain if spec.low_rank().structure == LowRankSpec.structure)
-    saved = sum(spec.dense_parameters - spec.parameters for spec in low)
-    return 2.0 * (sizes.parameters + (sizes.parameters - saved) * (4 if kept else 3))
-
-
 def is_told(source: Source) -> bool:
-    """Whether healing is for a model such as in `source`, as far as its config tells."""
+    """Whether the model in `source` can be healed, judged by its config."""
     named = str((source.config.get("architectures") or ["Model"])[0])
     reads = dimensions_of(source.config).vocabulary and not source.config.get("is_encoder_decoder")
     return bool(reads) and named.endswith(("ForCausalLM", "LMHeadModel", "Model"))
 
 
 def planned(source: Source, plan: Plan, options: HealOptions, gpu: Gpu, gpus: int = 1) -> dict[str, Any]:
-    """What healing would take, JSON-ready; `least` are bytes of a GPU that it cannot do without."""
+    """The forecast of healing, JSON-ready; `least` are the bytes of a GPU that it cannot do without."""
     specs = {layer.layer.module: layer.spec for layer in plan.layers}
     found = predicted(source, specs, options, gpu, GpuGroup(gpus))
     window = replace(options, batch=gpus * options.window, checkpointing=True)
-    least = min(predicted(source, specs, window, gpu, GpuGroup(gpus)).total, found.total)
+    lowest = min(predicted(source, specs, window, gpu, GpuGroup(gpus)).total, found.total)
     trained = sum(masters(spec) for spec in specs.values())
-    beside = {"least": least, "host": HOST_BYTES + SINGLE * trained}
     stored = sum(entry.nbytes for entry in source.entries.values())
     replaced = sum(layer.layer.entry.nbytes - layer.bits // 8 for layer in plan.layers)
+    beside = {"least": lowest, "host": HOST_BYTES + SINGLE * trained}
     beside["disk"] = stored - replaced + kept_bytes(specs, source.entries, options)
-    said = words(found, gpu.name) + (_beside(beside) if found.fits else "")
+    least, host, disk = map(amount, beside.values())
+    more = f"; {least} at least, with --checkpointing; {host} of the host, {disk} of disk"
+    said = words(found, gpu.name) + (more if found.fits else "")
     return {**asdict(found), **beside, "total": found.total, "fits": found.fits, "said": said}
-
-
-def _beside(sizes: Mapping[str, float]) -> str:
-    least, host, disk = (amount(sizes[name]) for name in ("least", "host", "disk"))
-    return f"; {least} at least, with --checkpointing; {host} of the host, {disk} of disk"
 
 
 def predicted(
     source: Source, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, group: GpuGroup = ALONE
 ) -> Forecast:
-    """As `forecast`, for the dense model in `source`; where it does not fit several GPUs, shared out
-    over them, unless `options` forbid it or some layer is packed."""
+    """The `forecast` for the dense model in `source`. Where it does not fit several GPUs, both models
+    are divided over them, unless `options` forbid it or some layer is in few bits."""
     options = replace(options, window=min(options.window, context_of(source.config)))
     stored = sum(entry.parameters for entry in source.entries.values())
     sizes = sizes_of(source.config, specs, stored, options.train)
@@ -297,18 +297,16 @@ def predicted(
 
 
 def words(found: Forecast, gpu: str, speed: bool = True) -> str:
-    """One line that says it, with the `speed` if it is asked for."""
-    parts = ", ".join(
-        f"{name} {value / 1e9:,.1f}"
-        for name, value in (
-            ("teacher", found.teacher),
-            ("trained parameters with their optimizer", found.trained),
-            ("composed weights", found.composed),
-            ("activations", found.activations),
-            ("logits", found.logits),
-            ("CUDA and fragments", RESERVED),
-        )
-    )
+    """The forecast as one line, with the speed if it is asked for."""
+    sizes = {
+        "teacher": found.teacher,
+        "trained parameters with their optimizer": found.trained,
+        "composed weights": found.composed,
+        "activations": found.activations,
+        "logits": found.logits,
+        "CUDA and fragments": RESERVED,
+    }
+    parts = ", ".join(f"{name} {value / 1e9:,.1f}" for name, value in sizes.items())
     each = "" if found.gpus == 1 else f"each of {found.gpus} "
     room = f"the {FILLED * found.room / 1e9:,.0f} that may be filled of {each}{gpu}"
     need = f"{found.total / 1e9:,.1f} GB ({parts}) of {room}"

@@ -1,17 +1,16 @@
-"""How long the parts of a compression take on a GPU, in seconds, predicted from headers alone.
+"""Predicts from headers alone how many seconds each phase of a compression takes on a GPU.
 
 Constants are fitted to runs alone on an H200 (`scripts/log`, 2026-11-26: "an 8B calibrated whole …",
-"eight blocks of an 8B …", "calibrated fits in half their time …"); other GPUs are taken to be as much
-faster as their matrix products and their memory are. Names of parts are those of a run's `spent`.
+"eight blocks of an 8B …", "calibrated fits in half their time …"). Other GPUs are taken to be faster in
+proportion to their matrix products and their memory bandwidth. Phases have the names that a run's
+`spent` gives them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.planning.dimensions import Dimensions, dimensions_of
 from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.planning.roofline import Gpu
 from blr.compressor.planning.training_sizes import (
@@ -23,6 +22,7 @@ from blr.compressor.planning.training_sizes import (
     PACKED_EPOCHS,
     SENSITIVITY_TOKENS,
     WIDEST,
+    dimensions_of,
     last_pass_bytes,
     logit_parts,
     refit_parts,
@@ -64,100 +64,50 @@ PRODUCTS, FACTORED = {False: 3.0, True: 0.7}, {False: 18.0, True: 3.9}
 ROUNDS = 100.0  # of BLAST's descent
 
 
-@dataclass(frozen=True)
 class Compression:
-    """What is to be compressed, how, and on what."""
+    """A compression to forecast, and the sizes that forecasts ask for."""
 
-    source: Source
-    plan: Plan
-    recipe: Recipe
-    gpu: Gpu
-    calibrated: bool
-
-    @cached_property
-    def sizes(self) -> Dimensions:
-        return dimensions_of(self.source.config)
-
-    @cached_property
-    def rate(self) -> float:
-        """Operations a second that bf16 products reach on this GPU."""
-        return self.gpu.reached_tflops * 1e12
-
-    @cached_property
-    def specs(self) -> list[Spec]:
-        return [layer.spec for layer in self.plan.layers]
-
-    @cached_property
-    def tokens(self) -> int:
-        return self.recipe.samples * self.recipe.seq_len
-
-    @cached_property
-    def batches(self) -> int:
-        """Of windows, as the calibration is run in."""
-        return -(-self.recipe.samples // BATCH)
-
-    @cached_property
-    def batch_tokens(self) -> int:
-        return min(BATCH, self.recipe.samples) * self.recipe.seq_len
-
-    @cached_property
-    def dense(self) -> int:
-        """Parameters of all layers before."""
-        return sum(spec.dense_parameters for spec in self.specs)
-
-    @cached_property
-    def widths(self) -> int:
-        """Inputs and outputs of all layers."""
-        return sum(spec.in_features + spec.out_features for spec in self.specs)
-
-    @cached_property
-    def bytes(self) -> int:
-        """Of the layers' weights in the checkpoint."""
-        return sum(layer.layer.entry.nbytes for layer in self.plan.layers)
-
-    @cached_property
-    def packed(self) -> bool:
-        return any(spec.quantized for spec in self.specs)
+    def __init__(self, source: Source, plan: Plan, recipe: Recipe, gpu: Gpu, calibrated: bool) -> None:
+        self.source, self.plan, self.recipe = source, plan, recipe
+        self.gpu, self.calibrated = gpu, calibrated
+        self.sizes = dimensions_of(source.config)
+        self.rate = gpu.reached_tflops * 1e12  # operations a second that bf16 products reach
+        self.specs = [layer.spec for layer in plan.layers]
+        self.dense = sum(spec.dense_parameters for spec in self.specs)
+        self.widths = sum(spec.in_features + spec.out_features for spec in self.specs)
+        self.bytes = sum(layer.layer.entry.nbytes for layer in plan.layers)  # of the dense layers
+        self.packed = any(spec.quantized for spec in self.specs)
+        self.tokens = recipe.samples * recipe.seq_len
+        self.batches = -(-recipe.samples // BATCH)
+        self.batch_tokens = min(BATCH, recipe.samples) * recipe.seq_len
+        held = -(-self.batches // HELD_BACK) if self.batches >= 4 else 0
+        self.steps = self.batches - held  # of an epoch of training
+        usual = PACKED_EPOCHS if self.packed else GPU_EPOCHS
+        self.epochs = usual if recipe.refit is None else recipe.refit  # of the refit
 
     @cached_property
     def groups(self) -> list[PlannedLayer]:
-        """One layer of each group that reads one input."""
+        """One layer of each group that reads the same input."""
         family = find_family(self.source.model_type)
         later = {name for group in (family.groups if family else ()) for name in group.modules[1:]}
         ends = tuple(f".{name}" for name in later)
         return [p for p in self.plan.layers if not (ends and p.layer.module.endswith(ends))]
 
     @cached_property
-    def epochs(self) -> int:
-        """Of the refit."""
-        asked = self.recipe.refit
-        return (PACKED_EPOCHS if self.packed else GPU_EPOCHS) if asked is None else asked
-
-    @cached_property
     def last_epochs(self) -> int:
-        """Of the last pass: where none are asked for, those of a GPU with the room."""
-        if self.recipe.finish is not None or not self.calibrated or not self.sizes.vocabulary:
+        """Epochs of the last pass: as asked for, else the usual number on a GPU that has the room."""
+        vocabulary = self.sizes.vocabulary
+        if self.recipe.finish is not None or not self.calibrated or not vocabulary:
             return (self.recipe.finish or 0) * self.calibrated
-        fits = self.last_bytes <= LAST_SHARE * self.gpu.memory_gb * 1e9
-        return FINISH_EPOCHS * (self.epochs > 0 and fits)
-
-    @cached_property
-    def last_bytes(self) -> float:
-        """Of a GPU, for the last pass at the most."""
-        return last_pass_bytes(self.dense, self.widths, self.batch_tokens, 4 * self.sizes.vocabulary)
-
-    @cached_property
-    def steps(self) -> int:
-        """Of an epoch of training."""
-        held = -(-self.batches // HELD_BACK) if self.batches >= 4 else 0
-        return self.batches - held
+        needed = last_pass_bytes(self.dense, self.widths, self.batch_tokens, 4 * vocabulary)
+        return FINISH_EPOCHS * (self.epochs > 0 and needed <= LAST_SHARE * self.gpu.memory_gb * 1e9)
 
     def layer_seconds(self, layer: PlannedLayer) -> float:
+        """Seconds of one layer's fit."""
         spec, plain = layer.spec, layer.spec.plain
-        products = (
-            0 if plain.structure == DenseSpec.structure else 2 * predicted_cost(spec, self.calibrated)
-        )
-        least = float(EACH)
+        dense = plain.structure == DenseSpec.structure
+        products = 0 if dense else 2 * predicted_cost(spec, self.calibrated)
+        least = EACH
         if self.calibrated:
             o, i = spec.out_features, spec.in_features
             least = CALIBRATED + DECOMPOSED * o * i * min(o, i) / (DOUBLE * self.rate)
@@ -170,9 +120,14 @@ class Compression:
 
 
 def phases(work: Compression) -> dict[str, float]:
-    """Of one GPU, by what they go into, in their order."""
+    """Seconds of each phase of a compression on one GPU, in their order; phases that take none are left
+    out."""
+    after = sum(layer.bits for layer in work.plan.layers) // 8
+    stored = sum(entry.nbytes for entry in work.source.entries.values())
+    known = max(stored, work.bytes + 2 * work.sizes.tables)
     found = {"libraries and the rest": START + BETWEEN * work.bytes * work.calibrated}
-    found["reading, writing and the check"] = FILES + STREAMED * _streamed(work)
+    streamed = known + known - work.bytes + after
+    found["reading, writing and the check"] = FILES + STREAMED * streamed
     if work.calibrated:
         found |= {"own text": _own_text(work), "sensitivity": _sensitivity(work)}
         found |= {"inputs": _inputs(work)}
@@ -182,14 +137,8 @@ def phases(work: Compression) -> dict[str, float]:
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
-def _streamed(work: Compression) -> float:
-    after = sum(layer.bits for layer in work.plan.layers) // 8
-    stored = sum(entry.nbytes for entry in work.source.entries.values())
-    known = max(stored, work.bytes + 2 * work.sizes.tables)
-    return known + known - work.bytes + after
-
-
 def _own_text(work: Compression) -> float:
+    """Seconds in which the model writes its share of the text."""
     recipe, sizes = work.recipe, work.sizes
     if not recipe.mix:
         return 0.0
@@ -198,7 +147,7 @@ def _own_text(work: Compression) -> float:
 
 
 def _sensitivity(work: Compression) -> float:
-    """Of a pass there and back through a part of the calibration, and of eigenvalues."""
+    """Seconds of the forward and backward sweeps over a part of the calibration, and of eigenvalues."""
     if work.recipe.allocation == "uniform":
         return 0.0
     tokens = min(work.tokens, SENSITIVITY_TOKENS)
@@ -210,13 +159,15 @@ def _sensitivity(work: Compression) -> float:
 
 
 def _inputs(work: Compression) -> float:
-    """Of dense and compressed passes, and of the moments of what enters every group."""
+    """Seconds of the passes through dense and compressed blocks, and of the moments of every group's
+    inputs."""
     sums = sum(2.5 * layer.spec.in_features**2 for layer in work.groups)
     flops = 2.0 * work.tokens * (2 * work.dense + sums)
     return READ * work.batches * len(work.groups) + flops / (PASSES * work.rate)
 
 
 def _refits(work: Compression) -> float:
+    """Seconds in which every block is trained by itself."""
     if not work.epochs:
         return 0.0
     trained = sum(spec.parameters for spec in work.specs) / work.sizes.blocks
@@ -226,6 +177,7 @@ def _refits(work: Compression) -> float:
 
 
 def _last_pass(work: Compression) -> float:
+    """Seconds in which all blocks are trained together."""
     sizes = work.sizes
     if not work.last_epochs:
         return 0.0
@@ -238,7 +190,7 @@ def _last_pass(work: Compression) -> float:
 
 
 def _step(work: Compression, parts: int) -> float:
-    """Of all blocks, a batch there and back in so many parts."""
+    """Seconds of one training step of all blocks, without the head, on a batch in so many parts."""
     flops = spread = 0.0
     for spec in work.specs:
         plain = spec.added.plain
@@ -253,7 +205,8 @@ def _step(work: Compression, parts: int) -> float:
 
 
 def predicted_cost(spec: Spec, calibrated: bool = False) -> float:
-    """Operations of a layer's fit, up to a common factor; `calibrated`: by the norm of activations."""
+    """Operations of a layer's fit, up to a common factor; `calibrated`: the fit is weighted by
+    activations."""
     spec = spec.plain
     o, i = spec.out_features, spec.in_features
     if not isinstance(spec, BlastSpec):

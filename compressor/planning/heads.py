@@ -1,15 +1,15 @@
-"""When to factorize an attention projection as a whole, in groups of heads or head by head.
+"""Decides whether an attention projection is factorized whole, in groups of heads, or head by head.
 
-Thresholds of FlashSVD ("FlashSVD: memory-efficient inference with streaming for low-rank models",
-theorems 8.13, 8.22 and 8.25) for a projection of i inputs to o outputs whose heads lie side by
-side on one side; D is the other side and s = (heads' side)/G the width of one of G groups. A
-group's factors are [s, r] and [D, r]. For the paper's square projection of H heads, D = H·s:
+Thresholds are those of FlashSVD ("FlashSVD: memory-efficient inference with streaming for low-rank
+models", theorems 8.13, 8.22 and 8.25). A projection has i inputs and o outputs, and its heads are next
+to each other on one of these sides. D is the other side and s = (heads' side)/G the width of one of G
+groups, whose factors are [s, r] and [D, r]. For the paper's square projection of H heads, D = H·s:
 
 * parameters fall iff r(D + s) < D·s per group: r < D/2 as a whole (G = 1), r < D/(H + 1) per head;
 * activation memory for M tokens falls iff G·r·(M + s) < M·G·s, the ranks and the streamed factor
   against the dense heads: r < M·D/(M + D) as a whole, r < M·D/(H·M + D) per head.
 
-Grouped-query attention has H_kv heads in its k and v projections.
+In grouped-query attention the k and v projections have H_kv heads.
 """
 
 from __future__ import annotations
@@ -24,31 +24,33 @@ TOKENS = 4096  # batch × length for which activation memory is judged: one long
 
 @dataclass(frozen=True)
 class Grouping:
+    """A number of groups, and why it was chosen."""
+
     groups: int
     reason: str
 
 
 def parameter_threshold(width: int, other: int, groups: int) -> float:
-    """The rank of each of G `groups` below which factors hold fewer parameters than the dense weight,
-    of `width` features on the heads' side and `other` ones (theorems 8.13: D/2 for G = 1, and 8.22:
-    D/(H + 1) for G = H, if square)."""
+    """The rank of each of G `groups` below which the factors have fewer parameters than the dense
+    weight, which has `width` features on the heads' side and `other` on the other (theorems 8.13 and
+    8.22)."""
     part = width / groups
     return part * other / (part + other)
 
 
 def memory_threshold(width: int, groups: int, tokens: int = TOKENS) -> float:
-    """The rank of each of G `groups` below which activations of M `tokens` take less memory than
-    dense heads (theorems 8.13: M·D/(M + D), 8.22: M·D/(H·M + D), 8.25: G groups)."""
+    """The rank of each of G `groups` below which activations of `tokens` take less memory than dense
+    heads (theorems 8.13, 8.22 and 8.25)."""
     return tokens * width / (groups * tokens + width)
 
 
 def saves(width: int, other: int, groups: int, rank: float, tokens: int = TOKENS) -> bool:
-    """Whether G groups of rank r hold fewer parameters and less activation memory than dense."""
+    """Whether G groups of this rank have fewer parameters and take less activation memory than dense."""
     return rank < min(parameter_threshold(width, other, groups), memory_threshold(width, groups, tokens))
 
 
 def candidates(heads: int) -> list[int]:
-    """Numbers of groups that hold whole heads: the divisors of H, falling (per head first)."""
+    """The numbers of groups that hold whole heads: the divisors of `heads`, falling."""
     return [g for g in range(heads, 0, -1) if heads % g == 0]
 
 
@@ -62,9 +64,8 @@ def groups_for_rank(width: int, other: int, heads: int, rank: int) -> Grouping:
 
 
 def groups_for_budget(width: int, other: int, heads: int, cf: float) -> Grouping:
-    """The grouping of least predicted error (`patterns.predicted_log_error`: groups of heads are G
-    row classes) that meets a compression factor, by which its rank is `parameter_threshold`/cf, and
-    saves memory."""
+    """The grouping of least predicted error (`patterns.predicted_log_error`) that meets a compression
+    factor and saves memory."""
     options = {}
     for groups in candidates(heads):
         rank = parameter_threshold(width, other, groups) / cf

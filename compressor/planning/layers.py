@@ -1,4 +1,4 @@
-"""The compressible layers of a checkpoint and which of them a recipe selects, from headers alone."""
+"""Finds the compressible layers of a checkpoint, and those that a recipe selects, from headers alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Shape = tuple[int, int]  # (out_features, in_features)
 
 @dataclass(frozen=True)
 class Layer:
-    """A compressible linear layer; its outputs or inputs (`head_side`) are `heads` heads side by
-    side."""
+    """A compressible linear layer, with `heads` heads next to each other on its `head_side`: outputs or
+    inputs."""
 
     module: str
     type: str
@@ -41,7 +41,8 @@ class Layer:
 
 
 def _ties(source: Source) -> bool:
-    """Whether the head is the embedding, by config.json or, where that is silent, by its family."""
+    """Whether the head is the embedding, as config.json says or, if it does not, the family's
+    default."""
     said = source.config.get("tie_word_embeddings")
     if said is not None or source.library is DIFFUSERS:
         return bool(said)
@@ -52,8 +53,8 @@ def _ties(source: Source) -> bool:
 
 
 def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]:
-    """Every compressible layer of `source`, in the order of its tensors. Raises InputError when there
-    are none, or all are stored as integers or in 8 bits."""
+    """The compressible layers of `source` in the order of its tensors. Raises InputError if there are
+    none, or if all are stored as integers or in 8 bits."""
     family = _family(source, notes)
     found = (_layer(source, entry, family, bool(recipe.include)) for entry in source.entries.values())
     layers = [layer for layer in found if layer is not None]
@@ -76,7 +77,10 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
             raise InputError(
                 f"{source.folder}: {notes[-1]}; take a checkpoint of floating-point weights"
             )
-    if share := _experts(source, layers):
+    known = {layer.entry.name for layer in layers}
+    entries = source.entries.values()
+    experts = [e for e in entries if "experts" in e.name.split(".") and e.name not in known]
+    if share := sum(e.parameters for e in experts) / max(sum(e.parameters for e in entries), 1):
         notes.append(
             f"experts stay dense, which are {share:.0%} of the model's parameters: transformers "
             "computes with all of a layer in one tensor"
@@ -85,7 +89,8 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
 
 
 def _family(source: Source, notes: list[str]) -> Family:
-    """The one that lists the model type, or what the model that transformers builds has of layers."""
+    """The family that lists the model type; without one, the layers of the model that transformers
+    builds."""
     if found := find_family(source.model_type):
         return found
     if source.library is DIFFUSERS:  # its classes begin with a capital letter
@@ -104,14 +109,6 @@ def _family(source: Source, notes: list[str]) -> Family:
     return found
 
 
-def _experts(source: Source, layers: list[Layer]) -> float:
-    """The share of the parameters that are experts' and in no layer."""
-    found = {layer.entry.name for layer in layers}
-    entries = source.entries.values()
-    experts = [e for e in entries if "experts" in e.name.split(".") and e.name not in found]
-    return sum(e.parameters for e in experts) / max(sum(e.parameters for e in entries), 1)
-
-
 def _layer(source: Source, entry: TensorEntry, family: Family, heads: bool) -> Layer | None:
     module, _, kind = entry.name.rpartition(".")
     if kind != "weight" or len(entry.shape) != 2:
@@ -126,8 +123,8 @@ def _layer(source: Source, entry: TensorEntry, family: Family, heads: bool) -> L
 
 
 def select(layers: Sequence[Layer], recipe: Recipe, source: Source) -> list[Layer]:
-    """The layers that `include` matches (all if empty) and `exclude` does not. Raises UsageError when
-    that leaves none, or when a glob matches nothing."""
+    """The layers that `include` matches (all if it is empty) and `exclude` does not. Raises UsageError
+    if none are left, or a glob matches nothing."""
     names = [layer.module for layer in layers]
     for glob in (*recipe.include, *recipe.exclude, *(rule.match for rule in recipe.rules)):
         if not any(matches(name, glob) for name in names):
@@ -144,7 +141,7 @@ def select(layers: Sequence[Layer], recipe: Recipe, source: Source) -> list[Laye
 
 
 def _reason(source: Source, recipe: Recipe, glob: str, names: list[str]) -> str:
-    """What a glob that matches no layer matches instead, and what to do."""
+    """What a glob matches instead of a layer, and the remedy."""
     stored = {name.removesuffix(".weight"): entry for name, entry in source.entries.items()}
     found = next((entry for name, entry in stored.items() if matches(name, glob)), None)
     names_head = (source.config.get("architectures") or [""])[0].endswith(("CausalLM", "LMHeadModel"))
@@ -166,23 +163,29 @@ def _reason(source: Source, recipe: Recipe, glob: str, names: list[str]) -> str:
 
 
 def stored_spec(spec: Spec, stored: StoredAs, width: int) -> Spec:
-    """`spec` as it is stored beside numbers of `width` bits; itself where packed it is no smaller."""
+    """How `spec` is stored, where unpacked numbers have `width` bits; `spec` itself if packing saves
+    nothing."""
     if stored.base is not None:
-        base = QuantizedSpec(DenseSpec(spec.in_features, spec.out_features), stored.base, stored.group)
+        dense = DenseSpec(spec.in_features, spec.out_features)
+        base = QuantizedSpec(dense, stored.base, stored.group, curved=stored.curved)
         return CorrectedSpec(base, _correction(spec, stored, width))
     if stored.bits is None:
         return spec
     kept = _couplings(spec, stored)
-    packed = QuantizedSpec(spec, stored.bits, stored.group, kept, fp8=stored.fp8)
+    packed = QuantizedSpec(spec, stored.bits, stored.group, kept, fp8=stored.fp8, curved=stored.curved)
     return packed if packed.stored_bits(width) < spec.stored_bits(width) else spec
 
 
 def _correction(spec: Spec, stored: StoredAs, width: int) -> Spec:
-    """The correction, packed in the groups, no larger than asked for, that take the fewest bits."""
+    """The packed correction with the groups, up to those asked for, that take the fewest bits."""
     if stored.bits is None:
         return spec
     kept = _couplings(spec, stored)
-    tried = [QuantizedSpec(spec, stored.bits, g, kept, tiled=True) for g in GROUPS if g <= stored.group]
+    tried = [
+        QuantizedSpec(spec, stored.bits, g, kept, tiled=True, curved=stored.curved)
+        for g in GROUPS
+        if g <= stored.group
+    ]
     return min(tried, key=lambda packed: packed.stored_bits(width))
 
 
@@ -191,7 +194,8 @@ def _couplings(spec: Spec, stored: StoredAs) -> int | None:
 
 
 def what_became(specs: Iterable[Spec], layers: str = "") -> str:
-    """How many layers became what, most of them first; `layers` is what the first are called."""
+    """A line on how many layers became what, most of them first; `layers` is put before the first
+    kind."""
     (first, count), *others = Counter(_became(spec) for spec in specs).most_common()
     rest = "".join(f", {number} {became}" for became, number in others)
     return f"{count} {layers}{first}{rest}"

@@ -1,4 +1,5 @@
-"""A checkpoint without weights: the tensors that config.json implies, enough to plan with."""
+"""Makes a checkpoint without weights from config.json: the tensors that it implies, enough to plan
+with."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from blr.compressor.recipe.architectures import Family, find_family
 
 
 def open_or_outline(folder: Path) -> tuple[Source, bool]:
-    """The checkpoint in `folder` from its headers, or its outline, and which, where it has no weights
-    that can be looked into. Raises InputError for neither, or one that `compress` refuses."""
+    """Open the checkpoint in `folder`, or make its outline if it has no weights; true for an outline.
+    Raises InputError if neither is possible, or `compress` would refuse the checkpoint."""
     weights = [name for library in (TRANSFORMERS, DIFFUSERS) for name in (library.single, library.index)]
     if any((folder / name).exists() for name in weights) or not (folder / "config.json").exists():
         return open_checked(folder), False
@@ -27,8 +28,8 @@ def open_or_outline(folder: Path) -> tuple[Source, bool]:
 
 
 def outline(folder: Path) -> Source:
-    """The compressible weights of the model that `folder`/config.json describes. Raises InputError
-    for a family without a table, or a config without a size."""
+    """The compressible weights of the model that `folder`/config.json describes. Raises InputError for
+    a family without a table, or a config without a size."""
     config = read_config(folder)
     source = Source(folder, config, {}, ())
     check_dense(folder, source.model_type)
@@ -51,7 +52,7 @@ def outline(folder: Path) -> Source:
 
 
 def _names(source: Source, family: Family) -> Iterator[str]:
-    """Module names of all compressible layers, block after block."""
+    """The module names of all compressible layers, block after block."""
     counted = [
         (glob.removesuffix("#"), dims[0]) for glob, dims in family.shapes.items() if glob[-1] == "#"
     ]
@@ -72,7 +73,7 @@ def _names(source: Source, family: Family) -> Iterator[str]:
 
 
 def _shape(source: Source, family: Family, tensor: str) -> tuple[int, int]:
-    """The shape that the family's table gives for `tensor`, as stored."""
+    """The stored shape that the family's table gives for `tensor`."""
     for glob, symbols in family.shapes.items():
         if len(symbols) == 2 and matches(tensor, glob):
             sizes = [evaluate(source, symbol) for symbol in symbols]

@@ -1,4 +1,4 @@
-"""From a recipe and the headers of a checkpoint to what happens to each layer.
+"""Decides from a recipe and a checkpoint's headers what happens to each layer.
 
 No weight is read and torch is not imported, except for a family without a table in `configs/`.
 """
@@ -22,7 +22,7 @@ __all__ = ["KeptLayer", "Layer", "Plan", "PlannedLayer", "make_plan"]
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """What happens to one layer, by which `rule`; `width` is that of an unpacked number, in bits."""
+    """What happens to one layer, and by which `rule`; `width` is the bits of an unpacked number."""
 
     layer: Layer
     spec: Spec
@@ -38,7 +38,7 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class KeptLayer:
-    """A layer that a rule or `auto` leaves dense; it counts in the compression factor."""
+    """A layer that a rule keeps dense; it counts in the compression factor."""
 
     layer: Layer
     rule: str
@@ -54,7 +54,7 @@ class KeptLayer:
 
 @dataclass(frozen=True)
 class Whole:
-    """All tensors of a checkpoint together: how many parameters, in how many bytes."""
+    """The size of a checkpoint: parameters and bytes of all its tensors."""
 
     parameters: int
     nbytes: int
@@ -62,8 +62,8 @@ class Whole:
 
 @dataclass
 class Plan:
-    """What happens to a checkpoint: replaced layers in order, those kept dense on purpose, what must
-    be said aloud, the whole checkpoint's size (None without weights), what a cache of ranks holds."""
+    """What happens to a checkpoint: the replaced layers in order, notes for the user, the layers kept
+    dense on purpose, the size of the whole (None without weights), and what a cache of ranks holds."""
 
     layers: list[PlannedLayer]
     notes: list[str] = field(default_factory=list)
@@ -73,28 +73,28 @@ class Plan:
 
     @property
     def dense_parameters(self) -> int:
-        """Of all layers that the factor counts, before."""
+        """The parameters before, of all layers that count in the factor."""
         return sum(planned.spec.dense_parameters for planned in self.layers) + self._kept
 
     @property
     def structured_parameters(self) -> int:
-        """Of all layers that the factor counts, after."""
+        """The parameters after, of all layers that count in the factor."""
         return sum(planned.spec.parameters for planned in self.layers) + self._kept
 
     @property
     def cf(self) -> float:
-        """Achieved compression factor of these layers."""
+        """The compression factor that these layers reach."""
         return self.dense_parameters / self.structured_parameters
 
     @property
     def bits(self) -> float:
-        """Stored bits of these layers for each of their dense parameters."""
+        """The stored bits of these layers for each of their dense parameters."""
         stored = sum(layer.bits for layer in self.layers) + sum(layer.bits for layer in self.kept)
         return stored / self.dense_parameters
 
     @property
     def share(self) -> float | None:
-        """Of the checkpoint's parameters, those in replaced layers; None if it has no weights."""
+        """The share of the checkpoint's parameters that is in replaced layers; None without weights."""
         if self.whole is None:
             return None
         return sum(planned.spec.dense_parameters for planned in self.layers) / self.whole.parameters
@@ -107,9 +107,9 @@ class Plan:
 def make_plan(
     source: Source, recipe: Recipe, curves: Curves | None = None, calibrated: bool = False
 ) -> Plan:
-    """Choose a spec for every layer the recipe selects, from headers. `curves` are predicted losses
-    that each further rank saves, by module (none: uniform ranks); `calibrated`: fits will be weighted
-    by activations. Raises UsageError."""
+    """Choose a spec for every layer that the recipe selects, from headers. `curves` are the predicted
+    losses that each further rank saves, by module (empty: uniform ranks); `calibrated`: fits will be
+    weighted by activations. Raises UsageError."""
     notes = [f"method {name} is {FORMER[name]}, which it always chose" for name in recipe.former_methods]
     layers = select(find_layers(source, recipe, notes), recipe, source)
     cached = Cached(layers, recipe, curves or {})
@@ -132,7 +132,7 @@ def make_plan(
 
 
 def _grown(layers: list[PlannedLayer]) -> list[str]:
-    """A line on layers that become larger than they were, as by ranks meant for a larger model."""
+    """A note if layers become larger than they were, as with ranks meant for a larger model."""
     factor = sum(layer.bits for layer in layers) / sum(8 * layer.layer.entry.nbytes for layer in layers)
     if factor <= 1:
         return []
@@ -140,7 +140,7 @@ def _grown(layers: list[PlannedLayer]) -> list[str]:
 
 
 def unmeasured(recipe: Recipe, calibrated: bool) -> list[str]:
-    """What is to be said of the ranks of a plan from headers alone."""
+    """Notes on the ranks of a plan that is made from headers alone."""
     if not calibrated:
         asked = recipe.allocation == "sensitivity"
         return ["allocation: sensitivity needs calibration, these ranks are uniform"] * asked
@@ -157,7 +157,7 @@ def _task(layer: Layer, recipe: Recipe, cached: Cached) -> Task:
 
 
 def _kv_cache(recipe: Recipe, layers: list[PlannedLayer]) -> str | None:
-    """What the checkpoint says of its cache. Raises UsageError where no layer makes keys and values."""
+    """What the checkpoint says of its cache. Raises UsageError if no layer makes keys and values."""
     if not recipe.caches_ranks:
         return None
     if not any(planned.layer.type in CACHED_KINDS for planned in layers):
@@ -169,7 +169,8 @@ def _kv_cache(recipe: Recipe, layers: list[PlannedLayer]) -> str | None:
 
 
 def _dense(tasks: list[Task], notes: list[str]) -> tuple[list[PlannedLayer], list[KeptLayer]]:
-    """Layers stored in few bits, and those kept. Raises UsageError when none becomes smaller."""
+    """The layers that are stored in few bits without a structure, and those kept dense. Raises
+    UsageError if none becomes smaller."""
     fixed, kept = [], []
     for task in tasks:
         if task.settings.method != DENSE:
@@ -197,7 +198,7 @@ def _say_large(task: Task, notes: list[str]) -> None:
 def _assign(
     tasks: list[Task], fixed: list[PlannedLayer], kept: list[KeptLayer], assigner: Assigner
 ) -> Assigned:
-    """Structures of all that gets one. What stays dense counts in the budget; corrections do not."""
+    """The specs of layers that get a structure. Dense layers count in the budget; corrections do not."""
     correcting = [task for task in tasks if task.settings.stored.base is not None]
     others = [task for task in tasks if task.settings.stored.base is None]
     dense = sum(p.spec.parameters for p in fixed) + sum(layer.parameters for layer in kept)
@@ -213,7 +214,7 @@ def _whole(source: Source) -> Whole | None:
 
 
 def _planned(task: Task, spec: Spec, rule: str, notes: list[str]) -> PlannedLayer:
-    """The layer as it is stored: packed, where that takes fewer bits."""
+    """The layer as it is stored: packed if that takes fewer bits."""
     settings = task.settings
     stored = stored_spec(spec, settings.stored, task.width)
     if stored is spec and settings.stored.bits:

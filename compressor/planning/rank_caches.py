@@ -1,10 +1,9 @@
-"""Which ranks a cache of keys and values holds: groups of heads, and shares of one budget.
+"""Chooses the ranks that a cache of keys and values holds: groups of heads, and shares of one budget.
 
-Keys and values of all layers are paid for in the same coin, numbers held for every token, so that what a
-rank saves decides where it goes: the singular values of all layers are filled from above until the
-budget is spent (reverse water filling). What they are worth is measured behind the attention (Fisher
-information of keys before their rotation and of values, `fitting/sensitivity`), which averages over the
-queries and positions that meet them.
+All keys and values are paid for in numbers per token, so a rank goes where it saves most: singular
+values of all layers are taken from the largest on until the budget is spent (reverse water filling).
+What they are worth is measured behind the attention (Fisher information of values, and of keys before
+their rotation, `fitting/sensitivity`), which averages over the queries and positions that read them.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ if TYPE_CHECKING:
     from blr.compressor.planning.plan import Plan, PlannedLayer
 
 KINDS = ("k_proj", "v_proj", "c_attn")  # types of layers that make keys and values of decoders
-SHARED = KINDS[:2]  # those whose outputs are all held
-JOINT = 256  # features that a group of heads has at least, where there are as many
-UNIT = 4  # ranks that are given together
-FLOOR = 1 / 16  # least rank, of the width of a group
+SHARED = KINDS[:2]  # those whose outputs are all cached
+JOINT = 256  # least features of a group of heads, if there are so many
+UNIT = 4  # ranks that are given at a time
+FLOOR = 1 / 16  # least rank of a group, relative to its width
 Curves = Mapping[str, Sequence[float]]
 
 
 class Cached:
-    """Settings of layers whose ranks the cache holds, by measured `curves`, or the same share of all."""
+    """The settings of layers whose ranks are cached: by measured `curves`, or with the same share for
+    all."""
 
     def __init__(self, layers: Sequence[Layer], recipe: Recipe, curves: Curves) -> None:
         self.recipe = recipe
@@ -41,7 +41,7 @@ class Cached:
             self.ranks = self._filled(shared, curves, recipe.kv_cf)
 
     def settings(self, layer: Layer, settings: LayerSettings) -> LayerSettings:
-        """`settings` of a layer for a cache of ranks; as they are for any other."""
+        """The settings of a layer whose ranks are cached; `settings` as they are for any other layer."""
         recipe = self.recipe
         if not recipe.caches_ranks or layer.type not in KINDS:
             return settings
@@ -53,8 +53,9 @@ class Cached:
         return LayerSettings("svd", rank=rank, heads=f"grouped:{groups}", rule=rule, stored=packed)
 
     def groups(self, layer: Layer) -> int:
-        """As the recipe groups heads, else as few as have `JOINT` features: heads that share ranks
-        lose less. Queries, keys and values of one projection are apart."""
+        """The number of groups of heads: what the recipe says, else so few that each has `JOINT`
+        features, for heads that share ranks lose less. Queries, keys and values in one projection are
+        in different groups."""
         heads, width = self.recipe.heads, layer.shape[0]
         if heads.startswith("grouped"):
             asked = int(heads.removeprefix("grouped:"))
@@ -67,7 +68,7 @@ class Cached:
         return 3 * nearest_grouping(max(asked // 3, 1), layer.heads // 3, width // 3)
 
     def _filled(self, layers: list[Layer], curves: Curves, factor: float) -> dict[str, int]:
-        """Rank of each group of every layer, of one budget."""
+        """The rank of each group of every layer, from one budget."""
         groups = {layer.module: self.groups(layer) for layer in layers}
         widths = {layer.module: layer.shape[0] // groups[layer.module] for layer in layers}
         ranks = {name: max(int(FLOOR * width), 1) for name, width in widths.items()}
@@ -85,8 +86,8 @@ class Cached:
 
 
 def cache_notes(plan: Plan, curves: Curves, tokens: int) -> list[str]:
-    """How much smaller a cache of ranks is, and what it is predicted to lose before refit and
-    rounding, by `curves` measured on so many `tokens`, if they were: half of what is left of them."""
+    """A note on how much smaller a cache of ranks is, and on the loss that `curves` measured on
+    `tokens` predict before refit and rounding: half of the part that is cut off."""
     if plan.kv_cache is None:
         return []
     named = [(p, p.spec.plain) for p in plan.layers if p.layer.type in KINDS]
@@ -103,7 +104,7 @@ def cache_notes(plan: Plan, curves: Curves, tokens: int) -> list[str]:
 
 
 def _sizes(planned: PlannedLayer, spec: LowRankSpec, kind: str) -> tuple[float, float]:
-    """Bytes of a token's ranks of one layer, and of its whole keys or values."""
+    """The bytes of a token's ranks in one layer, and of its whole keys or values."""
     width = planned.width // 8
     share = 1 if planned.layer.type in SHARED else 2 / 3  # queries are not held
     return share * spec.groups * held_bytes(spec.rank, kind, width), share * width * spec.out_features
@@ -112,7 +113,8 @@ def _sizes(planned: PlannedLayer, spec: LowRankSpec, kind: str) -> tuple[float, 
 def _steps(
     name: str, rank: int, width: int, groups: int, curve: Sequence[float]
 ) -> Iterator[tuple[float, str, int, int]]:
-    """What each further step of ranks saves for a number held; name, the rank behind it, its price."""
+    """For each further step of ranks: what it saves for each number cached, the layer's name, the rank
+    after it, and its price."""
     while rank < width:
         after = min(rank + UNIT, width)
         price = groups * (after - rank)

@@ -1,9 +1,9 @@
-"""Predicted time of a layer: one roofline a kernel, from its spec and a GPU's ceilings.
+"""Predicts the time of a layer from its spec and a GPU's ceilings: one roofline a kernel.
 
-Each structure runs as a few kernels, and a kernel cannot take less than its bytes at the measured
-copy bandwidth or its multiplications at the measured matrix throughput, whichever is longer. That
-is the floor of good kernels (design notes, "Floors at CF 2"), not the time of today's. `launch_us`
-is charged for each kernel: at one token that decides whether a small layer gains at all.
+Each structure runs as a few kernels. A kernel takes at least the time of its bytes at the measured copy
+bandwidth, and of its multiplications at the measured matrix throughput. That is the least that good
+kernels can take (design notes, "Floors at CF 2"), not what today's take. `launch_us` is added for each
+kernel: at one token that decides whether a small layer gains at all.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from blr.compressor.structures.specs import (
     Spec,
 )
 
-USUAL = "h200"  # what times are told of where nothing else is known
+USUAL = "h200"  # the GPU that times are predicted for if nothing else is known
 ASKED = "asked for"
-MEMORY = 0.9  # of the memory of a kind of GPUs, at the least, that one of them has
-REACHED = 0.8  # of the peak that a datasheet tells: 790 of 989 TFLOP/s of an H200
+MEMORY = 0.9  # least memory of a card of a kind, relative to the kind's
+REACHED = 0.8  # of a datasheet's peak: 790 of 989 TFLOP/s on an H200
 ELEMENT = 2  # bytes of a bf16 number
 DECODE, PREFILL = 1, 4096  # tokens of the two predicted times
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Ceilings, "measured" or of a "datasheet"; `sm_ghz` are multiprocessors times their clock."""
+    """The ceilings of a GPU, "measured" or of a "datasheet"; `sm_ghz` is multiprocessors times their
+    clock."""
 
     name: str
     source: str
@@ -49,25 +50,25 @@ class Gpu:
 
     @property
     def reached_tflops(self) -> float:
-        """Of bf16 products: a datasheet's are a peak."""
+        """The TFLOP/s that bf16 products reach; a datasheet gives a peak."""
         return self.bf16_tflops * (1.0 if self.source == "measured" else REACHED)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one kernel moves and multiplies: numbers read and written, multiply-adds."""
+    """What one kernel does: numbers that it reads and writes, and multiply-adds."""
 
     moved: int
     products: int
 
     def time_us(self, gpu: Gpu) -> float:
-        """Its roofline in microseconds, launch excluded."""
+        """The kernel's roofline in microseconds, without its launch."""
         bytes_us = self.moved * ELEMENT / gpu.copy_tbps * 1e-6
         return max(bytes_us, 2 * self.products / gpu.bf16_tflops * 1e-6)
 
 
 def chosen_gpu(name: str | None) -> tuple[Gpu, str]:
-    """The GPU `name`, or this machine's, or `USUAL`; and, in words, why. Raises UsageError."""
+    """The GPU `name`, or this machine's, or `USUAL`; and the reason in words. Raises UsageError."""
     if name is not None:
         return find_gpu(name), ASKED
     if (here := gpu_of(installed_card())) is not None:
@@ -76,7 +77,7 @@ def chosen_gpu(name: str | None) -> tuple[Gpu, str]:
 
 
 def gpu_of(card: Card | None) -> Gpu | None:
-    """What is known of a card. None for an unknown one, and for a part of one, or one of less memory."""
+    """The known ceilings of a card. None for an unknown one, a part of one, or one with less memory."""
     if card is None:
         return None
     words = re.findall(r"[a-z0-9]+", card.name.lower())
@@ -87,7 +88,7 @@ def gpu_of(card: Card | None) -> Gpu | None:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU `name` of configs/gpus.yaml. Raises UsageError listing the known ones."""
+    """The GPU `name` of configs/gpus.yaml. Raises UsageError that lists the known ones."""
     known = gpus()
     if name.lower() not in known:
         raise UsageError(f"gpu {name!r} is not in configs/gpus.yaml; known: {', '.join(known)}")
@@ -140,7 +141,8 @@ def _pivoted(spec: PivotedSpec, n: int) -> Iterator[Kernel]:
 
 
 def _blocked(spec: MonarchSpec | BlastSpec, n: int) -> Iterator[Kernel]:
-    """For one token BLAST's mix with S is the prologue of the second product."""
+    """The kernels of Monarch and BLAST. For one token BLAST's mix with S is part of the second
+    product."""
     o, i, rank, inner = spec.out_features, spec.in_features, spec.rank, n * spec.blocks * spec.rank
     mix = prod(spec.shapes().get("S", (0,)))
     fused = mix if n == DECODE else 0
@@ -162,7 +164,7 @@ KERNELS: dict[str, Callable[[Any, int], Iterator[Kernel]]] = {
 
 
 def _packed(found: list[Kernel], spec: Spec) -> Iterator[Kernel]:
-    """The kernels of ``spec.plain`` with its weights read in fewer bits, alike in all of them."""
+    """The kernels of ``spec.plain``, which read their weights in fewer bits."""
     whole = sum(kernel.moved for kernel in found)
     spared = spec.parameters - spec.stored_bits() / (8 * ELEMENT)
     yield from (replace(k, moved=round(k.moved * (1 - spared / whole))) for k in found)

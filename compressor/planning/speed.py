@@ -1,8 +1,8 @@
-"""Predicted speed of decoding, from headers alone, and the bits that are left for a speed.
+"""Predicts the speed of decoding from headers alone, and finds the most bits that reach a given speed.
 
-Weights are read at a share of the memory's bandwidth and, in few bits, unpacked at a rate that goes with
-a GPU's multiprocessors and clock: what exports reach on an H200 (LOG, 2026-11-25: "few bits by products
-of bytes").
+Weights are read at a share of the memory's bandwidth. In few bits they are also unpacked, at a rate
+that depends on a GPU's multiprocessors and clock. Constants are what exports reach on an H200 (LOG,
+2026-11-25: "few bits by products of bytes").
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from typing import Any
 from blr.compressor.base.errors import BlrError, UsageError
 from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.planning.dimensions import dimensions_of
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import DECODE, Gpu, chosen_gpu, dense_time, layer_time
+from blr.compressor.planning.training_sizes import dimensions_of
 from blr.compressor.recipe.schema import DENSE, PACED, Recipe, make_recipe
 from blr.compressor.structures.specs import DenseSpec, Spec
 from blr.kernels.decode.quantized.formats import GROUP
 
 READ = {True: 0.85, False: 0.75}  # of the copy's speed, by whether a weight is dense
-# Dense weights that are unpacked a clock and multiprocessor; of 8 bits as many as are read.
+# Weights that a multiprocessor unpacks a clock, by bits; 8 bits are unpacked as fast as they are read
 UNPACKED = {4: 20.6, 3: 21.5, 2: 26.7}
 PARTED = 0.5  # of that rate in structures, whose stages wait for each other
 CORRECTED = 0.75  # microseconds that a correction adds to its layer
-# Launches of a block and the microseconds of one, whatever it reads: less a token never takes (LOG,
-# 2026-11-26: 4 to 5 each, nine a block)
+# Launches of a block, and the least microseconds of each (LOG, 2026-11-26: 4 to 5, nine a block)
 LAUNCHES, LAUNCH = 9, 4.5
 STEP = 0.05  # bits a weight between two sizes of a correction
 # Bits a weight of the largest correction of a base that pays (LOG, 2026-11-22), and of the smallest
@@ -34,7 +33,8 @@ WIDEST, NARROWEST = {3: 3.75, 2: 2.85}, {3: 3.3, 2: 2.3}
 
 
 def tokens_per_second(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> float | None:
-    """Of one sequence, attention and norms left out. None where the recipe cannot be planned."""
+    """The speed of decoding one sequence, without attention and norms. None if the recipe cannot be
+    planned."""
     try:
         return _predicted(source, recipe, gpu, calibrated)
     except BlrError:
@@ -42,13 +42,13 @@ def tokens_per_second(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool
 
 
 def _predicted(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> float:
-    """The same. Raises UsageError where the recipe cannot be planned."""
+    """The speed as `tokens_per_second` gives it. Raises UsageError if the recipe cannot be planned."""
     plan = make_plan(source, recipe, calibrated=calibrated)
     times = [_decoded(planned.spec, gpu) for planned in plan.layers]
     times += [_dense(*kept.layer.shape, gpu) for kept in plan.kept]
-    return 1e6 / max(
-        sum(times) + _head(source, gpu), dimensions_of(source.config).blocks * LAUNCHES * LAUNCH
-    )
+    words, width = (of_text(source.config).get(name) for name in ("vocab_size", "hidden_size"))
+    head = _dense(words, width, gpu) if isinstance(words, int) and isinstance(width, int) else 0.0
+    return 1e6 / max(sum(times) + head, dimensions_of(source.config).blocks * LAUNCHES * LAUNCH)
 
 
 def _decoded(spec: Spec, gpu: Gpu) -> float:
@@ -64,28 +64,21 @@ def _decoded(spec: Spec, gpu: Gpu) -> float:
 
 
 def _dense(out_features: int, in_features: int, gpu: Gpu) -> float:
+    """Microseconds of a dense layer for one token."""
     return dense_time(in_features, out_features, DECODE, gpu, launch=False) / READ[True]
 
 
-def _head(source: Source, gpu: Gpu) -> float:
-    """Microseconds of the product with the vocabulary."""
-    words, width = (of_text(source.config).get(name) for name in ("vocab_size", "hidden_size"))
-    if not isinstance(words, int) or not isinstance(width, int):
-        return 0.0
-    return _dense(words, width, gpu)
-
-
 def decided(recipe: Recipe) -> Recipe:
-    """`recipe` with a GPU by its name where that decides what is made, so that a run which goes on
-    elsewhere makes the same."""
+    """`recipe` with the name of a GPU, if its result depends on one: a run that goes on elsewhere must
+    make the same."""
     if recipe.gpu is not None or not recipe.tokens_per_second:
         return recipe
     return recipe.model_copy(update={"gpu": chosen_gpu(None)[0].name})
 
 
 def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str]:
-    """`recipe` with the most bits that decode as fast as its ``tokens_per_second`` say on its GPU,
-    and a line about them. Raises UsageError: nothing is as fast, or can be planned."""
+    """`recipe` with the most bits that decode as fast as its ``tokens_per_second`` on its GPU, and a
+    line about them. Raises UsageError if nothing is as fast, or nothing can be planned."""
     recipe = decided(recipe)
     wanted, (gpu, _), fastest = recipe.tokens_per_second, chosen_gpu(recipe.gpu), (0.0, "")
     if wanted is None:
@@ -111,7 +104,7 @@ def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str
 
 
 def _stored(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
-    """`recipe` with one of `_storages`. Raises UsageError where a rule has no use for such a one."""
+    """`recipe` with one of `_storages`. Raises UsageError if a rule does not go with it."""
     solver = {"solver", "rounds"} if settings["method"] == DENSE else set()  # none fits plain weights
     left = {"tokens_per_second", "method", *PACED} | solver
     given = recipe.model_dump(exclude_unset=True)
@@ -125,7 +118,7 @@ def _stored(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
 
 
 def _storages(recipe: Recipe) -> Iterator[dict[str, object]]:
-    """By falling bits."""
+    """Ways to store the layers, from most bits to fewest."""
     yield {"method": DENSE, "quantize": "int8"}
     yield {"method": DENSE, "quantize": "int4"}
     finer = 16 / (recipe.group or GROUP) - 16 / GROUP  # bits that smaller groups of the base take

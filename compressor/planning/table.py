@@ -1,4 +1,4 @@
-"""What a plan means in numbers: parameters, bytes and predicted times of every layer, as a table."""
+"""Shows a plan in numbers: parameters, bytes and predicted times of every layer, as JSON or a table."""
 
 from __future__ import annotations
 
@@ -22,17 +22,25 @@ COLUMNS = (
 
 
 def plan_result(plan: Plan, recipe: Recipe, gpu: Gpu, name: str, outlined: bool) -> dict[str, Any]:
-    """A JSON-ready account of `plan`, one entry a layer. Times are rooflines in bf16 on `gpu`, dense
-    ones beside them; `outlined`: shapes come from config.json alone, so that the whole is unknown."""
+    """`plan` as JSON-ready data with an entry for each layer. Times are bf16 rooflines on `gpu`, with
+    dense ones beside them. `outlined`: shapes come from config.json alone, so the whole model's size is
+    unknown."""
     entries: list[PlannedLayer | KeptLayer] = [*plan.layers, *plan.kept]
-    entries.sort(key=lambda entry: _natural(entry.layer.module))
+    entries.sort(  # block 2 before block 10
+        key=lambda entry: [
+            (int(part), "") if part.isdigit() else (0, part)
+            for part in re.split(r"(\d+)", entry.layer.module)
+        ]
+    )
+    own = [recipe.settings_for(planned.layer.module) for planned in plan.layers]
+    sized_by_cf = recipe.sized_by_cf and any(s.rank is None and s.pattern is None for s in own)
     layers = [_row(entry, gpu) for entry in entries]
     totals = {key: sum(layer[key] for layer in layers) for key in SUMMED}
     return {
         "model": name,
         "from": "config.json" if outlined else "headers",
         "gpu": {"name": gpu.name, "source": gpu.source},
-        "requested_cf": recipe.cf if _sized_by_cf(plan, recipe) else None,
+        "requested_cf": recipe.cf if sized_by_cf else None,
         "cf": plan.cf,
         "bits": plan.bits,
         "replaced": len(plan.layers),
@@ -44,14 +52,8 @@ def plan_result(plan: Plan, recipe: Recipe, gpu: Gpu, name: str, outlined: bool)
     }
 
 
-def _sized_by_cf(plan: Plan, recipe: Recipe) -> bool:
-    """Whether the factor says how large any layer becomes: rules may give a rank to every one."""
-    settings = [recipe.settings_for(planned.layer.module) for planned in plan.layers]
-    return recipe.sized_by_cf and any(own.rank is None and own.pattern is None for own in settings)
-
-
 def _whole(plan: Plan, layers: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The whole checkpoint: the `share` of its parameters that is replaced, and its size."""
+    """The whole checkpoint: its size, and the `share` of its parameters that is replaced."""
     if plan.whole is None:
         return None
     before = plan.whole.nbytes
@@ -93,7 +95,7 @@ def _row(entry: PlannedLayer | KeptLayer, gpu: Gpu) -> dict[str, Any]:
 
 
 def plan_text(result: dict[str, Any], every: bool = False) -> str:
-    """The table as aligned text: identical layers of several blocks in one row, or `every` layer."""
+    """The table as aligned text: one row for the same layer in several blocks, or for `every` layer."""
     groups = [[layer] for layer in result["layers"]] if every else _grouped(result["layers"])
     lines = [aligned([COLUMNS, *(_cells(group) for group in groups)], numbers=range(4, 8))]
     totals, gpu = result["totals"], result["gpu"]
@@ -126,7 +128,7 @@ def _sizes(result: dict[str, Any]) -> str:
 
 
 def _grouped(layers: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Layers that differ only in the number of their block."""
+    """Layers that differ only in the number of their block, together."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for layer in layers:
         name = re.sub(r"\d+", "#", layer["module"], count=1)
@@ -165,8 +167,3 @@ def _label(names: Sequence[str]) -> str:
             runs.append([number])
     text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return re.sub(r"\d+", text, names[0], count=1)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts block 2 before block 10; within a block as in the checkpoint's names."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]

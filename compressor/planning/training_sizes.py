@@ -1,4 +1,12 @@
-"""How much of everything fits and healing take: what they share with their forecasts, without torch."""
+"""Sizes that fits and healing share with the forecasts of them, without torch: a model's dimensions, and
+how much text, memory and training there is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from blr.compressor.checkpoint.context import of_text
 
 BATCH = 8  # windows or sentences run through a block at once
 SENSITIVITY_TOKENS = 32768  # of the calibration that the backward sweep sees
@@ -19,18 +27,52 @@ HALF, SINGLE, DOUBLE = 2, 4, 8  # bytes of a number
 HOST_BYTES = 3.5e9  # of Python, torch and CUDA in the host's memory
 KINDS = 6  # tensors of the logits' size in the last pass, at the most
 TRAINED = 48  # bytes there of a trained number with its gradients, moments and copies, at the most
+MOST = 1 << 40  # the largest number that is believed of a size in config.json
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """A model's number of blocks, widths of its states and of its MLP, and vocabulary (0 if unknown);
+    `tied`: its output head is the embedding."""
+
+    blocks: int
+    width: int
+    middle: int
+    vocabulary: int
+    tied: bool
+
+    @property
+    def tables(self) -> int:
+        """Numbers in the embedding and the head."""
+        return self.vocabulary * self.width * (1 if self.tied else 2)
+
+
+def dimensions_of(config: Mapping[str, object]) -> Dimensions:
+    """The dimensions that `config` gives, with 1 or a usual size for those that it does not."""
+    text = of_text(config)
+
+    def number(*names: str) -> int:
+        found = (text.get(name) for name in names)
+        return next((value for value in found if isinstance(value, int) and 0 < value < MOST), 0)
+
+    width = number("hidden_size", "n_embd", "dim") or 1
+    blocks = number("num_hidden_layers", "n_layer", "n_layers") or 1
+    middle = number("intermediate_size", "n_inner", "ffn_dim", "hidden_dim") or 4 * width
+    tied = bool(config.get("tie_word_embeddings", True))
+    return Dimensions(blocks, width, middle, number("vocab_size"), tied)
 
 
 def last_pass_bytes(weights: int, widths: int, tokens: int, logit_bytes: int) -> float:
-    """Of a GPU, for the last pass at the most: `weights` of the dense blocks that are trained, with
-    state, activations of a batch's `tokens` in all layers' `widths`, and logits of so many bytes a
-    token."""
+    """Upper estimate of a GPU's bytes in the last pass: `weights` of the dense blocks with their
+    training state, activations of a batch's `tokens` in all layers' `widths`, and logits of
+    `logit_bytes` a token."""
     logits = KINDS * min(tokens * logit_bytes, 2 * LOGITS)
     return TRAINED * weights + SINGLE * 2 * tokens * widths + logits
 
 
 def logit_parts(logit_bytes: float, most: int) -> int:
-    """Into how many parts, a power of two, the last pass splits a batch with such logits."""
+    """The number of parts, a power of two, in which the last pass takes a batch with so many bytes of
+    logits."""
     parts = 1
     while logit_bytes > parts * LOGITS and parts * 2 <= most:
         parts *= 2
@@ -38,6 +80,7 @@ def logit_parts(logit_bytes: float, most: int) -> int:
 
 
 def refit_parts(tokens: int, trained: float, most: int) -> int:
-    """Into how many parts, a power of two, a refit splits a batch: by the work alone."""
+    """The number of parts, a power of two, in which a refit takes a batch. It follows from the work
+    alone, so that results do not depend on the machine."""
     parts = min(most, max(int(6 * tokens * trained) // PART_WORK, 1))
     return 1 << (parts.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""What is compressible in each model family, read from `configs/*.yaml`."""
+"""Reads from `configs/*.yaml` what is compressible in each model family."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from blr.compressor.base.globs import matches, matches_any
 
 @dataclass(frozen=True)
 class Group:
-    """Linear layers `modules` of a decoder block that see the same input; `residual` is the module
-    whose input is the stream that `scale` times their output is added to, if known."""
+    """Linear layers `modules` of a block that read the same input. `residual` is the module whose input
+    is the stream that `scale` times their output is added to, if known."""
 
     modules: tuple[str, ...]
     residual: str | None = None
     scale: float = 1.0
 
     def within(self, names: Collection[str]) -> Group | None:
-        """Its part among the modules `names` of a block, None if it has none there."""
+        """The part of the group among the modules `names` of a block; None if there is none."""
         modules = tuple(name for name in self.modules if name in names)
         return Group(modules) if modules else None
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family's knowledge: `modules` maps globs over names on disk to layer types; `heads` stay
-    dense unless asked for; `transposed` weights are stored [in, out]; `shapes` maps tensor globs to
-    symbols; `blocks` is the list of blocks on disk and `groups` what some of them consist of, in
-    order (none: no calibration); `attention` maps layer types that hold heads to their side ("out" or
-    "in") and number; `prefix` starts module names in a checkpoint with a head."""
+    """What is known of a model family.
+
+    `modules` maps globs over names on disk to layer types, `shapes` globs over tensors to symbols.
+    `heads` stay dense unless asked for; `transposed` weights are stored [in, out]. `blocks` is the list
+    of blocks on disk, and `groups` are the layers of a block in order (without them there is no
+    calibration). `attention` maps layer types that hold heads to their side ("out" or "in") and number.
+    `prefix` begins module names in a checkpoint with a head.
+    """
 
     name: str
     model_types: tuple[str, ...]
@@ -46,7 +49,7 @@ class Family:
     prefix: str = ""
 
     def layer_type(self, module: str, *, include_heads: bool = False) -> str | None:
-        """The type of `module`, or None when it is not compressible."""
+        """The type of `module`; None if it is not compressible."""
         for glob, kind in self.modules.items():
             if matches(module, glob):
                 return kind
@@ -56,7 +59,7 @@ class Family:
 
 
 def find_family(model_type: str) -> Family | None:
-    """The family that lists `model_type`, or None."""
+    """The family that lists `model_type`; None if none does."""
     return next((family for family in families() if model_type in family.model_types), None)
 
 
@@ -70,7 +73,7 @@ def families() -> tuple[Family, ...]:
 
 @cache
 def short_names() -> dict[str, str]:
-    """Short model names to hub ids."""
+    """Short model names and the hub ids that they stand for."""
     return dict(read_config_table("hub.yaml"))
 
 
@@ -90,7 +93,7 @@ def _family(name: str, table: dict[str, Any]) -> Family:
 
 
 def read_config_table(name: str) -> Any:
-    """What a file of `configs/` says."""
+    """The contents of a YAML file of `configs/`."""
     from ruamel.yaml import YAML
 
     return YAML(typ="safe").load(files("blr.configs").joinpath(name).read_text("utf-8"))

@@ -1,24 +1,36 @@
-"""The recipe of one run: a recipe, what is asked for in its place, and how much effort."""
+"""Makes the recipe of a run from a recipe, options that replace its settings, and an effort.
+
+Options that nothing would read are refused, for silence would mislead. A recipe file may have such
+settings, for recipes that extend it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from blr.compressor.base.errors import UsageError
-from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.schema import DENSE, NONE, LayerSettings, Recipe
 from blr.compressor.recipe.shipped_recipes import load_recipe
-from blr.compressor.recipe.unused_settings import refuse, refuse_idle
+from blr.compressor.structures.registry import STRUCTURES, Structure
+from blr.compressor.structures.specs import BlastSpec
 
 NORMAL = "normal"
 EFFORTS: Mapping[str, Mapping[str, int]] = {
-    "quick": {"refit": 0, "finish": 0},  # closed form alone
-    NORMAL: {},  # what the device is good for: the defaults of refit and finish
-    "best": {"samples": 1600, "refit": 3, "rounds": 100},  # the README's best figures
+    "quick": {"refit": 0, "finish": 0},  # no training
+    NORMAL: {},  # the defaults of the device
+    "best": {"samples": 1600, "refit": 3, "rounds": 100},  # those of the README's best figures
 }
-PACKED = {"best": {"refit": 4}}  # of weights in few bits, in place of the above
-ROUNDED = "blast"  # the method whose rounds these are
+PACKED = {"best": {"refit": 4}}  # replaces the above for weights in few bits
+ROUNDED = "blast"  # the method that `rounds` above is for
+Use = Callable[[Structure], object]
+CALIBRATION = ("samples", "seq_len", "mix", "refit", "finish")
+FITTED: dict[str, tuple[Use, str]] = {  # settings of some structures: who uses them, also in words
+    "blocks": (lambda structure: structure.blocks, "methods monarch and blast"),
+    "heads": (lambda structure: structure.grouped, "method svd, or a cache of ranks"),
+    "rounds": (lambda structure: structure.iterated, "methods monarch, blast and ks"),
+}
 
 
 def asked_recipe(
@@ -29,10 +41,10 @@ def asked_recipe(
     own_text: bool = False,
     apart: Collection[str] = (),
 ) -> Recipe:
-    """`recipe` with the `settings` that are given (not None, not empty) in the place of its own, over
-    those of `effort`. `calibrated`: there is a text to fit to; `own_text`: it is the model's own;
-    `apart` are settings of use in any case. Raises UsageError for settings that nothing would use,
-    RecipeError as `load_recipe`."""
+    """`recipe` with the `settings` that are given (not None, not empty) in place of its own, and with
+    those of `effort` where neither says anything else. `calibrated`: there is a text to fit to;
+    `own_text`: the model writes it; `apart` are settings that always have a use. Raises UsageError for
+    settings that nothing would use, RecipeError as `load_recipe` does."""
     asked = {n: v for n, v in settings.items() if v is not None and v != [] and v != ()}
     found = load_recipe(recipe, asked)
     refuse_idle(found, {n: v for n, v in asked.items() if n not in apart}, calibrated)
@@ -48,7 +60,8 @@ def asked_recipe(
 
 
 def effort_settings(effort: str, recipe: Recipe) -> dict[str, int]:
-    """What `effort` sets for a `recipe` that is resolved otherwise. Raises UsageError for no such."""
+    """The settings of `effort` for a `recipe` that is complete otherwise. Raises UsageError if it is
+    unknown."""
     if effort not in EFFORTS:
         raise UsageError(f"--effort {effort}: expected one of {', '.join(EFFORTS)}")
     own, found = recipe.own(), dict(EFFORTS[effort])
@@ -56,4 +69,64 @@ def effort_settings(effort: str, recipe: Recipe) -> dict[str, int]:
         found |= PACKED.get(effort, {})
     if own.method != ROUNDED:
         found.pop("rounds", None)
+    return found
+
+
+def refuse_idle(recipe: Recipe, given: Mapping[str, object], calibrated: bool) -> None:
+    """Raise UsageError for the first of the `given` settings that `recipe` has no use for."""
+    for name, whose in idle(recipe, given, calibrated).items():
+        refuse(name, given[name], whose)
+
+
+def idle(recipe: Recipe, given: Collection[str], calibrated: bool) -> dict[str, str]:
+    """The `given` settings that no layer of `recipe` has a use for, with what they belong to."""
+    found = {} if calibrated else dict.fromkeys(CALIBRATION, "--calibration")
+    layers = recipe.layers()
+    for name, (uses, whose) in FITTED.items():
+        if not any(_fits(layer, uses) for layer in layers):
+            found[name] = whose
+    if recipe.allocation != "uniform" and not calibrated:
+        found["allocation"] = "--calibration"
+    if recipe.kv_cf is None and not any(map(_shares, layers)):
+        found["allocation"] = "layers that --cf or --kv-cf sizes"
+    if recipe.caches_ranks:
+        found.pop("heads", None)
+    if recipe.kv_cf == 1 and recipe.kv_quantize is None:
+        found["kv_cf"] = "--kv-quantize, or to a factor above 1"
+    if recipe.tokens_per_second is None:
+        found |= _of_storing(recipe, layers)
+    return {name: whose for name, whose in found.items() if name in given}
+
+
+def refuse(name: str, value: object, whose: str) -> NoReturn:
+    """Raise UsageError for a setting without a use; `whose` is what it belongs to."""
+    option = f"--{name.replace('_', '-')}"
+    raise UsageError(f"{option} {value}: nothing would use it, it belongs to {whose}; leave it out")
+
+
+def _fits(layer: LayerSettings, uses: Use) -> bool:
+    structure = STRUCTURES.get(layer.method)
+    return bool(structure and uses(structure))
+
+
+def _shares(layer: LayerSettings) -> bool:
+    """Whether the layer's size is a share of a budget."""
+    sized = layer.rank or layer.pattern or layer.stored.base
+    return layer.method != DENSE and not sized
+
+
+def _of_storing(recipe: Recipe, layers: list[LayerSettings]) -> dict[str, str]:
+    """Settings of how layers are stored that have no use; a target speed decides these by itself."""
+    found = {}
+    packed = [layer for layer in layers if layer.stored.bits or layer.stored.base]
+    if not packed:
+        found["group"] = "--quantize and --base"
+    if not any(3 in (layer.stored.bits, layer.stored.base) for layer in packed):
+        found["grid"] = "int3"
+    if not any(_fits(layer, lambda structure: structure.spec is BlastSpec) for layer in packed):
+        found["couplings"] = "method blast with --quantize or --base"
+    if recipe.base not in (None, NONE) and all(layer.stored.base is None for layer in layers):
+        found["base"] = f"a --method that corrects it, not {DENSE}"
+    if not recipe.former_methods:  # `auto` took it
+        found["gpu"] = "--tokens-per-second"
     return found

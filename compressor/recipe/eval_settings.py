@@ -1,4 +1,4 @@
-"""What an evaluation is asked for, checked before anything is read."""
+"""The settings of an evaluation, which are checked before anything is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from blr.compressor.base.device import COMPUTED
 from blr.compressor.base.errors import UsageError
 from blr.compressor.recipe.option import Limits, check_limits
 
-USUAL_WINDOW = 512  # tokens of a window that texts are judged in, where the model has so many positions
+USUAL_WINDOW = 512  # tokens of a window by default, if the model has so many positions
 Count = Annotated[int, Limits(1)]
 
 
@@ -58,12 +58,12 @@ class EvalSettings:
 
     @property
     def task_names(self) -> list[str]:
-        """Those of `tasks`."""
+        """The names in `tasks`."""
         return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
 
 
 def check_eval(settings: EvalSettings) -> None:
-    """Raise UsageError for nothing to do, or settings that nothing would use."""
+    """Raise UsageError if there is nothing to do, or for settings that nothing would use."""
     check_limits(settings)
     if settings.dtype not in COMPUTED:
         raise UsageError(f"dtype {settings.dtype!r}: expected one of {', '.join(COMPUTED)}")
@@ -83,7 +83,8 @@ def check_eval(settings: EvalSettings) -> None:
 
 
 def _refuse_unused(owner: str, settings: EvalSettings, names: tuple[str, ...], given: bool) -> None:
-    """Raise UsageError for one of those settings where the one that they belong to is not given."""
+    """Raise UsageError if one of the settings `names` is given without the `owner` that they belong
+    to."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and not given:

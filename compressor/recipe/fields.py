@@ -1,5 +1,4 @@
-"""A recipe's fields: what a number, a glob or a chain may be, what is said of a wrong one, and which of
-them ask for dense weights in few bits, naming nothing of structure."""
+"""Types of a recipe's fields: numbers, globs, chains, heads; and the messages for wrong values."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from blr.compressor.structures.patterns import check_pattern
 
 Bits = Annotated[float, Field(gt=0.0, le=32.0, allow_inf_nan=False)]
 Factor = Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
-CacheFactor = Annotated[float, Field(ge=1.0, allow_inf_nan=False)]  # 1: all of it, for --kv-quantize
+CacheFactor = Annotated[float, Field(ge=1.0, allow_inf_nan=False)]  # 1: all ranks, for --kv-quantize
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 Natural = Annotated[int, Field(ge=0, le=2**31)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -38,10 +37,10 @@ def _checked_heads(text: str) -> str:
     return text
 
 
-Chain = Annotated[str, AfterValidator(_checked_pattern)]  # Kronecker-sparse, of some layer
+Chain = Annotated[str, AfterValidator(_checked_pattern)]  # of Kronecker-sparse factors
 Heads = Annotated[str, AfterValidator(_checked_heads)]
-NONE = "none"  # takes a setting back
-# What says which structure layers get, or of what size
+NONE = "none"  # switches a setting off
+# Settings that choose a structure or its size
 STRUCTURED = frozenset(
     {"method", "cf", "rank", "blocks", "pattern", "pivot", "heads", "solver", "rounds", "base", "bpw"}
     | {"couplings", "allocation", "tokens_per_second"}
@@ -49,8 +48,8 @@ STRUCTURED = frozenset(
 
 
 def stores_alone(data: Mapping[str, object]) -> bool:
-    """Whether the settings of a recipe name `quantize`, and neither a structure nor a size; nor do its
-    rules, beside the methods of their own."""
+    """Whether a recipe's settings name `quantize` but no structure and no size, and its rules no
+    size."""
     rules = data.get("rules")
     shaped = isinstance(rules, list) and any(_says(rule, STRUCTURED - {"method"}) for rule in rules)
     return _says(data, ("quantize",)) and not _says(data, STRUCTURED) and not shaped
@@ -65,8 +64,8 @@ AGAIN = "; give such a value"
 
 
 def said_of(error: Any, found: str) -> str:
-    """One of `ValidationError.errors()` as ``FOUND 'x', expected it to be …; give such a value``, or
-    what a check of ours says. `found` stands before the value."""
+    """The message for one of `ValidationError.errors()`: ``FOUND 'x', expected it to be …; give such a
+    value``, or what a check of ours says. `found` is put before the value."""
     value, message = quote(repr(error["input"]), 60)[1:-1], quote(error["msg"], 240)[1:-1]
     if message.startswith(INPUT):
         return f"{found} {value}, expected it to {message.removeprefix(INPUT)}{AGAIN}"

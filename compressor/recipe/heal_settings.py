@@ -1,4 +1,4 @@
-"""What a healing run is asked to do, checked before any work."""
+"""The settings of a healing run, which are checked before any work."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from blr.compressor.recipe.run_settings import RunSettings
 SELF = "self"
 KINDS = ("factors", "norms", "biases", "dense", "embeddings", "head")
 LOSSES = ("kl", "lm")
-LONGEST = 1e5  # minutes
-MINUTES = 3.0  # when no budget is given
-MIX = 2 / 3  # of own text beside the user's
-HIDDEN = 4.0  # weight of the distance between the blocks' outputs, beside the divergence of logits
-VARY = 0.2  # of the tokens where a text is read for the fourth time and on
+LONGEST = 1e5  # most minutes
+MINUTES = 3.0  # default budget
+MIX = 2 / 3  # default share of own text beside the user's
+HIDDEN = 4.0  # default weight of the distance between the blocks' outputs, beside --loss kl
+VARY = 0.2  # default share of the tokens that are replaced from the fourth epoch on
 NOT_IN_FINGERPRINT = (
     *("source_name", "revision", "teacher_name", "save_minutes", "overwrite", "restart", "check"),
     *("force", "fsdp", "micro", "track", "threads"),
@@ -32,10 +32,10 @@ class HealOptions(RunSettings):
     """What `blr heal` is asked for.
 
     Attributes:
-        teacher_name: of the dense model; recorded in the output.
-        minutes, epochs, steps: exactly one is set once checked; epochs are of the user's text, or of the
-            own text where that is all.
-        micro: windows that a process takes a pass; None what fits.
+        teacher_name: the dense model's name, which the output records.
+        minutes, epochs, steps: one of them is set by `check_options`; an epoch reads the user's text, or
+            the teacher's if there is no other.
+        micro: windows that a process takes in a pass; None: as many as fit.
 
     Options:
         data (--text, --data): Train on this text file, .jsonl or data set; repeatable; self is text that
@@ -105,20 +105,20 @@ class HealOptions(RunSettings):
 
     @property
     def varied(self) -> float:
-        """The share of tokens that are others where a decoder's text is read again and again."""
+        """The share of tokens that are replaced when a decoder's text is read again and again."""
         return (VARY if self.loss == "kl" else 0.0) if self.vary is None else self.vary
 
     @property
     def matches_states(self) -> bool:
-        """Whether the blocks' outputs count."""
+        """Whether the distance between the blocks' outputs counts."""
         return self.loss == "kl" if self.hidden is None else self.hidden > 0
 
     def trained(self, kinds: list[str]) -> list[str]:
-        """What is trained, in words, where that is parameters of these `kinds` beside additions."""
+        """What is trained, in words: additions, and parameters of these `kinds`."""
         return [*([f"additions of rank {self.lora}"] if self.lora else []), *kinds]
 
     def fingerprint(self) -> dict[str, object]:
-        """What a resumed run must agree on."""
+        """The settings that a resumed run must have in common."""
         kept = {k: v for k, v in asdict(self).items() if k not in NOT_IN_FINGERPRINT}
         return {**kept, "data": self.data.count(SELF)}  # the texts by their contents, elsewhere
 
@@ -150,11 +150,12 @@ def check_options(options: HealOptions) -> HealOptions:
     _refuse_idle(options)
     if all(budget is None for budget in budgets):
         options = replace(options, minutes=MINUTES)
-    return replace(options, mix=_own_share(options))
+    mix = MIX if options.mix is None else options.mix
+    return replace(options, mix=mix if options.files else 1.0)
 
 
 def _refuse_idle(options: HealOptions) -> None:
-    """Raise UsageError for what another option leaves no use for."""
+    """Raise UsageError for options that have no use beside others."""
     if options.mix == 1 and options.files:
         raise UsageError("--mix 1 reads nothing of --data; lower it, or leave out --data")
     if options.own_tokens is not None and options.mix == 0:
@@ -166,19 +167,12 @@ def _refuse_idle(options: HealOptions) -> None:
 
 
 def healing_steps(options: HealOptions) -> list[str]:
-    """The steps of a healing, by what their bars say."""
+    """The steps of a healing, by the names of their progress bars."""
     return [*[OWN] * bool(options.mix), HEALING, WRITING, CHECKING]
 
 
 def checked_minutes(minutes: float | None) -> float | None:
-    """`minutes` of healing as an option of another command gives them. Raises UsageError."""
+    """`minutes` of healing, as an option of another command. Raises UsageError if out of range."""
     if minutes is not None and not 0 < minutes <= LONGEST:
         raise UsageError(f"--heal {minutes:g}: expected minutes over 0, at most {LONGEST:g}")
     return minutes
-
-
-def _own_share(options: HealOptions) -> float:
-    """Own text alone where no text is named, else the share asked for, else the mixture."""
-    if not options.files:
-        return 1.0
-    return MIX if options.mix is None else options.mix

@@ -1,8 +1,8 @@
-"""Options of the command line, read from the docstrings of settings, so that each is described once.
+"""Reads options of the command line from the docstrings of settings, so that each is described once.
 
-Behind ``Options:`` a docstring has an entry for each field that is an option: the field, names of the
-option where they are not made of the field's, one sentence, and in brackets what its default is, where
-that is not a value::
+Behind ``Options:`` a docstring has an entry for each field that is an option. It has the field, the
+option's names if they are not the field's, one sentence, and in brackets the default if that is no
+value::
 
     Options:
         method (--method, -m): svd, monarch, blast or ks. [svd; dense for --quantize alone]
@@ -23,7 +23,7 @@ ENTRY = re.compile(r"(\w+)(?: \((-[\w, -]+)\))?: (.*?)(?: \[(.*)\])?")
 
 
 class Limits(NamedTuple):
-    """Of a number, in its annotation; both are allowed."""
+    """The least and the largest allowed number of a field, given in its annotation."""
 
     least: float | None = None
     most: float | None = None
@@ -31,7 +31,7 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class Option:
-    """A field as an option: `kind` is the type of a value that is given, `default` is shown as such."""
+    """A field as an option: `kind` is the type of its value, `default` the text shown as its default."""
 
     kind: Any
     help: str
@@ -47,7 +47,8 @@ def described(owner: Any) -> str:
 
 @cache
 def options_of(owner: Any) -> dict[str, Option]:
-    """Those of a model, dataclass or function, by name: what it describes before what it inherits."""
+    """The options of a model, dataclass or function, by field; its own entries come before inherited
+    ones."""
     hints, found = get_type_hints(owner, include_extras=True), dict[str, Option]()
     for part in getattr(owner, "__mro__", (owner,)):
         for name, names, said, default in _entries(part.__doc__ or ""):
@@ -69,7 +70,7 @@ def check_limits(settings: Any) -> None:
 
 
 def plain_type(hint: Any) -> Any:
-    """What a value given in place of None is: of ``Annotated[Positive, …] | None`` it is int."""
+    """The type of a value that is given in place of None: int for ``Annotated[Positive, …] | None``."""
     origin, inner = get_origin(hint), [part for part in get_args(hint) if part is not type(None)]
     if origin is Annotated:
         return plain_type(inner[0])
@@ -81,14 +82,14 @@ def plain_type(hint: Any) -> Any:
 
 
 def _entries(text: str) -> list[tuple[str, ...]]:
-    """Field, names, sentence and default of every entry."""
+    """Field, names, sentence and default of every entry in a docstring."""
     said = re.split(r"\n(?=\S)", inspect.cleandoc(text).partition("Options:\n")[2])[0]
     lines = re.sub(r"\n {5,}", " ", said).splitlines()
     return [match.groups() for line in lines if (match := ENTRY.fullmatch(line.strip()))]
 
 
 def _limits(hint: Any) -> Limits | None:
-    """The first in an annotation."""
+    """The first `Limits` in an annotation."""
     parts = [hint, *get_args(hint), *getattr(hint, "__metadata__", ())]
     inner = (part if isinstance(part, Limits) else part is not hint and _limits(part) for part in parts)
     return next((found for found in inner if found), None)

@@ -1,4 +1,4 @@
-"""What every command that writes a folder is told beside what the folder shall hold."""
+"""Settings that all commands share which write a folder."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from blr.compressor.workspace.shards import DEFAULT_SHARD_BYTES
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a run reads and writes. `source_name` and `revision` are recorded in the output;
-    `max_shard_size` is in bytes.
+    """How a run reads and writes. The output records `source_name` and `revision`; `max_shard_size` is
+    in bytes.
 
     Options:
         threads: Compute with this many CPU threads. [OMP_NUM_THREADS, or all free cores]
@@ -39,14 +39,14 @@ class RunSettings:
     offline: bool = False
 
     def named(self, name: str, revision: str | None) -> Self:
-        """The same for a model found under another name."""
+        """The same settings for a model that was found under another name."""
         return replace(self, source_name=name, revision=revision)
 
 
 @dataclass(frozen=True)
 class CompressSettings(RunSettings):
-    """How a compression runs. `calibration` names a text file or data set, `heal` are minutes of
-    training after the fits.
+    """How a compression runs. `calibration` names a text file or data set; `heal` is how many minutes
+    training takes after the fits.
 
     Options:
         device: Compute on auto, cpu, cuda or cuda:N.

@@ -1,4 +1,4 @@
-"""A recipe: what to do with a checkpoint, validated before anything is read."""
+"""A recipe says what to do with a checkpoint. It is validated before anything is read."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from blr.compressor.recipe.fields import NONE, Globs, Natural, Positive, Share, 
 from blr.compressor.structures.registry import STRUCTURES
 from blr.kernels.decode.quantized.formats import FP8_GROUPS, GROUP, ROW
 
-FORMER = {"auto": "blast"}  # methods of earlier versions, by what they became
-DENSE = "dense"  # as it is, or in the bits that `quantize` says
+FORMER = {"auto": "blast"}  # methods of earlier versions, and what they are now
+DENSE = "dense"  # no structure: unchanged, or in the bits of `quantize`
 FP8 = "fp8"
 KINDS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, FP8: 8, NONE: None}  # to bits
-PIVOTED = "pivoted"  # what low rank becomes with `pivot`
-CORRECTING = ("svd", "monarch", "blast")  # structures whose size a rank says
-# what a speed takes the place of
+PIVOTED = "pivoted"  # the structure of method svd with `pivot`
+CORRECTING = ("svd", "monarch", "blast")  # methods that can correct a base
+# Settings that `tokens_per_second` takes the place of
 PACED = ("cf", "rank", "quantize", "base", "bpw", "kv_rank", "kv_cf", "kv_quantize", "pivot")
-CORRECTION_KIND = "int4"  # of a correction's factors, unless another is asked for
+CORRECTION_KIND = "int4"  # how a correction's factors are stored by default
 if TYPE_CHECKING:
     Method: TypeAlias = str
 else:
@@ -42,12 +42,13 @@ Allocation = Literal["uniform", "sensitivity"]
 Kind = Literal["int8", "int4", "int3", "int2", "fp8", "none"]
 Base = Literal["int8", "int4", "int3", "int2", "none"]
 Group = Literal[128, 64, 32]
+Grid = Literal["curved", "uniform"]
 Couplings = Literal["int8", "none"]
 KvNumbers = Literal["int8", "int4", "none"]
 
 
 class _Settings(BaseModel):
-    """What both a recipe and a rule may say about a layer."""
+    """The settings that both a recipe and a rule can have."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -59,6 +60,7 @@ class _Settings(BaseModel):
     rounds: Natural | None = None
     quantize: Kind | None = None
     group: Group | None = None
+    grid: Grid | None = None
     couplings: Couplings | None = None
     base: Base | None = None
     bpw: fields.Bits | None = None
@@ -67,7 +69,7 @@ class _Settings(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _current(cls, data: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
-        """Take a method of earlier versions for what it became."""
+        """Replace a method of earlier versions by what it is now."""
         named = data.get("method") if isinstance(data, dict) else None
         if not isinstance(named, str) or named not in FORMER:
             return validated(data)
@@ -77,9 +79,9 @@ class _Settings(BaseModel):
 
 
 class Rule(_Settings):
-    """What to do with the layers whose module names match a glob (`*` spans dots), the first match
-    counting; without `cf` and `rank` they share the recipe's budget. None takes the recipe's, of what
-    belongs to a method where that is its, too."""
+    """Settings for the layers whose module names match a glob (`*` spans dots); the first match counts.
+    Without `cf` and `rank` these layers share the recipe's budget. A setting of None is the recipe's;
+    one that belongs to a method is so only if the rule has the recipe's method."""
 
     match: fields.Glob
     method: Method | None = None
@@ -91,14 +93,14 @@ class Rule(_Settings):
         _refuse_pairs(self, self.method)
         if self.cf is not None and self.rank is not None:
             raise ValueError("a rule takes cf or rank, not both")
-        known = {"match", "method", "quantize", "group"}
+        known = {"match", "method", "quantize", "group", "grid"}
         if self.method == DENSE and self.model_dump(exclude_none=True).keys() - known:
-            raise ValueError("a rule of method dense takes nothing but match, quantize and group")
+            raise ValueError("a rule of method dense takes nothing but match, quantize, group and grid")
         return self
 
 
 class RecipeFields(_Settings):
-    """The keys of a recipe file; `Recipe` says what they mean and checks that they fit together."""
+    """The keys of a recipe file. `Recipe` explains them and checks that they fit together."""
 
     extends: Annotated[str, Field(min_length=1)] | None = None
     method: Method = "svd"
@@ -129,15 +131,15 @@ class Recipe(RecipeFields):
     """The settings of one compression.
 
     Attributes:
-        extends: a shipped recipe or a path relative to this one; None once resolved.
-        cf: dense over structured parameters; layers that a rule keeps dense count in it.
-        heads: `auto` goes by the thresholds of `blr.compressor.planning.heads`.
-        rules: what differs by layer, the first match counting.
-        include: globs over module names, which admit heads, too.
-        kv_rank, kv_cf: k and v (of GPT-2 q, k and v) in low rank, in groups of heads of some 256
-            features or in `heads`: each group of this rank, or all together of their width over this
-            factor, shared out by sensitivity where it is measured.
-        floor: least share of its uniform rank that allocation by sensitivity leaves a layer.
+        extends: a shipped recipe, or a path relative to this one; None once resolved.
+        cf: dense parameters over structured ones; layers that a rule keeps dense count in both.
+        heads: `auto` uses the thresholds of `blr.compressor.planning.heads`.
+        rules: settings for some layers; the first rule that matches counts.
+        include: globs over module names; they admit heads as well.
+        kv_rank, kv_cf: give k and v (q, k and v of GPT-2) a low rank in groups of heads of about 256
+            features, or as `heads` says. Each group has rank kv_rank, or all ranks together are the
+            width over kv_cf, shared out by sensitivity if it is measured.
+        floor: least share of its uniform rank that allocation by sensitivity leaves to a layer.
         strength: weight of the sensitivities against uniform ranks.
         sequential: fit each layer to the inputs that the compressed layers before it give.
 
@@ -158,6 +160,7 @@ class Recipe(RecipeFields):
         quantize: Store dense weights, or the factors of --method, in int8, int4, int3, int2 or fp8.
             [not; corrections by --base in int4]
         group: Let this many numbers share a scale: 128, 64 or 32. [128; a row for fp8]
+        grid: Space the levels of int3 wider outwards (curved), or all alike (uniform). [curved]
         base: Store the dense weights in int2, int3, int4 or int8, and let --method correct them. [none]
         bpw: Bits a weight that --base and its correction take together, in place of --rank.
         tokens_per_second: Take the largest size that is predicted to decode one sequence at this speed.
@@ -199,34 +202,34 @@ class Recipe(RecipeFields):
 
     @property
     def former_methods(self) -> list[str]:
-        """Methods of earlier versions, as they were written, each once."""
+        """The methods of earlier versions that are written in the recipe, each once."""
         named = [self._former, *(rule._former for rule in self.rules)]
         return list(dict.fromkeys(name for name in named if name))
 
     @property
     def caches_ranks(self) -> bool:
-        """Whether the cache of keys and values is to hold their ranks."""
+        """Whether the cache of keys and values holds ranks."""
         return self.kv_rank is not None or self.kv_cf is not None
 
     @property
     def sized_by_cf(self) -> bool:
-        """Whether `cf` says how large most layers become."""
+        """Whether `cf` determines the size of most layers."""
         own = self.own()
         return own.method != DENSE and own.stored.base is None and own.rank is None
 
     def settings_for(self, module: str) -> LayerSettings:
-        """What the first matching rule, or else the recipe itself, says about `module`."""
+        """The settings for `module`: those of the first rule that matches, else the recipe's own."""
         for number, rule in enumerate(self.rules, 1):
             if matches(module, rule.match):
                 return self._by_rule(rule, f"rule {number} {rule.match!r}")
         return self.own()
 
     def own(self) -> LayerSettings:
-        """What it says of layers that no rule matches."""
+        """The settings for layers that no rule matches."""
         return self._by_rule(Rule(match="*"), "recipe")
 
     def layers(self) -> list[LayerSettings]:
-        """All that it says of any layer: its own, and those of every rule."""
+        """All settings that a layer may get: the recipe's own, and those of every rule."""
         return [self.own(), *(self._by_rule(rule, "") for rule in self.rules)]
 
     def _said(self, rule: Rule, name: str) -> Any:
@@ -241,7 +244,8 @@ class Recipe(RecipeFields):
         coupled = said("couplings") or ("int8" if base else NONE)
         bpw = None if base is None or rule.rank else said("bpw")
         group = said("group") or (ROW if kind == FP8 else GROUP)
-        return StoredAs(KINDS[kind], group, KINDS[coupled], base, bpw, kind == FP8)
+        form = KINDS[kind], group, KINDS[coupled], base, bpw, kind == FP8
+        return StoredAs(*form, said("grid") != "uniform")
 
     def _by_rule(self, rule: Rule, name: str) -> LayerSettings:
         said, method = partial(self._said, rule), rule.method or self.method
@@ -260,9 +264,9 @@ class Recipe(RecipeFields):
 
 @dataclass(frozen=True)
 class StoredAs:
-    """In how many bits a layer is stored: `bits` of its numbers, in groups of `group`, `couplings` of
-    BLAST's, `base` of the dense weight that it corrects (None: its dtype, or no base); `bpw` in all,
-    where that sizes the correction."""
+    """How a layer is stored: its numbers in `bits`, in groups of `group`; the `couplings` of BLAST; the
+    `base`, a dense weight that it corrects (None: the weight's dtype, or no base); `bpw` for both if
+    that sizes the correction; `curved`: which grid of 3 bits."""
 
     bits: int | None = None
     group: int = GROUP
@@ -270,16 +274,17 @@ class StoredAs:
     base: int | None = None
     bpw: float | None = None
     fp8: bool = False
+    curved: bool = True
 
     @property
     def kind(self) -> str:
-        """What its numbers are stored in, as "int4", where that is not their dtype."""
+        """The name of the numbers' storage, such as "int4"."""
         return FP8 if self.fp8 else f"int{self.bits}"
 
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """The settings of one layer, by `rule`; `cf` is a rule's own, None for the recipe's budget."""
+    """The settings of one layer, from `rule`; `cf` is the rule's own, None for the recipe's budget."""
 
     method: LayerMethod
     cf: float | None = None
@@ -294,7 +299,8 @@ class LayerSettings:
 
     @property
     def target_blocks(self) -> int:
-        """Blocks asked for, or the family's default; of a correction, which is small, at most 4."""
+        """The number of blocks asked for, or the method's default; at most 4 by default for a
+        correction, which is small."""
         structure = STRUCTURES.get(self.method)
         usual = (structure and structure.blocks) or 1
         return self.blocks or (min(usual, 4) if self.stored.base else usual)
@@ -306,7 +312,7 @@ class LayerSettings:
 
 
 def _refuse_pairs(settings: _Settings, method: str | None) -> None:
-    """Raise ValueError for settings that do not belong to `method`; None could be any."""
+    """Raise ValueError for settings that do not belong to `method` (None: it may be any)."""
     if method is None:
         return
     structure = STRUCTURES.get(method)
@@ -324,13 +330,14 @@ def _refuse_pairs(settings: _Settings, method: str | None) -> None:
 
 
 def _refuse_correction(method: str, base: object) -> None:
-    """Raise ValueError for a base with a method that corrects none."""
+    """Raise ValueError for a base with a method that cannot correct it."""
     if base not in (None, NONE) and method not in (*CORRECTING, DENSE):
         raise ValueError(f"method {method} corrects no base; expected one of {', '.join(CORRECTING)}")
 
 
 def _refuse_sizes(recipe: Recipe, resolved: list[LayerSettings]) -> None:
-    """Raise ValueError for sizes that belong to something else, or nothing to do."""
+    """Raise ValueError for sizes that contradict each other or the method, or if there is nothing to
+    do."""
     if recipe.tokens_per_second is not None:
         if given := [
             n for n in PACED if n in recipe.model_fields_set and getattr(recipe, n) is not None
@@ -385,7 +392,8 @@ def _refuse_unfit(layer: LayerSettings) -> None:
 
 
 def make_recipe(**settings: Any) -> Recipe:
-    """Validate settings given one by one. Raises UsageError naming the setting and what it must be."""
+    """Validate settings that are given one by one. Raises UsageError with the setting and what it must
+    be."""
     try:
         return Recipe(**settings)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Finds recipes: shipped ones by name, files by path; resolves what they extend and lists them."""
+"""Finds and lists recipes: shipped ones by name, files by path. It also merges what they extend."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from blr.compressor.recipe.yaml_file import MAX_BYTES, RecipeFile, explain, read
 MAX_CHAIN = 8  # recipes that extend each other
 RULE_KEYS = (
     *("method", "blocks", "pattern", "pivot", "heads", "solver", "rounds"),
-    *("quantize", "group", "couplings", "base"),
+    *("quantize", "group", "grid", "couplings", "base"),
 )
-SIZES = {"cf", "rank", "bpw"}  # of which one is given
+SIZES = {"cf", "rank", "bpw"}  # one of them replaces the others
 CACHES = {"kv_rank", "kv_cf"}
-BOUND_KEYS = ("pattern", "pivot", "solver", "rounds")  # mean nothing under another method
+BOUND_KEYS = ("pattern", "pivot", "solver", "rounds")  # have no meaning under another method
 
 
 def load_recipe(
     recipe: Recipe | str | Path | None, overrides: Mapping[str, object] | None = None
 ) -> Recipe:
-    """The resolved recipe of a name or path, with `overrides` on top, which also replace the same
-    settings of its rules, but for layers that a rule keeps dense. Another method takes pattern,
-    pivot, solver and rounds of the old one with it; a cache of ranks alone changes nothing else.
-    Raises RecipeError for no readable recipe, UsageError for an override that does not fit."""
+    """The recipe of a name or path, with everything it extends and with `overrides`. These also replace
+    the same settings of rules, except in rules that keep layers dense. If they change the method,
+    pattern, pivot, solver and rounds are dropped; if they only ask for a cache of ranks, nothing else
+    changes. Raises RecipeError if the recipe cannot be read, UsageError if an override does not fit."""
     overrides = dict(overrides or {})
     if {"rank", "cf"} <= overrides.keys():
         given = f"--rank {overrides['rank']} and --cf {overrides['cf']:g}"
@@ -60,7 +60,7 @@ def load_recipe(
 
 
 def find_recipe(recipe: str) -> Path:
-    """The file of a shipped recipe's name or of a path. Raises RecipeError, with the nearest names."""
+    """The file of a shipped recipe's name or of a path. Raises RecipeError with the nearest names."""
     path = Path(os.path.expanduser(recipe))
     if path.suffix in (".yaml", ".yml") or os.path.isfile(path) or len(path.parts) > 1:
         return path
@@ -76,20 +76,20 @@ def find_recipe(recipe: str) -> Path:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Name to file of every recipe in `recipes/`, sorted."""
+    """The name and file of every recipe in `recipes/`, sorted."""
     folder = Path(str(files("blr.recipes")))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def describe_recipe(path: Path) -> str:
-    """The first line of comment of a recipe file, without its mark; empty if there is none."""
+    """The comment in the first line of a recipe file; empty if there is none."""
     first = read_text(path, MAX_BYTES).partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 def merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
-    """`child` over `parent`: mappings are merged, rules of the child come first, everything else
-    replaces, one size another."""
+    """`child` over `parent`: mappings are merged, rules of the child come first, one size replaces
+    another, and anything else is replaced."""
     replaced = SIZES if SIZES & child.keys() else set()
     merged = {key: value for key, value in parent.items() if key not in replaced}
     for key, value in child.items():
@@ -101,7 +101,7 @@ def merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _resolved(path: Path, file: RecipeFile, seen: list[Path]) -> dict[str, object]:
-    """The data of a recipe with everything it extends merged in; each file's keys are checked."""
+    """The data of a recipe with everything that it extends. The keys of each file are checked."""
     where = path.resolve()
     if where in seen or len(seen) >= MAX_CHAIN:
         found = "a recipe that extends itself" if where in seen else f"over {MAX_CHAIN} recipes"
@@ -135,7 +135,7 @@ def _parent(path: Path, file: RecipeFile, parent: str) -> Path:
 
 
 def _checked(file: RecipeFile, data: dict[str, object]) -> Recipe:
-    """`data` as a recipe: errors left now are of settings that do not fit together."""
+    """`data` as a recipe. The errors that remain here are settings that do not fit together."""
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -145,7 +145,7 @@ def _checked(file: RecipeFile, data: dict[str, object]) -> Recipe:
 def _overridden(
     rule: Mapping[str, object], default: str, overrides: Mapping[str, object]
 ) -> dict[str, object]:
-    """A rule without what the command line decides; `default` is the recipe's own method."""
+    """A rule without the settings that `overrides` decide; `default` is the recipe's own method."""
     if rule.get("method") == DENSE:
         return dict(rule)
     gone = {key for key in RULE_KEYS if key in overrides}

@@ -1,4 +1,4 @@
-"""The file format of measured kernel tables: read with checks, written at once or not at all."""
+"""Reads and writes tables of measured kernels, with checks; a file is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ else:
 
 
 class TunedRule(BaseModel):
-    """One rule; conditions left out hold for everything. See `kernels/common/tables.py`."""
+    """One rule; a condition that is left out holds for everything. See `kernels/common/tables.py`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -69,24 +69,25 @@ class TunedTable(BaseModel):
 
 
 def user_table(gpu: str) -> Path:
-    """Where `blr tune` keeps the table of a GPU: BLR_TUNED_DIR, else the user's cache folder."""
+    """The file in which `blr tune` keeps a GPU's table: in BLR_TUNED_DIR, else in the user's cache
+    folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = os.environ.get("BLR_TUNED_DIR") or f"{cache}/blr/tuned"
     return Path(os.path.expanduser(folder)) / f"{gpu}.yaml"
 
 
 def shipped_table(gpu: str) -> Path:
-    """The table of a GPU in configs/tuned/, which need not exist."""
+    """The table of a GPU in configs/tuned/, which may not exist."""
     return Path(str(files("blr.configs"))) / "tuned" / f"{gpu}.yaml"
 
 
 def shipped_gpus() -> list[str]:
-    """Keys of the GPUs with a shipped table, sorted."""
+    """The keys of the GPUs with a shipped table, sorted."""
     return sorted(path.stem for path in shipped_table("any").parent.glob("*.yaml"))
 
 
 def read_table(path: Path) -> list[dict[str, object]]:
-    """The rules in `path`; [] when there is no such file. Raises RecipeError for no table."""
+    """The rules in `path`; [] if there is no such file. Raises RecipeError if it is no table."""
     if not os.path.exists(path):
         return []
     table = validate(path, TunedTable)
@@ -94,7 +95,8 @@ def read_table(path: Path) -> list[dict[str, object]]:
 
 
 def measured_rules(gpu: str) -> list[dict[str, object]]:
-    """Rules for a GPU, the user's before the shipped ones; the user's if unreadable are a warning."""
+    """The rules for a GPU, the user's before the shipped ones. A user's table that cannot be read gives
+    a warning."""
     rules = []
     try:
         rules += read_table(user_table(gpu))
@@ -104,7 +106,8 @@ def measured_rules(gpu: str) -> list[dict[str, object]]:
 
 
 def table_text(gpu: str, source: str, rules: list[dict[str, Any]]) -> str:
-    """A table as YAML, a rule a line. Raises UsageError for too many rules; ValueError for no rule."""
+    """A table as YAML, a rule a line. Raises UsageError for too many rules, ValueError for an invalid
+    one."""
     TunedTable(gpu=gpu, source=source, rules=[TunedRule(**rule) for rule in rules])
     text = HEADER + _yaml({"gpu": gpu, "source": source, "rules": rules})
     if len(text.encode()) > MAX_BYTES:
@@ -116,7 +119,8 @@ def table_text(gpu: str, source: str, rules: list[dict[str, Any]]) -> str:
 
 
 def check_table(path: Path) -> None:
-    """See that `path` can be written: absent, or a table of ours. Raises OutputError or RecipeError."""
+    """Check that `path` can be written: it is absent, or a table of ours. Raises OutputError or
+    RecipeError."""
     if path == Path() or path.is_dir():
         raise OutputError(f"{path}: a folder; expected the name of a YAML file, give another --output")
     try:
@@ -129,7 +133,9 @@ def check_table(path: Path) -> None:
         ) from error
     if not os.path.lexists(path):
         return
-    if not stat.S_ISREG(os.lstat(path).st_mode) or not _is_ours(path.read_bytes()[:MAX_BYTES]):
+    plain = stat.S_ISREG(os.lstat(path).st_mode)
+    first, *rest = (path.read_bytes()[:MAX_BYTES] if plain else b"").splitlines(keepends=True) or [b""]
+    if first != HEADER.encode() or any(line.lstrip().startswith(b"#") for line in rest):
         raise OutputError(
             f"{path}: in the way, not a table as `blr tune` wrote it; move it away, or give another "
             "--output"
@@ -137,14 +143,9 @@ def check_table(path: Path) -> None:
     read_table(path)
 
 
-def _is_ours(data: bytes) -> bool:
-    """Whether a table has our first line and no remark of another's."""
-    first, *rest = data.splitlines(keepends=True) or [b""]
-    return first == HEADER.encode() and not any(line.lstrip().startswith(b"#") for line in rest)
-
-
 def write_table(path: Path, text: str) -> None:
-    """Write `text` to `path` by a rename, making its folder. Raises OutputError or StorageError."""
+    """Write `text` to `path` by renaming a finished file; its folder is made. Raises OutputError or
+    StorageError."""
     with storage_errors(path.parent):
         write_stream(path, [text.encode()])
 

@@ -1,8 +1,8 @@
-"""Reads a recipe file as hostile input: plain YAML data, every key with its line, bounded work.
+"""Reads a recipe file as hostile input: plain YAML data, with the line of every key, in bounded work.
 
-The parser of ruamel.yaml gives events, never objects: tags, anchors, aliases and directives are
-refused as they appear, so neither code nor a billion laughs can hide in a recipe. Scalars follow
-the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): `no` and `012:30` are
+The parser of ruamel.yaml is asked for events, never for objects. Tags, anchors, aliases and directives
+are refused as they appear, so neither code nor exponential expansion can hide in a recipe. Scalars
+follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): `no` and `012:30` are
 text, not a boolean and a number.
 """
 
@@ -35,7 +35,7 @@ from blr.compressor.recipe.fields import AGAIN, said_of
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 16
-MAX_DIGITS = 40  # of an integer; Python refuses thousands, nothing here needs more than ten
+MAX_DIGITS = 40  # of an integer: Python refuses thousands, and nothing here needs more than ten
 KeyPath = tuple[str | int, ...]
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -51,21 +51,21 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
 
 @dataclass(frozen=True)
 class RecipeFile:
-    """A parsed recipe: plain `data`, and the 1-based line of every key path in it."""
+    """A parsed recipe: its plain `data`, and the line of every key path in it, counted from 1."""
 
     path: Path
     data: dict[str, Any]
     lines: dict[KeyPath, int] = field(repr=False)
 
     def line(self, where: KeyPath) -> int:
-        """The line of `where`, or of what holds it if it is not there itself."""
+        """The line of `where`; if it is not in the file, that of what would hold it."""
         while where and where not in self.lines:
             where = where[:-1]
         return self.lines.get(where, 1)
 
 
 def validate(path: Path, model: type[Model]) -> Model:
-    """The recipe at `path` as a `model`. Raises RecipeError, one line with file, line and key."""
+    """The recipe at `path` as a `model`. Raises RecipeError: one line with file, line and key."""
     recipe = read_recipe(path)
     try:
         return model.model_validate(recipe.data)
@@ -74,7 +74,7 @@ def validate(path: Path, model: type[Model]) -> Model:
 
 
 def read_recipe(path: Path) -> RecipeFile:
-    """Reads a file of at most 64 KiB of plain YAML, a mapping at the top. Raises RecipeError."""
+    """Read a file of at most 64 KiB of plain YAML with a mapping at the top. Raises RecipeError."""
     try:
         text = read_text(path, MAX_BYTES)
     except InputError as error:
@@ -83,7 +83,7 @@ def read_recipe(path: Path) -> RecipeFile:
 
 
 def parse_mapping(path: Path, text: str) -> dict[str, object]:
-    """A YAML mapping as plain data; `path` is named in errors. Raises RecipeError as `read_recipe`."""
+    """A YAML mapping as plain data; errors name `path`. Raises RecipeError as `read_recipe` does."""
     if len(text) > MAX_BYTES:
         _refuse(path, None, f"{len(text)} characters of YAML", f"at most {MAX_BYTES}", "shorten it")
     return _Reader(path, text).read().data
@@ -107,7 +107,8 @@ def explain(recipe: RecipeFile, error: ValidationError, model: type[BaseModel]) 
 
 
 def _first(error: ValidationError) -> Any:
-    """The first error; of a key that is missing beside an unknown one, the likely misspelling."""
+    """The first error; if a key is missing beside an unknown one, the unknown one: it is likely
+    misspelt."""
     first, *others = error.errors()
     if first["type"] != "missing":
         return first
@@ -116,7 +117,7 @@ def _first(error: ValidationError) -> Any:
 
 
 def _in_data(data: Any, loc: tuple[str | int, ...]) -> KeyPath:
-    """The parts of a pydantic location that are keys of the file: union tags are dropped."""
+    """The parts of a pydantic location that are keys of the file, without the tags of unions."""
     where: KeyPath = ()
     for part in loc:
         held = range(len(data)) if isinstance(data, list) else data if isinstance(data, dict) else ()
@@ -126,7 +127,7 @@ def _in_data(data: Any, loc: tuple[str | int, ...]) -> KeyPath:
 
 
 def _known_keys(model: type[BaseModel], where: KeyPath) -> set[str]:
-    """Keys that `model` has at `where`; of all alternatives where a field is a union."""
+    """The keys that `model` has at `where`; those of all alternatives if a field is a union."""
     models = {model}
     for part in where:
         if isinstance(part, str):
@@ -148,7 +149,7 @@ def _refuse(path: Path, line: int | None, found: str, expected: str, remedy: str
 
 
 class _Reader:
-    """Builds plain data from the events of one document, refusing what a recipe may not hold."""
+    """Builds plain data from the parser's events, and refuses what a recipe may not have."""
 
     def __init__(self, path: Path, text: str) -> None:
         self.path, self.text, self.line = path, text, 1
@@ -171,7 +172,7 @@ class _Reader:
         return RecipeFile(self.path, data, self.lines)
 
     def _next(self) -> Event:
-        """The next event, as long as it is plain."""
+        """The next event; anything but plain values is refused."""
         event = next(self.events)
         self.line = event.start_mark.line + 1
         if isinstance(event, AliasEvent) or getattr(event, "anchor", None):
@@ -195,7 +196,8 @@ class _Reader:
         return data
 
     def _refuse_directive(self) -> None:
-        """Parser events do not show a directive: a % at the first line with anything but a comment."""
+        """Refuse a directive: a % at the start of a line before the first one with content. Events do
+        not show them."""
         for number, line in enumerate(self.text.split("\n"), 1):
             if line.startswith("%"):
                 self.line = number

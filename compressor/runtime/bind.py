@@ -71,6 +71,7 @@ class Binder:
             *(x, w.packed, w.scale, w.bits, w.K, y, stage.bias, stage.mix, stage.part),
             group=w.group,
             correction=correction,
+            curved=w.curved,
         )
 
     def _order(self, part: StagePart) -> tuple[int, int] | None:

@@ -135,7 +135,7 @@ def _order(stages: Sequence[Sequence[LayerStage] | None], depth: int) -> tuple[i
         if chain is None:
             return None
         w = chain[depth].w
-        bits, group = kind_of(w)
+        bits, group, _ = kind_of(w)
         whole = bits == 4 or (bits == 2 and isinstance(w, Packed) and w.K % group == 0)
         if not whole or w.shape[0] > 1 or chain[depth].mix is not None or chain[depth].correction:
             return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,10 +50,17 @@ def damped(gram: Tensor) -> Tensor:
     return gram / scale[..., None, None] + DAMP * identity
 
 
-def gptq(weight: Tensor, root: Tensor, bits: int, group: int, scale_dtype: torch.dtype) -> Rounded:
+def gptq(
+    weight: Tensor,
+    root: Tensor,
+    bits: int,
+    group: int,
+    scale_dtype: torch.dtype,
+    curved: bool = True,
+) -> Rounded:
     """Round `weight` [..., o, i], float32 or float64, to `bits`, column by column. root: of
     `compensation`, in the same dtype. group: columns of a row that share a scale; the last group may be
-    shorter. scale_dtype: what scales are stored in."""
+    shorter. scale_dtype: what scales are stored in. curved: which grid 3 bits take."""
     left, scales = weight.clone(), []
     levels = torch.empty_like(weight, dtype=torch.int8)
     value, latent = torch.empty_like(left), torch.empty_like(left)
@@ -61,9 +68,9 @@ def gptq(weight: Tensor, root: Tensor, bits: int, group: int, scale_dtype: torch
         columns = slice(start, min(start + group, weight.shape[-1]))
         part, own = left[..., columns], root[..., columns, columns].contiguous()
         costs = own.diagonal(dim1=-2, dim2=-1).pow(-2)[..., None, :]
-        scale = scales_of(part, bits, scale_dtype, costs)
-        levels[..., columns], latent[..., columns], missed = _rounding(part)(part, own, scale, bits)
-        value[..., columns] = values_of(levels[..., columns], scale, bits)
+        scale = scales_of(part, bits, scale_dtype, costs, curved)
+        found, latent[..., columns], missed = _rounding(part)(part, own, scale, bits, curved)
+        levels[..., columns], value[..., columns] = found, values_of(found, scale, bits, curved)
         left[..., columns.stop :] -= missed @ root[..., columns, columns.stop :]
         scales.append(scale)
     return Rounded(levels, torch.cat(scales, -1), value, latent)
@@ -79,14 +86,16 @@ def _rounding(part: Tensor) -> Rounding:
 
 
 def _one_by_one(
-    rounding: Rounding, parts: Tensor, roots: Tensor, scales: Tensor, bits: int
+    rounding: Rounding, parts: Tensor, roots: Tensor, scales: Tensor, *form: Any
 ) -> tuple[Tensor, ...]:
     """Round every matrix of a batch by `rounding`, which takes one."""
-    found = [rounding(*each, bits) for each in zip(parts, roots, scales, strict=True)]
+    found = [rounding(*each, *form) for each in zip(parts, roots, scales, strict=True)]
     return tuple(torch.stack(kind) for kind in zip(*found, strict=True))
 
 
-def round_group(part: Tensor, root: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def round_group(
+    part: Tensor, root: Tensor, scale: Tensor, bits: int, curved: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     """Round the columns of `part` [..., o, g] in turn. Returns levels, the compensated weights that were
     rounded, and errors divided by the diagonal of `root` [..., g, g]."""
     left, missed = part.clone(), torch.empty_like(part)
@@ -94,7 +103,8 @@ def round_group(part: Tensor, root: Tensor, scale: Tensor, bits: int) -> tuple[T
     for j in range(part.shape[-1]):
         at, behind = slice(j, j + 1), slice(j + 1, None)
         column = left[..., at]
-        levels[..., at] = found = levels_of(column, scale, bits)
-        missed[..., at] = error = (column - values_of(found, scale, bits)) / root[..., at, at]
+        levels[..., at] = found = levels_of(column, scale, bits, curved)
+        error = (column - values_of(found, scale, bits, curved)) / root[..., at, at]
+        missed[..., at] = error
         left[..., behind] -= error * root[..., at, behind]
     return levels, left, missed

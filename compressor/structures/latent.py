@@ -37,7 +37,7 @@ class Latent:
     """A parameter that is trained rounded, with its masters: latent weights and scales.
 
     Args:
-        parameter: what the model computes with. bits, group: of its grid.
+        parameter: what the model computes with. bits, group, curved: of its grid.
         scale: [..., R, groups]; None searches the best. latent: of the parameter's shape; None takes its
             value. scale_dtype: what scales are stored in.
     """
@@ -52,13 +52,14 @@ class Latent:
         scale: Tensor | None = None,
         latent: Tensor | None = None,
         scale_dtype: torch.dtype = torch.bfloat16,
+        curved: bool = True,
     ) -> None:
         self.parameter, self.bits, self.group, self.place = parameter, bits, group, place
-        self.scale_dtype = scale_dtype
+        self.scale_dtype, self.curved = scale_dtype, curved
         start = parameter.detach() if latent is None else latent
         self.latent = self._groups(start.float()).clone()  # [..., R, groups, G]
         if scale is None:
-            found = scales_of(self.latent, bits, scale_dtype).float()
+            found = scales_of(self.latent, bits, scale_dtype, curved=curved).float()
         else:
             found = scale.float().to(start.device)[..., None]
         self.scale = found.clone()  # [..., R, groups, 1]
@@ -72,7 +73,7 @@ class Latent:
     def publish(self) -> None:
         """Round the masters and give the parameter that value."""
         levels, scale = self._levels()
-        self.take(values_of(levels, scale, self.bits))
+        self.take(values_of(levels, scale, self.bits, self.curved))
 
     def take(self, value: Tensor) -> None:
         """Give the parameter a value that is shaped as the latent weights."""
@@ -98,7 +99,7 @@ class Latent:
         if self.parameter.grad is None:
             return
         levels, scale = self._levels()
-        found = straight_through(self.latent, scale, levels, self.given(), self.bits)
+        found = straight_through(self.latent, scale, levels, self.given(), self.bits, self.curved)
         for master, gradient in zip((self.latent, self.scale), found, strict=True):
             add_gradient(master, gradient)
 
@@ -111,7 +112,7 @@ class Latent:
     def _levels(self) -> tuple[Tensor, Tensor]:
         """Levels of the latent weights, and the scales as they are stored."""
         scale = self.scale.to(self.scale_dtype).float()
-        return levels_of(self.latent, scale, self.bits), scale
+        return levels_of(self.latent, scale, self.bits, self.curved), scale
 
     def _groups(self, tensor: Tensor) -> Tensor:
         matrix = self.place.rows(tensor)
@@ -122,11 +123,11 @@ class Latent:
 
 
 def straight_through(
-    latent: Tensor, scale: Tensor, levels: Tensor, gradient: Tensor, bits: int
+    latent: Tensor, scale: Tensor, levels: Tensor, gradient: Tensor, bits: int, curved: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Gradients of latent weights [..., G] and of scales [..., 1], from that of the rounded values."""
     unit = torch.where(scale == 0, 0.0, latent / scale)
-    step = values_of(levels, torch.ones_like(scale), bits)
+    step = values_of(levels, torch.ones_like(scale), bits, curved)
     within = (unit - step).abs() <= 1  # beyond the outermost levels by no more than the steps are
     return gradient * within, (gradient * (step - unit * within)).sum(-1, keepdim=True)
 
@@ -173,6 +174,7 @@ class Bank:
 
     def __init__(self, latents: Sequence[Latent]) -> None:
         self.latents, self.bits, self.scale_dtype = latents, latents[0].bits, latents[0].scale_dtype
+        self.curved = latents[0].curved
         self.latent = torch.cat([found.latent.flatten(0, -2) for found in latents])
         self.scale = torch.cat([found.scale.flatten(0, -2) for found in latents])
         self.sizes = [found.scale.numel() for found in latents]
@@ -184,7 +186,7 @@ class Bank:
     def publish(self) -> None:
         """Give the parameters the rounded values of the masters."""
         self.levels, scale = self._levels()
-        values = self._split(values_of(self.levels, scale, self.bits))
+        values = self._split(values_of(self.levels, scale, self.bits, self.curved))
         for found, value in zip(self.latents, values, strict=True):
             found.take(value.view_as(found.latent))
 
@@ -194,14 +196,14 @@ class Bank:
             return
         rows = torch.cat([found.given().flatten(0, -2) for found in self.latents])
         scale = self.scale.to(self.scale_dtype).float()
-        found = straight_through(self.latent, scale, self.levels, rows, self.bits)
+        found = straight_through(self.latent, scale, self.levels, rows, self.bits, self.curved)
         for latent, gradient, of_scale in zip(self.latents, *map(self._split, found), strict=True):
             add_gradient(latent.latent, gradient.view_as(latent.latent))
             add_gradient(latent.scale, of_scale.view_as(latent.scale))
 
     def _levels(self) -> tuple[Tensor, Tensor]:
         scale = self.scale.to(self.scale_dtype).float()
-        return levels_of(self.latent, scale, self.bits), scale
+        return levels_of(self.latent, scale, self.bits, self.curved), scale
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
         return rows.split(self.sizes)
@@ -212,12 +214,13 @@ class Banks:
     one by one."""
 
     def __init__(self, trained: Iterable[Trained]) -> None:
-        kinds: dict[tuple[int, int, torch.dtype], list[Latent]] = {}
+        kinds: dict[tuple[int, int, bool, torch.dtype], list[Latent]] = {}
         self.copies: list[Plain] = []
         self.others: list[Trained] = []
         for part in trained:
             if isinstance(part, Latent):
-                kinds.setdefault((part.bits, part.group, part.scale_dtype), []).append(part)
+                kind = part.bits, part.group, part.curved, part.scale_dtype
+                kinds.setdefault(kind, []).append(part)
             elif type(part) is Plain and part.master is not part.parameter:
                 self.copies.append(part)
             else:

@@ -59,7 +59,7 @@ def pack_factor(
         return dict(zip(stored_names(name), quantize_fp8(matrix, form[1], scale_dtype), strict=True))
     if importance is None and spec.tile(name):  # what tiles are filled with costs nothing
         importance = to_matrix(spec, name, torch.ones_like(factor, dtype=torch.float32))
-    packed, scale = quantize(matrix, form[0], scale_dtype, form[1], importance)
+    packed, scale = quantize(matrix, form[0], scale_dtype, form[1], importance, spec.curved)
     return dict(zip(stored_names(name), (packed, scale), strict=True))
 
 
@@ -73,5 +73,6 @@ def unpack_factor(
     packed, scale = (tensors[stored] for stored in stored_names(name))
     if spec.fp8:
         return from_matrix(spec, name, dequantize_fp8(packed, scale, dtype, form[1]))
-    matrix = dequantize(packed, scale, form[0], spec.packed_shape(name)[-1], dtype, form[1])
+    width = spec.packed_shape(name)[-1]
+    matrix = dequantize(packed, scale, form[0], width, dtype, form[1], spec.curved)
     return from_matrix(spec, name, matrix)

@@ -198,7 +198,7 @@ SPECS: dict[str, type[Spec]] = {
 }
 KEPT_GROUP = 32  # of couplings, whose rows are as short as the rank
 # What an entry says of how a layer is packed, and what it leaves unsaid
-PACKING = {"bits": None, "group": GROUP, "kept_bits": None, "tiled": False, "fp8": False}
+PACKING = {"bits": None, "group": GROUP, "kept_bits": None, "tiled": False, "fp8": False, "curved": True}
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class QuantizedSpec(Spec):
     ``U_scale``, ``factors.0`` as ``factors_q.0`` and ``factors_scale.0``. BLAST's couplings keep their
     dtype unless `kept_bits` is 8. With `tiled`, rows of U shorter than half a group share one: as many
     as fit, each padded to a power of two. `fp8` are numbers in float8 e4m3, not integers, with a scale
-    a row where `group` is 0.
+    a row where `group` is 0. `curved`: whether the levels of 3 bits widen outwards.
     """
 
     in_features: int = field(init=False)
@@ -220,6 +220,7 @@ class QuantizedSpec(Spec):
     kept_bits: int | None = None
     tiled: bool = False
     fp8: bool = False
+    curved: bool = True
 
     def __post_init__(self) -> None:
         if type(self.of) not in (DenseSpec, *SPECS.values()):
@@ -227,8 +228,10 @@ class QuantizedSpec(Spec):
         check_format(self.bits, self.group, self.fp8)
         if self.kept_bits is not None and not (type(self.kept_bits) is int and self.kept_bits == 8):
             raise ValueError(f"kept_bits {self.kept_bits!r}: expected 8, or none")
-        if type(self.tiled) is not bool or type(self.fp8) is not bool:
-            raise ValueError(f"tiled {self.tiled!r}, fp8 {self.fp8!r}: expected true or false")
+        if any(type(getattr(self, name)) is not bool for name in ("tiled", "fp8", "curved")):
+            said = f"tiled {self.tiled!r}, fp8 {self.fp8!r}, curved {self.curved!r}"
+            raise ValueError(f"{said}: expected true or false")
+        object.__setattr__(self, "curved", self.curved or self.bits != 3)  # others have one grid
         for name in ("in_features", "out_features", "structure"):
             object.__setattr__(self, name, getattr(self.of, name))
 
@@ -316,7 +319,8 @@ class QuantizedSpec(Spec):
 
     def describe(self) -> str:
         group = f"/{self.group}" if self.group != (ROW if self.fp8 else GROUP) else ""
-        return f"{self.of.describe()} {self.kind}{group}".strip()
+        grid = "" if self.curved else " uniform"
+        return f"{self.of.describe()} {self.kind}{group}{grid}".strip()
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Decodes many samples at once with a cache that is written in place, on a GPU by CUDA graphs.
 
-transformers' own cache is copied whole for every token, and the host calls a model's modules for longer
-than a GPU computes them. Here keys and values lie in buffers of a sample's full length. A token attends
-to the first slots of them, as many as the next multiple of BUCKET, and a mask hides those that are not
-written yet: one graph serves every token of a bucket. It begins at the keys' projections and ends at
-probabilities; tokens are drawn behind it, and the host waits for none of them.
+transformers copies its cache for every token, and the host takes longer to call a model's modules than
+a GPU to compute them. Here keys and values lie in buffers that are as long as a sample. A token attends
+to the first slots of a buffer, up to the next multiple of BUCKET, and a mask hides those that are not
+written yet: one graph serves every token of a bucket. A graph ends at probabilities; tokens are drawn
+outside of it, without waiting for the GPU.
 
-A model decodes so only where that gives the logits of the model as it is (`can_be_static`).
+A model decodes this way only if that gives the logits of the model as it is (`can_be_static`).
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from blr.compressor.modeling.cache_names import cache_name
 from blr.kernels.common.capturing import Captured
 from blr.kernels.common.placing import on_gpu
 
-BUCKET = 64  # slots: tokens that share a graph
-DEVICES = ("cuda",)  # kinds of devices where a cache in place pays
-SAME = 0.05  # relative distance of two ways' logits; bfloat16's is some .01
+BUCKET = 64  # slots whose tokens share a graph
+DEVICES = ("cuda",)  # kinds of devices where writing in place pays
+SAME = 0.05  # largest relative distance of equal logits; bfloat16 alone causes .01
 TRIED = 2  # samples that a model is tried with
-PACKED = "blr_packed_heads"  # of transformers' table of attention functions
-PROBED = 8  # samples whose probabilities by a graph are compared
+PACKED = "blr_packed_heads"  # name of `_attend` in transformers' table of attention functions
+PROBED = 8  # samples whose probabilities are compared with a graph's
 
 
 class SlotPlace:
-    """Where a pass writes and reads: `positions` [t] (int64, on the device), slots of its tokens, and
-    `reach`, how many slots it reads."""
+    """The slots of a pass: it writes to `positions` [t] (int64, on the device) and reads the first
+    `reach`."""
 
     def __init__(self, positions: Tensor, reach: int) -> None:
         self.positions, self.reach = positions, reach
 
 
 class Slots(CacheLayerMixin):
-    """A layer of transformers' cache in buffers [m, h, length, d]. Its length is told by the device,
-    as of the static cache: a number of the host's would be the same in every replay of a graph."""
+    """One layer of a cache in buffers [m, h, length, d]. Its length is a tensor on the device: a number
+    of the host would be the same in every replay of a graph."""
 
     is_compileable = False
     is_sliding = False
@@ -58,7 +58,7 @@ class Slots(CacheLayerMixin):
         self.place, self.length = place, length
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Zeros: a hidden slot counts for nothing unless it holds a NaN."""
+        """Fill the buffers with zeros: hidden slots do not count unless they hold a NaN."""
         self.keys, self.values = (
             new.new_zeros((*new.shape[:2], self.length, new.shape[3]))
             for new in (key_states, value_states)
@@ -68,7 +68,7 @@ class Slots(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write [m, h, t, d] each; returns views of the slots that the pass reads."""
+        """Write keys and values [m, h, t, d]. Returns views of the slots that the pass reads."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -77,11 +77,11 @@ class Slots(CacheLayerMixin):
         return self.keys[:, :, : self.place.reach], self.values[:, :, : self.place.reach]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the slots that a mask covers."""
+        """The number of slots that a mask covers, and the first one's number."""
         return self.place.reach, 0
 
     def get_seq_length(self) -> Any:
-        """Slots written before this pass, a tensor of one number."""
+        """The number of slots written before this pass, as a tensor."""
         return self.place.positions[0]
 
     def get_max_length(self) -> int:
@@ -89,10 +89,12 @@ class Slots(CacheLayerMixin):
 
 
 class StaticReader:
-    """Reads `rows` samples of up to `length` tokens with `model`, a few at a time. captures: whether
-    single tokens are read by CUDA graphs: the first of a bucket sets libraries up, at the second the
-    graph is captured, at the third it must give what the modules give, or there are no graphs any
-    more."""
+    """Reads `rows` samples of up to `length` tokens with `model`.
+
+    `captures`: single tokens are read by CUDA graphs. The first token of a bucket is read without, so
+    that libraries are set up; at the second the graph is captured; at the third it is compared with the
+    model itself, and a difference switches graphs off.
+    """
 
     def __init__(self, model: Any, rows: int, length: int, captures: bool) -> None:
         self.model, self.rows, self.length, self.captures = model, rows, length, captures
@@ -108,12 +110,13 @@ class StaticReader:
         self.pool: Any = None
 
     def restart(self) -> None:
-        """Begin other samples: slots are hidden until they are written again."""
+        """Begin other samples; slots stay hidden until they are written again."""
         self.filled = 0
 
     def read(self, fresh: Tensor) -> Tensor:
         """Read tokens `fresh` [rows, t]. Returns probabilities [rows, v] (float32) of the next token,
-        which the next call overwrites and the caller may. Raises torch.OutOfMemoryError."""
+        in a buffer that the caller may change and the next call overwrites. Raises
+        torch.OutOfMemoryError."""
         self._begin(fresh)
         if fresh.shape[1] == 1:
             self.token.copy_(fresh)
@@ -124,12 +127,13 @@ class StaticReader:
         return self.probabilities
 
     def logits(self, fresh: Tensor) -> Tensor:
-        """The same without graphs: [rows, v] in the model's dtype."""
+        """Read tokens `fresh` without graphs. Returns logits [rows, v] in the model's dtype."""
         self._begin(fresh)
         return self._logits(fresh)
 
     def _begin(self, fresh: Tensor) -> None:
-        """Place a pass: a single token's reads whole buckets, a prompt's what is written with it."""
+        """Choose the slots of a pass: a single token reads whole buckets, a prompt what is written with
+        it."""
         begin, self.filled = self.filled, self.filled + fresh.shape[1]
         if fresh.shape[1] == 1:
             self.place.positions = self.position.fill_(begin)
@@ -139,8 +143,8 @@ class StaticReader:
             self.place.reach = self.filled
 
     def _logits(self, ids: Tensor) -> Tensor:
-        """Of tokens that are placed, [rows, v]. The mask is added to scores: all kinds of attention take
-        that, and in four dimensions transformers asks it for nothing."""
+        """Logits [rows, v] of tokens whose slots are chosen. The mask is added to the scores: every
+        kind of attention takes that, and transformers does not change a mask of four dimensions."""
         place, dtype = self.place, self.model.dtype
         hidden = torch.arange(place.reach, device=ids.device) > place.positions[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=ids.device)
@@ -158,7 +162,7 @@ class StaticReader:
         torch.softmax(logits.float(), -1, out=self.probabilities)
 
     def _next(self) -> None:
-        """Read `token` at `position`, by a graph where there is one."""
+        """Read `token` at `position`, by a graph if there is one."""
         reach = self.place.reach
         if not self.captures:
             return self._pass(self.token)
@@ -173,7 +177,7 @@ class StaticReader:
         self.seen[reach] += 1
 
     def _capture(self, reach: int) -> None:
-        """What a graph cannot hold is read by the host's calls from then on."""
+        """Capture a graph; after a failure no graphs are used."""
         try:
             self.pool = self.pool or torch.cuda.graph_pool_handle()
             with on_gpu(self.model.device):
@@ -184,7 +188,8 @@ class StaticReader:
                 raise torch.OutOfMemoryError(said) from error
 
     def _judge(self) -> None:
-        """Read the token again by the host's calls, which writes the same keys and values once more."""
+        """Compare the graph's result with the model's own, which writes the same keys and values
+        again."""
         assert self.probabilities is not None
         found = self.probabilities[:PROBED].clone()
         self._pass(self.token)
@@ -197,7 +202,8 @@ class StaticReader:
 
 
 class StaticReading:
-    """Keeps one model's reader from batch to batch; a context that frees its buffers and graphs."""
+    """Keeps a model's reader from batch to batch. As a context it frees buffers and graphs at the
+    end."""
 
     def __init__(self, model: Any, length: int) -> None:
         self.model, self.length = model, length
@@ -206,11 +212,11 @@ class StaticReading:
 
     @property
     def rows(self) -> int | None:
-        """Samples of the reader that is kept."""
+        """The number of samples that the kept reader reads."""
         return None if self.held is None else self.held.rows
 
     def reader(self, rows: int) -> StaticReader | None:
-        """A reader at the beginning of `rows` samples; None for a model that is read as it is."""
+        """A reader at the start of `rows` samples; None if the model cannot be read in place."""
         if self.allowed is None:
             self.allowed = self.model.device.type in DEVICES and can_be_static(self.model, self.length)
         if not self.allowed:
@@ -223,7 +229,7 @@ class StaticReading:
         return self.held
 
     def free(self) -> None:
-        """Give the memory back, that of graphs to the driver: nobody else could use it."""
+        """Free the memory; that of graphs goes back to the driver, for nobody else could use it."""
         if self.held is not None:
             self.held = None
             if self.model.device.type == "cuda":
@@ -239,14 +245,19 @@ class StaticReading:
 
 
 def can_be_static(model: Any, length: int) -> bool:
-    """Whether `model` attends to all tokens before one, of up to `length`, and to those in buffers as
-    to any: tried with a token at the beginning of the first bucket and of the last whole one, where most
-    slots are hidden. Raises torch.OutOfMemoryError."""
+    """Whether `model` attends to all earlier tokens, up to `length`, and gives the same logits from
+    buffers. It is tried at the start of the first bucket and of the last whole one, where most slots
+    are hidden. Raises torch.OutOfMemoryError."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(vocabulary, (TRIED, length), generator=torch.Generator().manual_seed(0))
     ids = ids.to(model.device)
     try:
-        return length > 1 and _attends_to_all(model, length) and _tried(model, ids)
+        layers = DynamicCache(config=model.config).layers  # transformers would keep all tokens in each
+        whole = all(
+            type(layer) is DynamicLayer or getattr(layer, "sliding_window", 0) >= length
+            for layer in layers
+        )
+        return length > 1 and bool(layers) and whole and _tried(model, ids)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a model raises at a cache or a mask that it does not take
@@ -270,18 +281,10 @@ def _tried(model: Any, ids: Tensor) -> bool:
     return True
 
 
-def _attends_to_all(model: Any, length: int) -> bool:
-    """Whether transformers would keep all of `length` tokens in every layer, and nothing else."""
-    layers = DynamicCache(config=model.config).layers
-    return bool(layers) and all(
-        type(layer) is DynamicLayer or getattr(layer, "sliding_window", 0) >= length for layer in layers
-    )
-
-
 @contextmanager
 def packed_heads(model: Any) -> Iterator[None]:
-    """Meanwhile SDPA attends by `_attend`: with a mask, transformers (but for its newest releases)
-    copies the keys of fewer heads than the queries' for every token."""
+    """While active, SDPA attends by `_attend`: given a mask, most releases of transformers copy the
+    keys for every token if there are fewer key heads than query heads."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     found = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == "sdpa"]
     ALL_ATTENTION_FUNCTIONS.register(PACKED, _attend)
@@ -298,7 +301,8 @@ def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """[m, t, h, d] of queries [m, h, t, d]. Those of a token that share a key are rows of one head."""
+    """Outputs [m, t, h, d] for queries [m, h, t, d]. A single token's heads that share a key are rows
+    of one product."""
     m, h, t, d = query.shape
     shared = h // key.shape[1]
     if t > 1 and shared > 1:  # prompts are short
@@ -314,11 +318,12 @@ def _cache(model: Any, place: SlotPlace, length: int) -> Cache:
 
 
 def _log(probabilities: Tensor) -> Tensor:
-    """Logits, but for what all of a sample have in common."""
+    """Logits up to a constant in each sample."""
     return probabilities.clamp_min(1e-30).log()
 
 
 def distance(found: Tensor, expected: Tensor) -> Tensor:
-    """Relative to what all logits have in common: softmax does not see that."""
+    """The relative distance of logits, without what all of a sample have in common: softmax does not
+    see that."""
     found, expected = (x.float() - x.float().mean(-1, keepdim=True) for x in (found, expected))
     return (found - expected).norm() / expected.norm().clamp_min(1e-9)

@@ -1,11 +1,12 @@
-"""Text that a model writes itself: what it was trained on, as far as it remembers it.
+"""Lets a model write text itself: it resembles what the model was trained on, as far as that is
+remembered.
 
-Nobody needs a corpus then, and no domain is favoured. Every sample begins as the tokenizer begins a
-text and starts from a token at random (where the tokenizer has a chat template, every other batch from
-the opening of a user's turn) and is
-drawn at temperature 1 from the tokens that are at least as likely as by pure chance, 1 in the size of
-the vocabulary: on prose that leaves .985 of SmolLM2's probability, and sorts nothing. LLM-QAT (arXiv
-2305.17888); self-calibration (arXiv 2410.17170); truncation at a probability: arXiv 2210.15191.
+So nobody needs a corpus, and no domain is favoured. Every sample begins as the tokenizer begins a text,
+and goes on from a random token. With a chat template every other batch begins with the opening of a
+user's turn instead. Tokens are drawn at temperature 1 from those at least as likely as by chance, 1 in
+the size of the vocabulary: on prose that keeps .985 of SmolLM2's probability, without sorting. Sources:
+LLM-QAT (arXiv 2305.17888), self-calibration (arXiv 2410.17170), truncation at a probability (arXiv
+2210.15191).
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from blr.compressor.workspace.journal import Journal, layer_key
 if TYPE_CHECKING:
     from blr.compressor.text.decoding import StaticReading
 
-ROOM = 8  # tokens a sample has beyond the window, so that windows can begin at different places
-ALGORITHM = 4  # raise it when samples change: journals of older runs are then void
+ROOM = 8  # tokens of a sample beyond the window, so that windows can start at different places
+ALGORITHM = 4  # to be raised when samples change, so that older journals are not used
 MARK = "\u2983"  # stands for a user's words in a chat template
-CPU_BATCH, GPU_BATCH = 32, 4096  # samples at once, at most
-GPU_BYTES = 32 << 30  # for the cache and the logits of a batch; in parts where less is free
-LOGITS = 40  # bytes for each of them: what a pass makes, what a graph holds, and what is drawn from
-SAME = 0.3  # relative distance of logits with a cache and without; bfloat16's is some .01
-FREE = 0.8  # share of what is free that a part is to take
+CPU_BATCH, GPU_BATCH = 32, 4096  # most samples at once
+GPU_BYTES = 32 << 30  # for cache and logits of a batch; it is written in parts if less is free
+LOGITS = 40  # bytes for each logit: a pass's own, the graph's, and the probabilities to draw from
+SAME = 0.3  # largest relative distance of equal logits with a cache and without; bfloat16 causes .01
+FREE = 0.8  # share of the free memory that a part may take
 
 
 @dataclass(frozen=True)
 class OwnText:
-    """How much is written, and what determines it: `tokens` in samples of `length`, the `seed`, and
-    `author`, the digest of the model's weights."""
+    """What determines the text: `tokens` in samples of `length`, the `seed`, and `author`, the digest
+    of the model's weights."""
 
     tokens: int
     length: int
@@ -61,9 +62,9 @@ def write_own_text(
     share: tuple[int, int] = (0, 1),
     wait: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Samples [n, length] (int32), each with the tokenizer's beginning; batches that `journal` holds
-    are not written again. `share`: this process's number and how many share the work; `wait` returns
-    when all are done."""
+    """Samples [n, length] (int32) that `model` writes; batches that `journal` has are not written
+    again. `share` is this process's number and the number of processes; `wait` returns once all are
+    done."""
     samples = -(-wanted.tokens // wanted.length)
     size = min(batch_size(model, wanted.length), 1 << (samples - 1).bit_length())
     openings = _openings(tokenizer)
@@ -74,7 +75,11 @@ def write_own_text(
     ]
     fits = partial(_fits, model, (size, wanted.length))
     share_of = [n for n in range(count) if n % share[1] == share[0]]
-    mine = [n for n in share_of if not _is_kept(journal, keys[n], fits)]
+    mine = []
+    for n in share_of:
+        known = journal.load(keys[n])
+        if known is None or "ids" not in known[0] or not fits(journal.tensors(keys[n])["ids"]):
+            mine.append(n)
     reading = _reading(model, wanted)
 
     def written(n: int) -> Tensor:
@@ -96,20 +101,15 @@ def write_own_text(
     return rows[:samples]
 
 
-def _is_kept(journal: Journal, key: str, fits: Callable[[Tensor], bool]) -> bool:
-    found = journal.load(key)
-    return found is not None and "ids" in found[0] and fits(journal.tensors(key)["ids"])
-
-
 def _fits(model: Any, shape: tuple[int, int], ids: Tensor) -> bool:
-    """Whether `ids` could be a batch that `model` wrote."""
+    """Whether `ids` can be a batch of this shape that `model` wrote."""
     if ids.dtype != torch.int32 or tuple(ids.shape) != shape:
         return False
     return int(ids.min()) >= 0 and int(ids.max()) < model.get_input_embeddings().weight.shape[0]
 
 
 def _surroundings(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """What text depends on beside its batch's key: all of the model but its weights, and the device."""
+    """Whatever a batch depends on besides its key: the model without its weights, and the device."""
     device = model.device
     config = json.loads(model.config.to_json_string(use_diff=False))
     for name in ("_name_or_path", "transformers_version"):
@@ -119,14 +119,16 @@ def _surroundings(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def batch_size(model: Any, length: int) -> int:
-    """Samples written at once: a power of two, the same for the same model and kind of device."""
+    """The number of samples written at once: a power of two that follows from the model and the kind of
+    device."""
     if model.device.type == "cpu":
         return CPU_BATCH
     return min(GPU_BATCH, _rows_in(GPU_BYTES, model, length))
 
 
 def _rows_in(room: float, model: Any, length: int) -> int:
-    """The power of two of samples whose cache and logits take at most `room` bytes, one at least."""
+    """The largest power of two of samples whose cache and logits take at most `room` bytes; at least
+    one."""
     config = model.config.get_text_config(decoder=True)
     cache = 2 * config.num_hidden_layers * _width(config) * length * model.dtype.itemsize
     most = int(room // (cache + LOGITS * config.vocab_size))
@@ -134,7 +136,7 @@ def _rows_in(room: float, model: Any, length: int) -> int:
 
 
 def _width(config: Any) -> int:
-    """Of a layer's keys; of one without heads, or with other ones in every layer, the hidden state's."""
+    """The width of a layer's keys; that of the hidden state if the config does not tell."""
     try:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -144,7 +146,7 @@ def _width(config: Any) -> int:
 
 
 def _openings(tokenizer: Any) -> list[list[int]]:
-    """Tokens that samples begin with, before the one at random: a text's beginning, a user's turn."""
+    """The tokens that samples can begin with, before a random one: a text's beginning, a user's turn."""
     beginning = list(beginning_of(tokenizer))
     if not getattr(tokenizer, "chat_template", None):
         return [beginning]
@@ -164,7 +166,7 @@ def _generator(device: torch.device | str, wanted: OwnText, number: int) -> torc
 def _prompts(
     model: Any, tokenizer: Any, opening: list[int], size: int, wanted: OwnText, number: int
 ) -> Tensor:
-    """[size, p]: the opening and a plain token at random."""
+    """Prompts [size, p]: the opening and a random token that is not a special one."""
     count = min(len(tokenizer), model.config.get_text_config(decoder=True).vocab_size)
     special = torch.tensor(sorted({i for i in tokenizer.all_special_ids if i < count}), dtype=torch.long)
     plain = torch.ones(count, dtype=torch.bool)
@@ -186,14 +188,18 @@ def _reading(model: Any, wanted: OwnText) -> StaticReading:
 def continued(
     model: Any, ids: Tensor, number: int, wanted: OwnText, reading: StaticReading | None = None
 ) -> Tensor:
-    """Continue prompts `ids` [m, p] to [m, length], in parts that fit in memory; on the CPU, int32.
-    `reading` keeps for the next batch what this one is read with."""
+    """Continue prompts `ids` [m, p] to [m, length] (int32, on the CPU), in parts that fit in memory.
+    `reading` is kept for the next batch."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if reading is None:
         with _reading(model, wanted) as reading:
             return continued(model, ids, number, wanted, reading)
-    rows = reading.rows or _rows_at_once(model, wanted.length)
+    rows, device = reading.rows or CPU_BATCH, model.device
+    if reading.rows is None and device.type == "cuda":
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + idle
+        rows = _rows_in(FREE * free, model, wanted.length)
     # cuDNN's attention would plan anew for every length of the cache, which takes longer than it runs
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         while True:
@@ -207,14 +213,6 @@ def continued(
             rows = min(rows, len(ids)) // 2 or 1
             reading.free()
             torch.cuda.empty_cache()
-
-
-def _rows_at_once(model: Any, length: int) -> int:
-    device = model.device
-    if device.type != "cuda":
-        return CPU_BATCH
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return _rows_in(FREE * (torch.cuda.mem_get_info(device)[0] + idle), model, length)
 
 
 def _continued(
@@ -232,7 +230,7 @@ def _continued(
 
 
 def _continued_as_it_is(model: Any, ids: Tensor, generator: torch.Generator, wanted: OwnText) -> Tensor:
-    """The same with the cache that transformers makes, which grows, or none."""
+    """Continue prompts with transformers' own growing cache, or none."""
     cached = _cached(model, ids[:1]) and _fresh_cache(model)
     asked = {**(cached or {}), "use_cache": bool(cached), "logits_to_keep": 1}
     tokens = fresh = ids
@@ -250,9 +248,9 @@ def _fresh_cache(model: Any) -> dict[str, Any]:
 
 
 def _cached(model: Any, ids: Tensor) -> bool:
-    """Whether `model` goes on from a cache as if it had read all at once. RWKV leaves the cache as it
-    is, MiniMax refuses it, CPM-Ant takes an empty one for its first words: these read the whole text
-    for every token."""
+    """Whether `model` continues from a cache as if it had read everything at once. RWKV leaves the
+    cache empty, MiniMax refuses it, CPM-Ant takes an empty one for its first words: these read all of
+    the text for every token."""
     from blr.compressor.text.decoding import distance  # brings in transformers
 
     given = _fresh_cache(model)
@@ -272,13 +270,13 @@ def _cached(model: Any, ids: Tensor) -> bool:
 
 
 def sample(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """A token [m, 1] for each row of `logits` [m, v], none that is less likely than 1 in v."""
+    """Draw a token [m, 1] for each row of `logits` [m, v], none less likely than 1 in v."""
     return draw(logits.softmax(-1), generator)
 
 
 def draw(p: Tensor, generator: torch.Generator) -> Tensor:
-    """The same of probabilities [m, v] (float32), which are overwritten: torch.multinomial without
-    its checks, which read all three times more."""
+    """Draw a token for each row of probabilities [m, v] (float32), which are overwritten. It is
+    torch.multinomial without its checks, which read all rows three more times."""
     least = 0.999 / p.shape[1]  # where all are equally likely, rounding leaves some
     torch.threshold_(p, least, 0.0)
     p /= torch.empty_like(p).exponential_(generator=generator)

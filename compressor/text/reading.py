@@ -1,8 +1,8 @@
 """Reads calibration text into batches of tokens.
 
-A tokenizer puts nothing, BOS or several tokens before every text, and a model reads none without them: a
-window that stands for a text begins with this *beginning*. It is no part of the text: no loss counts a
-prediction of it.
+A tokenizer puts nothing, BOS or several tokens before every text, and a model reads no text without
+them. So a window that stands for a text begins with this *beginning*. It is not part of the text: no
+loss counts a prediction of it.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 
 Beginning: TypeAlias = tuple[int, ...]  # token ids
 DATASET, WORD = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}"), re.compile(r"[\w-]{1,96}")
-PACKAGE, EXTRA = "datasets", "eval"  # what reads data sets of the hub, and what of ours installs it
+PACKAGE, EXTRA = "datasets", "eval"  # what reads data sets of the hub, and our extra that installs it
 NETWORK_OFF, YES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"), ("1", "ON", "YES", "TRUE")
-MAX_BYTES = 2 * 2**30  # of a file, of which no more is read than the windows need
+MAX_BYTES = 2 * 2**30  # of a file; no more of it is read than the windows need
 MAX_LINE = 2**25  # characters
 MAX_LIST = 2**28  # bytes of a file that is one JSON list, which is parsed as a whole
-HELD_SHARE = 0.05  # of a text that is not trained on but judged by
-HELD_TOKENS = 4096  # of a calibration's text that are judged by
-LEAST_WINDOWS = 3  # of a text that is trained on and judged by
-PAGES = 1 << 15  # characters of the first of a text
-OWN = "self"  # the model's own text, in place of a name (own.py)
-PIECE, PIECES = 1 << 20, 4096  # characters, and documents of a calibration, tokenized together
+HELD_SHARE = 0.05  # of a text that is held back for evaluation
+HELD_TOKENS = 4096  # of a calibration's text that are held back
+LEAST_WINDOWS = 3  # of a text that is both trained on and evaluated
+PAGES = 1 << 15  # characters that `read_first_text` reads
+OWN = "self"  # in place of a name: text that the model writes (own.py)
+PIECE, PIECES = 1 << 20, 4096  # most characters, and documents of a calibration, tokenized together
 
 
 def beginning_of(tokenizer: Any) -> Beginning:
-    """The ids that the tokenizer puts before a text. It is asked: neither `bos_token` nor
-    `add_bos_token` decides that in all."""
+    """The ids that the tokenizer puts before a text. It is asked, for neither `bos_token` nor
+    `add_bos_token` always tells."""
     plain = tokenizer(PROBE, add_special_tokens=False, verbose=False)["input_ids"]
     whole = tokenizer(PROBE, verbose=False)["input_ids"]
     starts = range(len(whole) - len(plain) + 1)
@@ -58,14 +58,14 @@ def beginning_of(tokenizer: Any) -> Beginning:
 
 
 def begun(rows: Tensor, beginning: Beginning) -> Tensor:
-    """Token ids [m, w] with the beginning before each row [m, p + w]."""
+    """Rows of token ids [m, w] with the beginning before each: [m, p + w]."""
     import torch
 
     return torch.cat([rows.new_tensor(beginning).expand(len(rows), -1), rows], 1)
 
 
 def room_in(window: int, beginning: Beginning) -> int:
-    """Tokens of text in a window. Raises InputError for one without any."""
+    """The tokens of text that fit in a window. Raises InputError if there are none."""
     room = window - len(beginning)
     if room < 1:
         raise InputError(
@@ -76,16 +76,16 @@ def room_in(window: int, beginning: Beginning) -> int:
 
 
 def idle_predictions(beginning: Beginning) -> int:
-    """Positions at a window's start that predict a token of the beginning: no loss counts them. The last
-    of the beginning predicts the first of the text."""
+    """The positions at a window's start that predict a token of the beginning, which no loss counts.
+    The beginning's last token predicts the first of the text."""
     return max(len(beginning) - 1, 0)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Token batches `ids` [m, w] with `masks` of real tokens, and their digest. `idle` positions at a
-    row's start predict what the tokenizer puts before a text; `held` are tokens [n] of a decoder's
-    text from number `first` on, right behind the rows, by which fits are judged."""
+    """Batches of token ids [m, w] with `masks` of real tokens, and their digest. The first `idle`
+    positions of a row predict no text. `held` are a decoder's tokens [n] right behind the rows, which
+    judge the fit; `first` is the number of their first token in the text."""
 
     ids: list[Tensor]
     masks: list[Tensor]
@@ -96,15 +96,15 @@ class Calibration:
 
     @property
     def tokens(self) -> int:
-        """Real tokens in all batches."""
+        """The number of real tokens in all batches."""
         return sum(int(mask.sum()) for mask in self.masks)
 
 
 def read_calibration(
     name: str, tokenizer: Any, *, samples: int, seq_len: int, packed: bool, offline: bool = False
 ) -> Calibration:
-    """Tokenize at most `samples` windows or documents of a file or data set. Decoders (`packed`) see
-    windows of one long text, the last twentieth held back, encoders one line at a time. Raises
+    """Tokenize at most `samples` windows or documents of a file or data set. Decoders (`packed`) get
+    windows of one long text, whose last twentieth is held back; encoders get one line at a time. Raises
     InputError or HubError."""
     documents = read_documents(name, offline)
     if not packed:
@@ -117,7 +117,7 @@ def read_calibration(
 
 
 def packed_calibration(rows: Tensor, beginning: Beginning) -> Calibration:
-    """Windows [n, w] of token ids, which start with the `beginning`, in batches."""
+    """The calibration whose windows [n, w] of token ids start with the `beginning`."""
     ids = list(rows.split(BATCH))
     masks = [part.new_ones(part.shape) for part in ids]
     return Calibration(ids, masks, digest_batches(ids, masks), idle_predictions(beginning))
@@ -131,7 +131,7 @@ def digest_batches(batches: list[Tensor], masks: list[Tensor]) -> str:
 
 
 def calibration_digest(name: str) -> str:
-    """SHA-256 of the file, or the name. Raises InputError for neither a readable file nor a data set."""
+    """SHA-256 of a file, or the name of a data set. Raises InputError if it is neither."""
     if name == OWN and not os.path.exists(name):
         return name
     path = _known(name)
@@ -141,14 +141,15 @@ def calibration_digest(name: str) -> str:
 
 
 def check_text(name: str, offline: bool = False) -> None:
-    """Look by its name whether a text can be had. Raises InputError, CapabilityError without
-    `datasets`, HubError if `offline`."""
+    """Check by its name whether a text can be read. Raises InputError, CapabilityError without the
+    package `datasets`, HubError if `offline`."""
     if (name != OWN or os.path.exists(name)) and not os.path.exists(_known(name, offline)):
         _check_hub(name, offline)
 
 
 def _known(name: str, offline: bool = False) -> Path:
-    """The path of a file that exists, or of what has the form of a data set's name."""
+    """The path of a file that exists, or the name of a data set as a path. Raises InputError for
+    anything else."""
     path = Path(name)
     if not os.path.exists(path) and (path.suffix or not DATASET.fullmatch(name)):
         shown, lack = quote(name, 160)[1:-1], _lack(offline) if WORD.fullmatch(name) else ""
@@ -159,7 +160,7 @@ def _known(name: str, offline: bool = False) -> Path:
 
 
 def _lack(offline: bool) -> str:
-    """What is not here for a data set of the hub, and how to have it; empty if all is."""
+    """What is missing to read a data set of the hub, and the remedy; empty if nothing is."""
     if offline:
         return "not with --offline"
     if is_missing(PACKAGE):
@@ -175,7 +176,8 @@ def _check_hub(name: str, offline: bool) -> None:
 
 
 def is_dataset(name: str) -> bool:
-    """Whether a text is one of the hub, which may have no end. Raises InputError for a missing file."""
+    """Whether a text is a data set of the hub, which may have no end. Raises InputError for a missing
+    file."""
     return not os.path.exists(_known(name))
 
 
@@ -190,12 +192,13 @@ def read_documents(name: str, offline: bool = False) -> Iterator[str]:
 
 
 def read_whole_text(path: Path, limit: int) -> str:
-    """A file as one text, or all documents of its JSON. Raises InputError, also over `limit` bytes."""
+    """A file as one text, with all documents of its JSON. Raises InputError, also for more than `limit`
+    bytes."""
     return "".join(_json_documents(path, limit)) if _holds_json(path) else read_text(path, limit)
 
 
 def read_first_text(path: Path) -> str:
-    """Some pages of what `read_whole_text` gives. Raises InputError."""
+    """The first pages of what `read_whole_text` gives. Raises InputError."""
     if not _holds_json(path):
         return read_start(path, strict=True)
     start = ""
@@ -211,7 +214,7 @@ def _holds_json(path: Path) -> bool:
 
 
 def _written(name: str, lines: Iterator[str]) -> Iterator[str]:
-    """`lines`, of which one at least must have something on it. Raises InputError at the end."""
+    """Pass `lines` on, and raise InputError at the end if all were blank."""
     empty = True
     for line in lines:
         empty = empty and not line.strip()
@@ -221,7 +224,8 @@ def _written(name: str, lines: Iterator[str]) -> Iterator[str]:
 
 
 def _json_documents(path: Path, limit: int) -> Iterator[str]:
-    """Of JSON lines, or of a list where a .json file starts like one (`datasets` writes either)."""
+    """The documents of JSON lines, or of a list if a .json file starts like one; `datasets` writes
+    either."""
     if path.suffix.lower() == ".json" and read_start(path).lstrip("\ufeff \r\n\t").startswith("["):
         return _json_list(path, min(limit, MAX_LIST))
     return _json_lines(path, limit)
@@ -274,7 +278,7 @@ def _dataset(name: str, offline: bool) -> Iterator[str]:
 def _windows(
     documents: Iterator[str], tokenizer: Any, samples: int, room: int, name: str
 ) -> tuple[Tensor, Tensor]:
-    """Consecutive pieces [n, room] of the documents, `samples` at most, and tokens right behind."""
+    """At most `samples` consecutive pieces [n, room] of the documents, and the tokens behind them."""
     import torch
 
     ids: list[int] = []
@@ -282,7 +286,10 @@ def _windows(
         ids += some
         if len(ids) >= samples * room + HELD_TOKENS:
             break
-    count = min(samples, _fitted(len(ids) // room, room))
+    count = len(ids) // room
+    if count >= LEAST_WINDOWS:  # of a whole text the rest is held back
+        count -= max(min(round(HELD_SHARE * count), HELD_TOKENS // room), 1)
+    count = min(samples, count)
     if count < 1:
         raise InputError(
             f"{name}: {len(ids)} tokens, expected at least one window of {room}; "
@@ -295,7 +302,7 @@ def _windows(
 def tokenized(
     documents: Iterable[str], tokenizer: Any, count: float = float("inf")
 ) -> Iterator[list[int]]:
-    """The tokens of `documents` in pieces of so many characters, and of `count` documents at most."""
+    """The tokens of `documents`, in pieces of about PIECE characters and at most `count` documents."""
     piece, size = list[str](), 0
     for document in documents:
         piece.append(document)
@@ -306,17 +313,10 @@ def tokenized(
     yield tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _fitted(windows: int, room: int) -> int:
-    """How many windows of a whole text, of `room` tokens, are fitted to; the rest is held back."""
-    if windows < LEAST_WINDOWS:
-        return windows
-    return windows - max(min(round(HELD_SHARE * windows), HELD_TOKENS // room), 1)
-
-
 def _sentences(
     documents: Iterator[str], tokenizer: Any, samples: int, seq_len: int, name: str
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Documents of similar length together, padded to the longest of each batch."""
+    """Batches of documents of similar length, padded to the longest of each, and their masks."""
     texts = []
     for document in documents:
         if document.strip():

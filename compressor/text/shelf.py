@@ -1,10 +1,11 @@
-"""The user's shelf of own text: what a model wrote once, later runs read, and runs at once share out.
+"""Keeps own text in the user's cache folder: later runs read what a model wrote, and runs at the same
+time share it.
 
-A batch lies in the user's cache folder under the digest of all that it depends on. Nothing rests on the
-shelf: where it cannot be read, written or locked, a run writes its text itself.
+A batch lies under the digest of all that it depends on. Nothing depends on the shelf: where it cannot
+be read, written or locked, a run writes its text itself.
 
-The folder may hold files of the user's. What is ours is listed in a file that we wrote, before it is
-made: nothing else is ever removed or replaced, and no link is followed.
+The folder may hold files of the user. Those of ours are listed in a file before they are written. No
+other file is ever removed or replaced, and no link is followed.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ from torch import Tensor
 from blr.compressor.base.errors import BlrError
 from blr.compressor.checkpoint.regular import read_text
 from blr.compressor.workspace.journal import Journal
-from blr.compressor.workspace.ownership import Entries, is_named, is_scratch
+from blr.compressor.workspace.ownership import is_named, is_scratch
 
-MOST = 1 << 30  # bytes kept; beyond them what was read longest ago goes
-LIST = "blr-own-text.list"  # names of the files that are ours, a line each, behind the first one
+MOST = 1 << 30  # bytes kept; beyond them the files that were read longest ago are removed
+LIST = "blr-own-text.list"  # has a first line MARK, then the name of a file of ours on each line
 MARK = "own text kept by blr: files that it may remove\n"
 MAX_LIST = 64 * 2**20  # bytes
-STALE = 3600.0  # seconds after which a file that was not finished is nobody's
-OFF = "off"  # of BLR_TEXT_DIR
+STALE = 3600.0  # seconds after which an unfinished file is taken to be abandoned
+OFF = "off"  # value of BLR_TEXT_DIR
 UNLOCKED = -1
 _OURS = re.compile(r"[0-9a-f]{64}\.safetensors\n")
 FAILURES = (BlrError, OSError, SafetensorError)
 
 
 def shelf_folder() -> Path | None:
-    """BLR_TEXT_DIR, else the user's cache folder; None if that is "off" or not absolute."""
+    """The folder BLR_TEXT_DIR, else one in the user's cache folder; None if that is "off" or not
+    absolute."""
     named = os.environ.get("BLR_TEXT_DIR")
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = os.path.expanduser(named or f"{cache}/blr/own-text")
@@ -46,14 +48,14 @@ def shelf_folder() -> Path | None:
 
 
 class Shelf:
-    """Batches of own text [n, length] (int32) that `fits` takes under `folder`; None keeps nothing.
-    `read` counts those found."""
+    """Batches of own text [n, length] (int32) in `folder` (None: keep nothing), of which those that
+    `fits` accepts are used. `read` counts them."""
 
     def __init__(self, folder: Path | None, fits: Callable[[Tensor], bool] = lambda ids: True) -> None:
         self.folder, self.fits, self.read = folder, fits, 0
 
     def load(self, key: str) -> Tensor | None:
-        """What lies under `key`, if it is whole."""
+        """The batch under `key`; None if it is missing or damaged."""
         with suppress(*FAILURES, KeyError):
             if self.folder is None or os.path.islink(self.folder / f"{key}.safetensors"):
                 return None
@@ -65,7 +67,7 @@ class Shelf:
         return None
 
     def store(self, key: str, ids: Tensor) -> None:
-        """Keep a batch, for which others go where there are too many."""
+        """Keep a batch; the oldest are removed if there are too many."""
         with suppress(*FAILURES):
             if self.folder is not None and _is_listed(self.folder, f"{key}.safetensors"):
                 Journal(self.folder).store(key, {"ids": ids}, {})
@@ -78,8 +80,8 @@ class Shelf:
         begin: Callable[[], None],
         say: Callable[[str], None],
     ) -> Iterator[tuple[int, Tensor]]:
-        """Every number with its batch, from the shelf or written for it; those that another process
-        is writing last. `begin` is called before each, and what is waited for is said."""
+        """Every number with its batch, from the shelf or by `write`; batches that another process is
+        writing come last. `begin` is called before each; `say` is told if the run has to wait."""
         late: list[int] = []
         for n, wait in chain(((n, False) for n in keys), ((n, True) for n in late)):
             if wait and n == late[0]:
@@ -97,8 +99,8 @@ class Shelf:
 
     @contextmanager
     def _claimed(self, key: str, wait: bool) -> Iterator[bool]:
-        """Whether the batch is this process's to write: not while another one does, for which `wait`
-        waits. Where there are no locks it is."""
+        """While active, the batch is this process's to write if the value is true. If another process
+        writes it, `wait` waits, else the value is false. Without locks it is always true."""
         descriptor = UNLOCKED if self.folder is None else _locked(self.folder, key, wait)
         try:
             yield descriptor is not None
@@ -108,8 +110,8 @@ class Shelf:
 
 
 def _locked(folder: Path, key: str, wait: bool) -> int | None:
-    """An open descriptor that holds the lock of `key`, a byte of one file; UNLOCKED where there are
-    no locks, None if another process holds it."""
+    """An open descriptor that locks `key`, one byte of a file; UNLOCKED if locks do not work here, None
+    if another process has the lock."""
     try:
         import fcntl
 
@@ -130,7 +132,7 @@ def _locked(folder: Path, key: str, wait: bool) -> int | None:
 
 
 def _listed(folder: Path) -> set[str]:
-    """Names of the files in `folder` that are ours. Raises InputError for a list that cannot be read."""
+    """The names of the files in `folder` that are ours. Raises InputError if the list cannot be read."""
     path = folder / LIST
     if not os.path.lexists(path) or not stat.S_ISREG(os.lstat(path).st_mode):
         return set()
@@ -139,13 +141,17 @@ def _listed(folder: Path) -> set[str]:
 
 
 def _is_listed(folder: Path, name: str) -> bool:
-    """Whether `name` is listed as ours, by now: not where the user has a file of that name."""
+    """List `name` as ours, unless the user has a file of that name; returns whether it is listed."""
     listed = _listed(folder)
     if name in listed:
         return True
     path, mine = folder / LIST, not os.path.lexists(folder / name)
-    if not mine or (os.path.lexists(path) and not _is_marked(path)):
+    if not mine:
         return False
+    if os.path.lexists(path):  # only a list of ours is written to
+        plain = stat.S_ISREG(os.lstat(path).st_mode)
+        if not (plain and read_text(path, MAX_LIST).startswith(MARK)):
+            return False
     folder.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
@@ -157,16 +163,13 @@ def _is_listed(folder: Path, name: str) -> bool:
     return name in _listed(folder)
 
 
-def _is_marked(path: Path) -> bool:
-    """Whether the file at `path` is a list of ours."""
-    return stat.S_ISREG(os.lstat(path).st_mode) and read_text(path, MAX_LIST).startswith(MARK)
-
-
 def _trim(folder: Path) -> None:
-    """Of our own files, remove what was read longest ago beyond MOST bytes, and what was not
-    finished."""
+    """Remove our own files: those read longest ago beyond MOST bytes, and abandoned ones."""
     left, listed = MOST, _listed(folder)
-    found = _own_files(folder, listed)
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if is_named(entry.name, listed)]
+    seen = {name: os.lstat(folder / name) for name in names}
+    found = {name: status for name, status in seen.items() if stat.S_ISREG(status.st_mode)}
     whole = [name for name in found if not is_scratch(name)]
     for name in sorted(whole, key=lambda name: _read_at(folder / name), reverse=True):
         left -= found[name].st_size
@@ -175,14 +178,6 @@ def _trim(folder: Path) -> None:
     for name in found.keys() - set(whole):
         if _read_at(folder / name) < time.time() - STALE:
             (folder / name).unlink(missing_ok=True)
-
-
-def _own_files(folder: Path, listed: set[str]) -> Entries:
-    """Plain files in `folder` that are `listed`, or were to become one of these."""
-    with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if is_named(entry.name, listed)]
-    found = {name: os.lstat(folder / name) for name in names}
-    return {name: status for name, status in found.items() if stat.S_ISREG(status.st_mode)}
 
 
 def _read_at(path: Path) -> float:

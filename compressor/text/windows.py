@@ -1,6 +1,6 @@
-"""Token windows of fixed length from long texts, in an order that a seed and a position determine.
+"""Cuts long texts into token windows of fixed length, in an order that follows from a seed.
 
-Nothing has a state: window k of a stream is the same whenever it is asked for, by whichever process.
+There is no state: window k of a stream is the same whenever and in whichever process it is asked for.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from blr.compressor.text.reading import (
     tokenized,
 )
 
-HELD_MOST = 64  # windows
-SEEDS = 1 << 63  # of generators
-PLAIN_READS = 3  # epochs in which windows are read as they are
+HELD_MOST = 64  # most windows that are held back
+SEEDS = 1 << 63  # number of seeds that a generator takes
+PLAIN_READS = 3  # epochs before tokens are replaced
 
 
 class Stream:
-    """Windows of `window` tokens, with the tokenizer's `beginning`, of rows [n, l], or of one text as
-    a single row. Every epoch visits them in a new order and, where there is room, at a new offset;
-    from the fourth on, the share `vary` of their tokens is replaced by others of the text, against
-    overfitting. `held` [h, window] are never taken."""
+    """Windows of `window` tokens, with the tokenizer's `beginning`, of rows [n, l], or of one text as a
+    single row.
+
+    Every epoch visits them in a new order and, if rows are longer, from a new offset. From the fourth
+    epoch on the share `vary` of their tokens is replaced by others of the text, against overfitting.
+    The windows `held` [h, window] are never taken.
+    """
 
     def __init__(
         self, rows: Tensor, window: int, seed: int, vary: float = 0.0, beginning: Beginning = ()
@@ -52,30 +55,30 @@ class Stream:
 
     @property
     def idle(self) -> int:
-        """Positions at a window's start whose predictions no loss counts."""
+        """The positions at a window's start whose predictions no loss counts."""
         return idle_predictions(self.beginning)
 
     @property
     def length(self) -> int:
-        """Tokens of the text, held ones included."""
+        """The tokens of the text, with those held back."""
         return self.rows.numel() + len(self.held) * self.text
 
     @cached_property
     def row_tokens(self) -> float:
-        """Tokens of a window, in the mean; padding is negative."""
+        """The mean number of tokens in a window; padding is negative."""
         if self.one_text:
             return self.window
         real = (self.rows[:, : self.text] >= 0).sum(1).double().mean()
         return float(real) + len(self.beginning)
 
     def __len__(self) -> int:
-        """Windows in an epoch."""
+        """The windows of an epoch."""
         if not self.one_text:
             return len(self.rows)
         return max((self.rows.shape[1] - self.text) // self.text, 1)
 
     def take(self, first: int, count: int) -> Tensor:
-        """Windows number `first` and on [count, window], int64."""
+        """The `count` windows from number `first` on: [count, window], int64."""
         epochs, places = zip(*(divmod(k, len(self)) for k in range(first, first + count)), strict=True)
         orders = {epoch: self._order(epoch) for epoch in dict.fromkeys(epochs)}
         found = []
@@ -95,7 +98,7 @@ class Stream:
         return torch.where(chosen, others, text)
 
     def _order(self, epoch: int) -> tuple[Tensor, int]:
-        """The order of the windows in an epoch, and where in its room each begins."""
+        """The order of the windows in an epoch, and the offset at which each begins."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % SEEDS)
         order = torch.randperm(len(self), generator=generator)
         room = self.rows.shape[1] - (len(self) if self.one_text else 1) * self.text
@@ -104,7 +107,8 @@ class Stream:
 
 
 def tokenize(documents: Iterable[str], tokenizer: Any, most: int | None = None) -> Tensor:
-    """The tokens [n] (int32) of `documents`; the first `most`, of which no more is read than needed."""
+    """The tokens [n] (int32) of `documents`, or the first `most`, for which no more is read than
+    needed."""
     found, count = list[Tensor](), 0
     for ids in tokenized(documents, tokenizer):
         found.append(torch.tensor(ids, dtype=torch.int32))
@@ -117,7 +121,7 @@ def tokenize(documents: Iterable[str], tokenizer: Any, most: int | None = None) 
 def text_stream(
     tokens: Tensor, window: int, seed: int, name: str, vary: float = 0.0, beginning: Beginning = ()
 ) -> Stream:
-    """The stream of one text. Raises InputError for one too short to be trained on and judged by."""
+    """The stream of one text. Raises InputError if it is too short to be trained on and evaluated."""
     if len(tokens) < LEAST_WINDOWS * room_in(window, beginning):
         raise InputError(
             f"{name}: {len(tokens)} tokens, expected at least three windows of {window}; "
@@ -127,7 +131,7 @@ def text_stream(
 
 
 def check_known(tokens: Iterable[Tensor], vocabulary: int | None, name: str) -> None:
-    """Raise InputError for ids that a model of so many tokens (None: nobody says) does not have."""
+    """Raise InputError for ids that a model with this `vocabulary` (None: unknown) does not have."""
     largest = max((int(part.max()) for part in tokens if part.numel()), default=0)
     if vocabulary is not None and largest >= vocabulary:
         raise InputError(
@@ -137,7 +141,7 @@ def check_known(tokens: Iterable[Tensor], vocabulary: int | None, name: str) -> 
 
 
 def interleaved(parts: list[Tensor]) -> Tensor:
-    """The rows of all `parts`, so that the beginning has some of each in proportion."""
+    """The rows of all `parts`, mixed so that every stretch has some of each in proportion."""
     places = torch.cat([(torch.arange(len(part)) + 0.5) / len(part) for part in parts])
     return torch.cat(parts)[places.argsort(stable=True)]
 

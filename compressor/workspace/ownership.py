@@ -223,6 +223,8 @@ def output_of(path: Path) -> Path:
 
 def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = ()) -> None:
     """Raise OutputError unless `output` can be written, apart from the folders in `reads`."""
+    if str(output).startswith("~") and not os.path.lexists(output.parts[0]):
+        raise OutputError(f"{output}: no such user; write ./{output} for a folder of that name")
     output = absolute(output)
     if not output.name:
         raise OutputError(f"{output}: not a folder that can be made; choose another --output")

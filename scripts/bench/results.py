@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from blr.bench.checks import WrongResult
 from blr.compressor import __version__
 from blr.compressor.base.disk import fsync_folder, write_probe, write_stream
-from blr.compressor.base.errors import OutputError
+from blr.compressor.base.errors import BlrError, OutputError
 from blr.compressor.base.exhaustion import exhausted, storage_errors
 from blr.compressor.base.quoting import named_line
 from blr.compressor.base.tables import aligned
@@ -190,6 +191,24 @@ def save(report: BenchReport, folder: Path) -> None:
         for name, text in contents.items():
             write_stream(folder / name, [text.encode()], new=True)
         fsync_folder(folder)
+
+
+def publish(report: BenchReport, output: Path | None, as_json: bool) -> None:
+    """Write the files, then print the table and a line of JSON, or all as JSON. Raises errors of files
+    last."""
+    failed: BlrError | None = None
+    if output is not None:
+        try:
+            save(report, output)
+        except BlrError as error:
+            failed = error
+    if not as_json:
+        print(report.text())
+    print(json.dumps(report.to_dict(rows=as_json)))
+    if report.stopped:
+        print(f"blr: stopped: {report.stopped}; results are of the cases before", file=sys.stderr)
+    if failed is not None:
+        raise failed
 
 
 def _csv(report: BenchReport) -> str:

@@ -235,7 +235,7 @@ def test_target_is_the_least_squares_solution_with_a_ridge_towards_the_weight() 
     ridge = (RIDGE * student.double().square().sum() / 6) ** 0.5 * torch.eye(6, dtype=torch.float64)
     inputs, outputs = torch.cat([student.double(), ridge]), torch.cat([wanted, ridge @ weight.T])
     expected = torch.linalg.lstsq(inputs, outputs).solution.T
-    found = moments.target(weight, correct_drift=True)
+    found = moments.target(weight)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -248,7 +248,7 @@ def test_target_does_not_explode_where_inputs_are_nearly_dependent() -> None:
     student[:, 5] = student[:, 4] + 1e-3 * torch.randn(500)
     weight = torch.randn(4, 6, dtype=torch.float64)
     moments = summed(products(student, dense))
-    assert float((moments.target(weight, correct_drift=True) - weight).norm()) < float(weight.norm())
+    assert float((moments.target(weight) - weight).norm()) < float(weight.norm())
 
 
 def test_target_keeps_the_weight_where_no_token_went() -> None:
@@ -256,4 +256,4 @@ def test_target_keeps_the_weight_where_no_token_went() -> None:
     student = torch.zeros(4, 6)
     student[:, 0] = 1
     moments = summed(products(student, student.clone()))
-    assert moments.target(weight, correct_drift=True).equal(weight)
+    assert moments.target(weight).equal(weight)

@@ -17,6 +17,7 @@ from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedS
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
 FORMATS = [(bits, group) for bits in BITS for group in GROUPS]
+FORMATS += [(3, group, 0) for group in GROUPS]
 TOKENS = pytest.mark.parametrize("tokens", [1, 2, 3])
 
 
@@ -25,9 +26,11 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return error < TOLERANCES[torch.float32]
 
 
-def quantized(x: torch.Tensor, rows: int, form: tuple[int, int], **more: Any) -> QuantizedSegment:
-    bits, group = form
-    packed, scale = quantize(torch.randn(1, rows, x.shape[1]) / x.shape[1] ** 0.5, bits, group=group)
+def quantized(x: torch.Tensor, rows: int, form: tuple[int, ...], **more: Any) -> QuantizedSegment:
+    """form: bits and group, and 0 for the uniform grid of 3 bits."""
+    bits, group, more["curved"] = (*form, 1)[:3]
+    w = torch.randn(1, rows, x.shape[1]) / x.shape[1] ** 0.5
+    packed, scale = quantize(w, bits, group=group, curved=more["curved"])
     y = torch.full((len(x), rows), float("nan"))
     return QuantizedSegment(x, packed, scale, bits, x.shape[1], y, group=group, **more)
 
@@ -38,7 +41,7 @@ def narrow(rows: int, ranks: int, blocks: int = 1) -> Narrow:
 
 
 def corrected(
-    tokens: int, rows: int, ranks: int, K: int, form: tuple[int, int], x: torch.Tensor | None = None
+    tokens: int, rows: int, ranks: int, K: int, form: tuple[int, ...], x: torch.Tensor | None = None
 ) -> QuantizedSegment:
     x = torch.randn(tokens, K) if x is None else x
     first = quantized(x, ranks, (4, 64))
@@ -49,7 +52,7 @@ def corrected(
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize(("K", "tokens"), [(90, 1), (328, 1), (328, 3)])
 def test_every_format_is_multiplied_as_it_is_dequantized(
-    K: int, tokens: int, form: tuple[int, int]
+    K: int, tokens: int, form: tuple[int, ...]
 ) -> None:
     """Rows of odd numbers of groups, of half quads, of one chunk and of several."""
     from blr.kernels.decode.quantized.grouped import grouped
@@ -61,7 +64,7 @@ def test_every_format_is_multiplied_as_it_is_dequantized(
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-def test_full_tiles_need_no_masks(form: tuple[int, int]) -> None:
+def test_full_tiles_need_no_masks(form: tuple[int, ...]) -> None:
     from blr.kernels.decode.quantized.formats import form_of
     from blr.kernels.decode.quantized.grouped import grouped
     from blr.kernels.decode.quantized.launch import complete, quantized_tile
@@ -75,7 +78,7 @@ def test_full_tiles_need_no_masks(form: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("form", [f for f in FORMATS if f[0] != 3], ids=str)
-def test_products_of_bytes_are_as_exact_as_half_precision(form: tuple[int, int]) -> None:
+def test_products_of_bytes_are_as_exact_as_half_precision(form: tuple[int, ...]) -> None:
     """Inputs of one sign, where the offsets of levels weigh most, and one that is far larger."""
     from blr.kernels.decode.quantized.grouped import grouped
 

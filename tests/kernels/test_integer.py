@@ -15,7 +15,7 @@ from blr.kernels.decode.quantized.reference import quantize, unpack
 from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedSegment
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
-FORMATS = [(2, 128), (2, 64), (3, 128), (3, 64)]
+FORMATS = [(2, 128), (2, 64), (3, 128), (3, 64), (3, 128, 0), (3, 64, 0)]
 FOUR = [(4, 128), (4, 64), (4, 32)]
 # Inputs are integers of 16 bits, far below half precision; levels of three bits are bytes, whose
 # rounding is that of weights in bfloat16.
@@ -23,14 +23,16 @@ FINE = TOLERANCES[torch.float16] / 10
 EXACT = {2: FINE, 3: TOLERANCES[torch.bfloat16], 4: FINE}
 
 
-def quantized(x: torch.Tensor, rows: int, form: tuple[int, int], **more: Any) -> QuantizedSegment:
-    bits, group = form
-    packed, scale = quantize(torch.randn(1, rows, x.shape[1]) / x.shape[1] ** 0.5, bits, group=group)
+def quantized(x: torch.Tensor, rows: int, form: tuple[int, ...], **more: Any) -> QuantizedSegment:
+    """form: bits and group, and 0 for the uniform grid of 3 bits."""
+    bits, group, more["curved"] = (*form, 1)[:3]
+    w = torch.randn(1, rows, x.shape[1]) / x.shape[1] ** 0.5
+    packed, scale = quantize(w, bits, group=group, curved=more["curved"])
     y = torch.full((len(x), rows), float("nan"))
     return QuantizedSegment(x, packed, scale.half(), bits, x.shape[1], y, group=group, **more)
 
 
-def corrected(x: torch.Tensor, rows: int, ranks: int, form: tuple[int, int]) -> QuantizedSegment:
+def corrected(x: torch.Tensor, rows: int, ranks: int, form: tuple[int, ...]) -> QuantizedSegment:
     packed, scale = quantize(torch.randn(1, rows, ranks) / ranks**0.5, 4, group=32)
     u = Narrow(unpack(packed, 4, 32)[..., :ranks].contiguous(), scale, 32)
     made = Correction(quantized(x, ranks, (4, 64)), u)
@@ -42,6 +44,11 @@ def near(found: torch.Tensor, expected: torch.Tensor, bits: int) -> bool:
     return error < EXACT[bits]
 
 
+def exact_of(form: tuple[int, ...]) -> int:
+    """Bits of a format whose levels as bytes are as exact: of uniform ones they are whole."""
+    return 2 if len(form) > 2 else form[0]
+
+
 def test_levels_of_three_bits_as_bytes_are_as_exact_as_bfloat16() -> None:
     from blr.kernels.decode.integer.form import THREE, THREE_SCALE
     from blr.kernels.decode.integer.launch import table
@@ -51,11 +58,13 @@ def test_levels_of_three_bits_as_bytes_are_as_exact_as_bfloat16() -> None:
         assert abs(level / THREE_SCALE / (x * (1 + CURVE[3] * x * x)) - 1) < 2**-7
     found = b"".join(word.to_bytes(4, "little", signed=True) for word in table())
     assert [*memoryview(found).cast("b")] == [-122, -79, -44, -14, 14, 44, 79, 122]
+    found = b"".join(word.to_bytes(4, "little", signed=True) for word in table(curved=False))
+    assert [*memoryview(found).cast("b")] == [*range(-4, 4)]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("K", [90, 512, 1000])
-def test_rows_of_every_format(K: int, form: tuple[int, int]) -> None:
+def test_rows_of_every_format(K: int, form: tuple[int, ...]) -> None:
     """Inputs of one sign, where the offsets of levels weigh most, and one that is far larger; rows that
     are no multiple of a tile, and padded columns."""
     from blr.kernels.decode.integer.launch import make_launch, run
@@ -65,13 +74,13 @@ def test_rows_of_every_format(K: int, form: tuple[int, int]) -> None:
     x[:, 7] = 100
     s, options = quantized(x, 37, form), {"gain": torch.rand(K), "eps": 1e-5}
     run(make_launch([s], **options))
-    assert near(s.y, replace(s, x=x.double()).product(**options), form[0])
+    assert near(s.y, replace(s, x=x.double()).product(**options), exact_of(form))
 
 
-@pytest.mark.parametrize("form", [(2, 128), (3, 64)], ids=str)
+@pytest.mark.parametrize("form", [(2, 128), (3, 64), (3, 64, 0)], ids=str)
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_corrections_are_made_beside_the_inputs(count: int, normed: bool, form: tuple[int, int]) -> None:
+def test_corrections_are_made_beside_the_inputs(count: int, normed: bool, form: tuple[int, ...]) -> None:
     """Of several stages, stored and added to what is there; z of before is not read."""
     from blr.kernels.decode.integer.form import taken
     from blr.kernels.decode.integer.launch import make_launch, run
@@ -87,9 +96,9 @@ def test_corrections_are_made_beside_the_inputs(count: int, normed: bool, form: 
     assert taken(made)
     launch = make_launch(made, firsts, **options)
     run(launch)
-    assert all(near(s.y, y, form[0]) for s, y in zip(made, expected, strict=True))
+    assert all(near(s.y, y, exact_of(form)) for s, y in zip(made, expected, strict=True))
     run(launch, add=True)
-    assert all(near(s.y, 2 * y, form[0]) for s, y in zip(made, expected, strict=True))
+    assert all(near(s.y, 2 * y, exact_of(form)) for s, y in zip(made, expected, strict=True))
 
 
 @pytest.mark.sampled(3)
@@ -97,7 +106,7 @@ def test_corrections_are_made_beside_the_inputs(count: int, normed: bool, form: 
 @pytest.mark.parametrize("K", [90, 512, 1000])
 @pytest.mark.parametrize("rows", [(3,), (300, 37), (9, 100, 270)], ids=str)
 def test_programs_of_four_bits_have_many_tiles(
-    rows: tuple[int, ...], K: int, form: tuple[int, int]
+    rows: tuple[int, ...], K: int, form: tuple[int, ...]
 ) -> None:
     """More than there are programs, and fewer; several stages, stored and added to what is there."""
     from blr.kernels.decode.integer.looped import Loop, run_loop
@@ -151,9 +160,9 @@ def test_other_stages_are_not_taken() -> None:
     assert not taken([quantized(torch.randn(1, 1 << 16), 1, (2, 128))])
 
 
-@pytest.mark.parametrize("form", [(2, 128), (3, 64)], ids=str)
+@pytest.mark.parametrize("form", [(2, 128), (3, 64), (3, 64, 0)], ids=str)
 @pytest.mark.parametrize("rows", [5, 260])
-def test_pairs_of_few_bits_leave_their_gated_product(rows: int, form: tuple[int, int]) -> None:
+def test_pairs_of_few_bits_leave_their_gated_product(rows: int, form: tuple[int, ...]) -> None:
     """With corrections made beside the inputs, in no more than two launches."""
     from blr.kernels.common.launching import noting
     from blr.kernels.decode.quantized import either

@@ -12,25 +12,28 @@ from blr.kernels.decode.quantized.reference import quantize
 from blr.kernels.layers.packed.op import packed_linear
 
 
-def weight(bits: int, group: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def weight(
+    bits: int, group: int, rows: int, columns: int, curved: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     w = torch.randn(rows, columns, generator=torch.Generator().manual_seed(bits + group))
-    packed, scale = quantize(w, bits, torch.float32, group)
+    packed, scale = quantize(w, bits, torch.float32, group, curved=curved)
     scale[0], scale[1] = 0.0, -scale[1]
     return packed, scale
 
 
 @pytest.mark.parametrize("columns", [256, 200, 33])
 @pytest.mark.parametrize("group", [128, 64, 32])
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
-def test_same_numbers(bits: int, group: int, columns: int) -> None:
+@pytest.mark.parametrize(("bits", "curved"), [(8, True), (4, True), (3, True), (3, False), (2, True)])
+def test_same_numbers(bits: int, curved: bool, group: int, columns: int) -> None:
     """The kernel gives the numbers of the reference, also of scales that are zero or negative, of rows
     that are no whole tile, and of columns that end inside a group."""
     from blr.kernels.layers.packed.triton import dequantize
 
-    packed, scale = weight(bits, group, 19, columns)
-    found = dequantize(packed, scale, bits, columns, torch.float32, group)
-    assert torch.equal(found, reference(packed, scale, bits, columns, torch.float32, group))
-    stacked = dequantize(packed[None], scale[None], bits, columns, torch.float32, group)
+    packed, scale = weight(bits, group, 19, columns, curved)
+    form = bits, columns, torch.float32, group, curved
+    found = dequantize(packed, scale, *form)
+    assert torch.equal(found, reference(packed, scale, *form))
+    stacked = dequantize(packed[None], scale[None], *form)
     assert torch.equal(stacked[0], found)
 
 

@@ -26,6 +26,9 @@ CASES = {
     "int3": ("3/128", 4, 40, 384, {"BR": 16, "SPLIT": 2}),
     "int3-ragged": ("3/64", 2, 33, 200, {"BR": 32}),
     "int3-narrow": ("3/32", 3, 16, 96, {"BR": 16}),
+    "uniform": ("3/128/uniform", 4, 40, 384, {"BR": 16, "SPLIT": 2}),
+    "uniform-ragged": ("3/64/uniform", 2, 33, 200, {"BR": 32}),
+    "uniform-narrow": ("3/32/uniform", 3, 16, 96, {"BR": 16}),
     "int8": ("8/128", 4, 40, 300, {"BR": 16, "SPLIT": 2}),
     "int8-narrow": ("8/32", 3, 16, 96, {"BR": 16}),
     "int2": ("2/128", 4, 40, 384, {"BR": 16, "SPLIT": 2}),
@@ -68,7 +71,7 @@ def test_blocks_and_parts(kind: str) -> None:
 
 
 @pytest.mark.parametrize("split", [1, 2])
-@pytest.mark.parametrize("kind", ["16", "2/64"])
+@pytest.mark.parametrize("kind", ["16", "2/64", "3/64/uniform"])
 def test_pairs(kind: str, split: int) -> None:
     from blr.kernels.decode.skinny.launch import PartialSums
     from blr.kernels.decode.skinny.launch import dual as run

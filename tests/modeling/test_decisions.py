@@ -2,14 +2,18 @@
 as of the native ones.
 
 Each entry of `DECISIONS` is how such code asks, found by reading it for names of classes, tables of
-names, `model_type`, `architectures` and `isinstance`.
+names, `model_type`, `architectures` and `isinstance`. All tables and types are compared whole; places
+that ask for a class by its own name are listed in `PLACES`, and a new version's new ones fail a test.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ import bare
 import pytest
 import transformers
 from exporting import compress_to
-from pico import MODELS, MORE, save_pico, save_seeing
+from pico import MODELS, MORE, save_model, save_pico, save_seeing
 from spoiling import words_tokenizer
 from transformers import modelcard
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -74,6 +78,7 @@ def natives(cls: type) -> list[str]:
     return [base.__name__ for base in cls.__mro__ if base.__module__.startswith("transformers.")]
 
 
+ENDS = ("ForCausalLM", "ForMaskedLM", "ForSequenceClassification", "ForRetrieval", "Model")
 DECISIONS: dict[str, Callable[[Any], object]] = {
     # Trainer: shifted labels with label smoothing; model cards: the task; `transformers serve`: what
     # a model sees and writes; pipelines: what they support
@@ -99,7 +104,20 @@ DECISIONS: dict[str, Callable[[Any], object]] = {
     "blocks that are not split": lambda model: sorted(
         {type(m).__name__ for m in model.modules()} & set(model._no_split_modules or ())
     ),
-    "classes of norms": lambda model: sum("Norm" in type(m).__name__ for m in model.modules()),
+    **{
+        f"modules of a name with {part}": lambda model, part=part: sum(
+            part in type(m).__name__ for m in model.modules()
+        )
+        for part in ("Norm", "LayerNorm", "RMSNorm", "RotaryEmbedding")
+    },
+    # `transformers serve`, pipelines, TRL; sentence-transformers goes by the ends of names
+    "classes by config.architectures": lambda model: (
+        getattr(sys.modules["transformers"], type(model).__name__, None) is type(model)
+    ),
+    "ends and parts of class names": lambda model: [
+        *(end for end in ENDS if type(model).__name__.endswith(end)),
+        *(part for part in ("maskedlm", "donut", "assistant") if part in type(model).__name__.lower()),
+    ],
     # sentence-transformers: encoders of encoder-decoders; generation: vision-encoder-decoders
     "instances of a configuration": lambda model: natives(type(model.config)),
     "instances of a model": lambda model: natives(type(model)),
@@ -163,6 +181,48 @@ def test_losses_of_all_classes_that_have_one_of_their_own() -> None:
         assert re.findall(pattern, PREFIX + name)[:1] == expected, name
 
 
+# Loads with fused patches
+FUSED = """
+import sys
+from transformers import AutoModelForImageTextToText
+from blr.compressor import register
+register()
+AutoModelForImageTextToText.from_pretrained(sys.argv[1], fusion_config={"patch_embeddings": True})
+"""
+
+
+def test_the_class_that_a_file_names_is_found(tmp_path: Path) -> None:
+    """As `transformers serve`, pipelines and TRL look for it, without a word about the task."""
+    output = compress_to(save_pico("bert-mlm", tmp_path / "dense"), tmp_path / "out", method="svd")
+    (name,) = transformers.AutoConfig.from_pretrained(output).architectures
+    found = getattr(import_module("transformers"), name)
+    assert type(found.from_pretrained(output)).__name__ == "BlrBertForMaskedLM"
+
+
+def test_xlnet_begins_its_prompts_as_the_native_class(tmp_path: Path) -> None:
+    """The pipeline knows that class by its name, and any model by its configuration's prefix."""
+    settings = {"vocab_size": 64, "d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 48}
+    save_model("XLNetConfig", settings, "XLNetLMHeadModel", tmp_path / "dense")
+    output = compress_to(tmp_path / "dense", tmp_path / "out", method="svd", rank=4)
+    words_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    reader = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    begun = []
+    for folder in (tmp_path / "dense", output):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        pipe = transformers.pipeline("text-generation", model=model, tokenizer=reader)
+        begun.append(pipe._preprocess_params)
+    assert begun[0] == begun[1] and "In 1991" in begun[0]["prefix"]
+
+
+def test_fused_patches_are_refused_where_their_weights_find_no_place(tmp_path: Path) -> None:
+    """Fusions are kept by the type of the configuration's class, which is ours."""
+    output = compress_to(save_seeing("qwen3_vl", tmp_path / "dense"), tmp_path / "out", method="svd")
+    done = bare.run(FUSED, output)
+    assert done.returncode == 1 and re.search(
+        r"ValueError: missing keys .*patch_embed\.linear_proj", done.stderr
+    )
+
+
 TYPES = ("vit", "llava", "whisper", "clip", "wav2vec2", "qwen2_vl", "bert", "layoutlmv3")
 
 
@@ -215,3 +275,79 @@ def test_with_the_code_in_the_folder_alone(tmp_path: Path) -> None:
     ]
     # the tokenizer inside a processor asks for itself, and takes no code without an answer
     assert json.loads(done.stdout.splitlines()[-1].rpartition("[y/N] ")[2]) == expected
+
+
+# How code asks for a class by its own name, for the classes that a file names, and for the type of a
+# class of configurations. Tables of names and types of configurations are compared whole, above.
+ASKING = {
+    "class": re.compile(
+        r"(__class__|type\([\w.]+\))\.__name__(\.lower\(\))?"
+        r"\s*(==|!=|(not )?in\b|\.(startswith|endswith)\()"
+        r"|[\"'] (not )?in [\w.]+\.__class__\.__name__|_get_name\(\)"
+    ),
+    "named": re.compile(r"\.architectures\b|[\"']architectures[\"']"),
+    "configuration": re.compile(
+        r"config\.__class__\b|type\((self\.)?(model\.)?config\)\.__name__|config_class\.model_type"
+    ),
+}
+SAME, OTHER, LOUD = "compared above", "not of models", "not as of the native class, with an error"
+PLACES = {
+    "transformers/cli/serving/model_manager.py": SAME,
+    "transformers/cli/serving/utils.py": SAME,
+    "transformers/configuration_utils.py": OTHER,  # of a configuration inside another
+    "transformers/decision/modeling_utils.py": OTHER,  # Auto class of folders with a head beside them
+    "transformers/dynamic_module_utils.py": OTHER,  # tokenizers
+    "transformers/fusion_mapping.py": LOUD,
+    "transformers/generation/candidate_generator.py": SAME,
+    "transformers/generation/stopping_criteria.py": OTHER,  # tokenizers
+    "transformers/generation/utils.py": LOUD,  # Gemma 4 with an assistant; Donut is compared
+    "transformers/integrations/accelerate.py": SAME,
+    "transformers/integrations/gguf/": OTHER,  # files of another format
+    "transformers/integrations/hub_kernels.py": LOUD,  # as fusions
+    "transformers/integrations/integration_utils.py": OTHER,  # peft's
+    "transformers/modeling_gguf_pytorch_utils.py": OTHER,
+    "transformers/modeling_utils.py": SAME,
+    "transformers/pipelines/any_to_any.py": OTHER,  # tokenizers
+    "transformers/pipelines/automatic_speech_recognition.py": SAME,
+    "transformers/pipelines/base.py": SAME,
+    "transformers/pipelines/document_question_answering.py": LOUD,  # LayoutLM 1, Donut
+    "transformers/pipelines/image_segmentation.py": LOUD,  # OneFormer
+    "transformers/pipelines/image_text_to_text.py": OTHER,
+    "transformers/pipelines/text_generation.py": SAME,  # XLNet
+    "transformers/processing_utils.py": OTHER,
+    "transformers/quantizers/auto.py": OTHER,  # configurations of quantization
+    "transformers/tokenization_utils_tokenizers.py": OTHER,
+    "transformers/trainer.py": SAME,
+    "transformers/trainer_pt_utils.py": SAME,
+    "transformers/utils/hub.py": OTHER,  # kinds of files
+    "accelerate/accelerator.py": OTHER,  # schedulers
+    "accelerate/hooks.py": OTHER,  # layers of bitsandbytes
+    "accelerate/utils/": SAME,  # blocks that are not split, Megatron
+    "peft/": SAME,  # tests/packages/test_peft.py; blocks that are not split
+    "sentence_transformers/": SAME,
+    "lm_eval/models/utils.py": OTHER,  # tokenizers
+}
+PACKAGES = ("transformers", "accelerate", "peft", "sentence_transformers", "lm_eval", "trl")
+PLACES["trl/"] = SAME
+
+
+def asking() -> Iterator[str]:
+    """Files of the installed packages that ask so; not those of single models."""
+    for package in PACKAGES:
+        if (found := find_spec(package)) is None or found.origin is None:
+            continue
+        top = Path(found.origin).parent
+        for path in top.rglob("*.py"):
+            name = path.relative_to(top.parent).as_posix()
+            if name.startswith(("transformers/models/", "transformers/testing", "lm_eval/tasks/")):
+                continue
+            lines = (line for line in path.read_text().splitlines() if line.lstrip()[:1] not in "#>")
+            if any(asks.search(line) for line in lines for asks in ASKING.values()):
+                yield name
+
+
+def test_every_place_that_asks_for_a_class_is_known() -> None:
+    """One that a new version brings is read, compared above if it asks otherwise, and listed."""
+    found = set(asking())
+    assert len(found) > 20
+    assert sorted(name for name in found if not any(map(name.startswith, PLACES))) == []

@@ -26,8 +26,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "int2": {"base": "int2", "quantize": "int4", "rank": 4},
     "int3": {"base": "int3", "quantize": "int8", "rank": 3},
     "plain": {"base": "int2", "quantize": "none", "rank": 4},
+    "uniform": {"base": "int3", "grid": "uniform", "quantize": "int4", "rank": 3},
     "blast": {"base": "int3", "quantize": "int4", "method": "blast", "blocks": 4, "rank": 4},
     "mixed": {"base": "int2", "rank": 4, "rules": [{"match": "*.k_proj", "base": "int3", "rank": 4}]},
+    "grids": {"base": "int3", "rank": 4, "rules": [{"match": "*.k_proj", "grid": "uniform", "rank": 4}]},
 }
 
 
@@ -49,7 +51,7 @@ def test_steps_are_those_of_transformers(
 ) -> None:
     monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 1)  # the interpreter takes its time
     model = _model(tmp_path, KINDS[kind])
-    ids = torch.tensor([[5, 9, 3], [7, 2, 8]])[: 2 if kind == "int3" else 1]
+    ids = torch.tensor([[5, 9, 3], [7, 2, 8]])[: 2 if kind in ("int3", "uniform") else 1]
     token = torch.tensor([4, 6])[: len(ids)]
     with torch.inference_mode():
         expected = model(torch.cat([ids, token[:, None]], 1)).logits[:, -1]

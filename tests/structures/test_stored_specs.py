@@ -39,6 +39,7 @@ PLAIN: list[Spec] = [
 BASE = QuantizedSpec(DenseSpec(150, 200), 2)
 CORRECTED: list[Spec] = [
     CorrectedSpec(BASE, LowRankSpec(150, 200, 4)),
+    CorrectedSpec(QuantizedSpec(BASE.of, 3, curved=False), LowRankSpec(150, 200, 4)),
     CorrectedSpec(BASE, QuantizedSpec(LowRankSpec(150, 200, 5), 4, tiled=True)),
     CorrectedSpec(BASE, QuantizedSpec(MonarchSpec(150, 200, 5, 2), 4, 32, tiled=True)),
     CorrectedSpec(BASE, QuantizedSpec(BlastSpec(150, 200, 5, 7), 3, 64, kept_bits=8, tiled=True)),
@@ -140,6 +141,7 @@ SVD = {"structure": "svd", "in_features": 64, "out_features": 64, "rank": 4}
         {**DENSE, "bits": 4, "group": None},
         {**SVD, "bits": 4, "kept_bits": 4},
         {**SVD, "bits": 4, "tiled": 1},
+        {**SVD, "bits": 3, "curved": "no"},
         {**SVD, "group": 64},
         {**SVD, "fp8": True},
         {**SVD, "bits": 8, "fp8": True, "group": 64},

@@ -22,14 +22,14 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float16, device: str = "cpu") 
 def made(
     kind: str, x: Tensor, rows: int, K: int, *, blocks: int = 1, dtype: Any = torch.float16, **more: Any
 ) -> Any:
-    """A segment of random weights: "16", or bits and group as "4/128"."""
+    """A segment of random weights: "16", or bits and group as "4/128", and "3/64/uniform"."""
     y = torch.full((len(x), blocks * rows), float("nan"), device=x.device)
     w = drawn(blocks, rows, K, dtype=dtype, device=x.device.type) / K**0.5
     if kind == "16":
         return Segment(x, w, y, **more)
-    bits, group = map(int, kind.split("/"))
-    packed, scale = quantize(w, bits, dtype, group=group)
-    return QuantizedSegment(x, packed, scale, bits, K, y, group=group, **more)
+    (bits, group), grid = map(int, kind.split("/")[:2]), kind.split("/")[2:]
+    packed, scale = quantize(w, bits, dtype, group=group, curved=not grid)
+    return QuantizedSegment(x, packed, scale, bits, K, y, group=group, curved=not grid, **more)
 
 
 def ready(segments: list[Any], gain: Tensor | None = None, dtype: Any = torch.float16) -> list[Any]:

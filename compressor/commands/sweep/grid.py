@@ -9,8 +9,8 @@ from typing import Any
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.quoting import quote
+from blr.compressor.recipe.asked import idle, refuse
 from blr.compressor.recipe.schema import DENSE, Recipe, make_recipe
-from blr.compressor.recipe.unused_settings import idle, refuse
 
 NONE = "none"
 PIVOT = "-pivot"  # behind a method: held by pivot rows

@@ -13,8 +13,8 @@ from blr.kernels.decode.gemv.launch import power_of_two
 from blr.kernels.decode.quantized.formats import OFFSET, form_of
 from blr.kernels.decode.quantized.segments import QuantizedSegment
 
-# Levels of three bits as bytes: x (1 + x²/50) of x = q − 3.5, times a number that brings all of them
-# near whole ones. Their error, .18% (rms of Gaussian weights), is that of rounding to bfloat16.
+# Curved levels of three bits as bytes: x (1 + x²/50) of x = q − 3.5, times a number that brings all of
+# them near whole ones. Their error, .18% (rms of Gaussian weights), is that of rounding to bfloat16.
 THREE = (14, 44, 79, 122)
 THREE_SCALE = 28.0447
 PLACES = {2: 4, 3: 4}  # words of bytes that a word, or a pair of nibbles' words, comes apart into
@@ -39,9 +39,9 @@ def offset_of(bits: int) -> float:
     return 0.0 if bits == 3 else OFFSET[bits]
 
 
-def unit_of(bits: int) -> float:
+def unit_of(bits: int, curved: bool = True) -> float:
     """What a level as byte is of what it stands for."""
-    return THREE_SCALE if bits == 3 else 1.0
+    return THREE_SCALE if bits == 3 and curved else 1.0
 
 
 class Inputs(NamedTuple):
@@ -76,7 +76,7 @@ def row_warps(s: QuantizedSegment) -> int:
 def taken(segments: Sequence[QuantizedSegment]) -> bool:
     """Whether stages have the same inputs and are of a kind that products of bytes take."""
     first = segments[0]
-    kinds = {(s.x.data_ptr(), s.x.shape, s.bits, s.group, s.K) for s in segments}
+    kinds = {(s.x.data_ptr(), s.x.shape, s.bits, s.group, s.K, s.curved) for s in segments}
     fits = first.bits in WIDEST and form_of(first.bits, first.group).WORDS >= 4
     fits = fits and lanes(first) <= WIDEST[first.bits] and len(kinds) == 1 and len(segments) <= 3
     fits = fits and (first.bits < 4 or all(s.correction is None for s in segments))

@@ -83,7 +83,7 @@ def fill(launch: ByteLaunch) -> None:
         (ends[-1] + packers,),
         *(s.x, s.x if gain is None else gain, launch.eps, *launch.inputs, s.K, quads),
         *(*three(stages, stage(s)), ends),
-        **{"OFFSET": offset_of(s.bits), "STEP": 1 / unit_of(s.bits), "PLACES": PLACES[s.bits]},
+        **{"OFFSET": offset_of(s.bits), "STEP": 1 / unit_of(s.bits, s.curved), "PLACES": PLACES[s.bits]},
         **{"BQ": min(PACKED, quads), "T": form, "NORM": gain is not None, "COUNT": len(stages)},
         **dict(zip(("V0", "V1", "V2"), three(tiles, _tile(s)), strict=True)),
         ASM=not interpreted(),
@@ -120,7 +120,7 @@ def multiply(launch: ByteLaunch, add: bool = False) -> None:
 
 
 def _options(launch: ByteLaunch) -> dict[str, Any]:
-    low, high = table()
+    low, high = table(launch.segments[0].curved)
     fixed = {"LOW": low, "HIGH": high, "ASM": not interpreted()}
     return {**fixed, "num_warps": row_warps(launch.segments[0]), **launch_options(launch.pdl)}
 
@@ -131,9 +131,9 @@ def run(launch: ByteLaunch, add: bool = False) -> None:
     multiply(launch, add)
 
 
-def table() -> tuple[int, int]:
+def table(curved: bool = True) -> tuple[int, int]:
     """The bytes of the eight levels of three bits, as two words of 32 bits."""
-    found = [*(-level for level in reversed(THREE)), *THREE]
+    found = [*(-level for level in reversed(THREE)), *THREE] if curved else [*range(-4, 4)]
     words = (bytes(level % 256 for level in found[i : i + 4]) for i in (0, 4))
     low, high = (int.from_bytes(word, "little", signed=True) for word in words)
     return low, high

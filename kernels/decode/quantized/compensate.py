@@ -14,7 +14,7 @@ except ImportError as error:
 import torch
 from torch import Tensor
 
-from blr.kernels.decode.quantized.formats import CURVE, SHIFT
+from blr.kernels.decode.quantized.formats import grid_of
 
 ROWS, WARPS = 4, 4  # of a program
 
@@ -70,10 +70,12 @@ def round_columns(
     tl.store(missed + out, errors, mask=ok)
 
 
-def round_group(part: Tensor, root: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def round_group(
+    part: Tensor, root: Tensor, scale: Tensor, bits: int, curved: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     """Levels of the columns of `part` [o, g] in turn, what was rounded, and the errors over the
     diagonal of `root` [g, g]; `scale` [o, 1]. All float32."""
-    rows, columns = part.shape
+    (rows, columns), grid = part.shape, grid_of(bits, curved)
     levels = torch.empty(rows, columns, dtype=torch.int8, device=part.device)
     latent, missed = (
         torch.empty_like(levels, dtype=part.dtype),
@@ -92,8 +94,8 @@ def round_group(part: Tensor, root: Tensor, scale: Tensor, bits: int) -> tuple[T
             columns,
             part.stride(0),
             BITS=bits,
-            OFF=SHIFT[bits],
-            CURVED=CURVE.get(bits, 0.0),
+            OFF=grid.shift,
+            CURVED=grid.curve,
             BR=ROWS,
             BG=max(triton.next_power_of_2(columns), 16),
             num_warps=WARPS,

@@ -13,12 +13,27 @@ ROW = 0  # the group of numbers in float8 that share a scale a row
 FP8_GROUPS = (ROW, GROUP)
 BITS = (8, 4, 3, 2)
 # A level stands for ``scale · x (1 + CURVE x²)`` with x = level + SHIFT, or x = q − OFFSET of the stored
-# field q, which is not negative below 8 bits. The grid of 3 bits widens outwards as the best one for
-# Gaussian weights does.
+# field q, which is not negative below 8 bits. The curved grid of 3 bits widens outwards as the best one
+# for Gaussian weights does; the uniform one is that of 4 bits, `grid_of`.
 SHIFT = {8: 0.0, 4: 0.0, 3: 0.5, 2: 0.5}
 OFFSET = {8: 0.0, 4: 8.0, 3: 3.5, 2: 1.5}
 CURVE = {3: 0.02}
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # bits of a level by plane, the lowest first
+
+
+class Grid(NamedTuple):
+    """What levels of a format stand for, as said above."""
+
+    shift: float
+    curve: float
+    offset: float
+
+
+def grid_of(bits: int, curved: bool = True) -> Grid:
+    """The grid of a format; `curved` says which of the two that 3 bits have."""
+    if bits == 3 and not curved:
+        return Grid(0.0, 0.0, 4.0)
+    return Grid(SHIFT[bits], CURVE.get(bits, 0.0), OFFSET[bits])
 
 
 def packed_width(K: int, bits: int, group: int = GROUP) -> int:
@@ -45,7 +60,8 @@ class Form(NamedTuple):
     """Where kernels find levels, in quads of 16 bytes of the lowest plane.
 
     BITS, GROUP: of the format. FIELDS: of a word of the plane. WORDS: of a group in the plane. STEP:
-    words from one group to the next, all planes counted. COLUMNS: levels of a quad.
+    words from one group to the next, all planes counted. COLUMNS: levels of a quad. CURVED: whether the
+    steps of the grid widen outwards.
     """
 
     BITS: int
@@ -54,14 +70,16 @@ class Form(NamedTuple):
     WORDS: int
     STEP: int
     COLUMNS: int
+    CURVED: bool
 
     def quads(self, K: int) -> int:
         """Quads of a row of K columns; the last may be half empty."""
         return -(-(-(-K // self.GROUP) * self.WORDS) // 4)
 
 
-def form_of(bits: int, group: int = GROUP) -> Form:
-    """The form of a format. Raises ValueError as `check_format`."""
+def form_of(bits: int, group: int = GROUP, curved: bool = True) -> Form:
+    """The form of a format, `curved` as of `grid_of`. Raises ValueError as `check_format`."""
     check_format(bits, group)
     low = PLANES[bits][0]
-    return Form(bits, group, 32 // low, group * low // 32, group * bits // 32, 128 // low)
+    widens = grid_of(bits, curved).curve != 0
+    return Form(bits, group, 32 // low, group * low // 32, group * bits // 32, 128 // low, widens)

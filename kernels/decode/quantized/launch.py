@@ -121,7 +121,7 @@ def row_unit(words: Tensor) -> int:
 
 def quantized_tile(s: QuantizedSegment, shape: dict[str, int], gain: Tensor | None) -> QuantizedTile:
     """The tile of a shape that is `complete`."""
-    form, words = form_of(s.bits, s.group), as_words(s.packed, s.bits, s.K, s.group)
+    form, words = form_of(s.bits, s.group, s.curved), as_words(s.packed, s.bits, s.K, s.group)
     u = None if s.correction is None else s.correction.u
     return QuantizedTile(
         *form,

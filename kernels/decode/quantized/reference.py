@@ -2,9 +2,10 @@
 
 Symmetric, in groups of `GROUP` (128 unless told, 64 or 32) along the contracted axis K, one scale a
 group and no zero point. A level is an integer from −2^(bits−1) on; it stands for ``scale · level`` of 8
-and 4 bits, for ``scale · x`` with x = level + 1/2 of 2 bits, where a grid without zero loses less, and
-for ``scale · x (1 + x² / 50)`` of 3 bits, whose steps widen outwards. A row is padded to whole groups;
-of what is padded nothing is read.
+and 4 bits, and for ``scale · x`` with x = level + 1/2 of 2 bits, where a grid without zero loses less.
+Three bits have two grids: curved, ``scale · x (1 + x² / 50)``, whose steps widen outwards, and uniform,
+``scale · level``: its squared error of Gaussian weights is 9% more in groups of 128, 2% in groups of 32
+(half-integers lose 10% and 13%). A row is padded to whole groups; of what is padded nothing is read.
 
 The bytes of a group are little-endian words of 32 bits, W = group · bits / 32 of them, with 32 / bits
 fields each. Field f (bits f · bits on) of word j holds element f·W + j: a level of 8 bits as a signed
@@ -18,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blr.kernels.decode.quantized.formats import CURVE, GROUP, PLANES, SHIFT, check_format, packed_width
+from blr.kernels.decode.quantized.formats import GROUP, PLANES, check_format, grid_of, packed_width
 
 # Scales tried for a group, as fractions of the one that maps its largest magnitude to the lowest level
 # (int4: −8; 8/7 maps it to 7 as well as −7). Below 1 the largest are clipped and the rest is finer:
@@ -28,6 +29,7 @@ RATIOS = {
     3: tuple(0.94**n for n in range(13)),
     2: tuple(0.91**n for n in range(16)),
 }
+UNIFORM = tuple(0.94**n for n in range(-3, 12))  # the same of the uniform grid of three bits
 REFINED = {4: 0, 3: 2, 2: 2}  # rounds of least squares for the scale, and the levels again
 CHUNK = 1 << 24  # weights searched at once: bounds the memory of a quantization
 
@@ -38,6 +40,7 @@ def quantize(
     scale_dtype: torch.dtype | None = None,
     group: int = GROUP,
     importance: Tensor | None = None,
+    curved: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Pack weights, each rounded to the nearest level of its group's scale (`scales_of`).
 
@@ -45,6 +48,7 @@ def quantize(
         w: [..., R, K], any float dtype. scale_dtype: default that of `w`.
         importance: [K] or of a shape that broadcasts to `w`, what an error costs: of a dense weight the
             diagonal of its inputs' Gram matrix.
+        curved: which grid 3 bits take, here and below.
 
     Returns:
         packed: uint8 (int8 of 8 bits) [..., R, K'·bits/8], K' = K rounded up to whole groups.
@@ -57,11 +61,11 @@ def quantize(
     K, rows, dtype = w.shape[-1], w.shape[:-1], scale_dtype or w.dtype
     count = -(-K // group)
     padded = torch.nn.functional.pad(w, (0, count * group - K)).reshape(-1, count, group)
-    costs = _costs(w, bits, group, importance)
+    costs = _costs(w, bits, group, importance, curved)
     step = max(CHUNK // max(count * group, 1), 1)
     own = costs if costs is not None and costs.dim() > 2 else None
     parts = [
-        _quantized(part, bits, dtype, costs if own is None else own[n * step : (n + 1) * step])
+        _quantized(part, bits, dtype, costs if own is None else own[n * step : (n + 1) * step], curved)
         for n, part in enumerate(padded.split(step))
     ]
     packed, scale = (torch.cat([part[n] for part in parts]) for n in (0, 1))
@@ -69,12 +73,16 @@ def quantize(
 
 
 def scales_of(
-    w: Tensor, bits: int, scale_dtype: torch.dtype, importance: Tensor | None = None
+    w: Tensor,
+    bits: int,
+    scale_dtype: torch.dtype,
+    importance: Tensor | None = None,
+    curved: bool = True,
 ) -> Tensor:
     """The scales [..., 1] of groups `w` [..., G], with the least squared error once they are rounded.
 
-    8 bits take ``absmax / 127``; others the best of `RATIOS`, int4 a signed one, so that the largest
-    magnitude may use level −8; 3 and 2 bits are then refined by least squares.
+    8 bits take ``absmax / 127``; others the best of `RATIOS`, a signed one where zero is a level, so
+    that the largest magnitude may use the lowest; 3 and 2 bits are then refined by least squares.
 
     Args:
         importance: weights of the squares, of a shape that broadcasts to `w`.
@@ -83,19 +91,24 @@ def scales_of(
     largest = work.gather(-1, work.abs().argmax(-1, keepdim=True))  # signed [..., 1]
     if bits == 8:
         return (largest.abs() / 127).to(scale_dtype)
-    top = _points(largest.new_tensor(2.0 ** (bits - 1) - 1), bits)
-    whole = -largest / 8 if bits == 4 else largest.abs() / top
+    lowest = 2.0 ** (bits - 1)
+    top = _points(largest.new_tensor(lowest - 1), bits, curved)
+    whole = largest.abs() / top if grid_of(bits, curved).shift else -largest / lowest
     best = torch.full_like(largest, torch.inf)
     scale = whole.to(scale_dtype)  # of weights that no scale brings near: not finite, if they are not
-    ratios = whole.new_tensor(RATIOS[bits]).view(-1, *[1] * whole.dim())
+    ratios = whole.new_tensor(RATIOS[bits] if bits != 3 or curved else UNIFORM).view(
+        -1, *[1] * whole.dim()
+    )
     for some in ratios.split(_at_once(work)):
         tried = (whole * some).to(scale_dtype)
-        error, at = _error(work, tried, bits, importance).nan_to_num(nan=torch.inf).min(0, keepdim=True)
+        error, at = (
+            _error(work, tried, bits, importance, curved).nan_to_num(nan=torch.inf).min(0, keepdim=True)
+        )
         error, tried = error[0], tried.gather(0, at)[0]
         scale, best = torch.where(error < best, tried, scale), torch.minimum(error, best)
     for _ in range(REFINED[bits]):
-        tried = _least_squares(work, scale, bits, importance).to(scale_dtype)
-        error = _error(work, tried, bits, importance)
+        tried = _least_squares(work, scale, bits, importance, curved).to(scale_dtype)
+        error = _error(work, tried, bits, importance, curved)
         scale, best = torch.where(error < best, tried, scale), torch.minimum(error, best)
     return scale
 
@@ -105,38 +118,45 @@ def _at_once(work: Tensor) -> int:
     return max(CHUNK // max(work.numel(), 1), 1) if work.is_cuda else 1
 
 
-def _error(work: Tensor, scale: Tensor, bits: int, importance: Tensor | None) -> Tensor:
+def _error(work: Tensor, scale: Tensor, bits: int, importance: Tensor | None, curved: bool) -> Tensor:
     """What rounding with `scale` costs [..., 1]."""
-    missed = (values_of(levels_of(work, scale, bits), scale, bits) - work).square()
+    levels = levels_of(work, scale, bits, curved)
+    missed = (values_of(levels, scale, bits, curved) - work).square()
     return (missed if importance is None else missed * importance).sum(-1, keepdim=True)
 
 
-def levels_of(w: Tensor, scale: Tensor, bits: int) -> Tensor:
+def levels_of(w: Tensor, scale: Tensor, bits: int, curved: bool = True) -> Tensor:
     """The nearest levels of `w` (float32 or float64), int8; 0 where the scale, which broadcasts, is."""
-    top = 2 ** (bits - 1)
+    top, grid = 2 ** (bits - 1), grid_of(bits, curved)
     unit = torch.where(scale == 0, 0.0, w / scale.to(w.dtype))
-    if bits in CURVE:
-        points = _points(torch.arange(-top, top, device=w.device, dtype=w.dtype), bits)
+    if grid.curve:
+        points = _points(torch.arange(-top, top, device=w.device, dtype=w.dtype), bits, curved)
         between = (points[1:] + points[:-1]) / 2
         return (torch.bucketize(unit, between, out_int32=True) - top).to(torch.int8)
-    levels = (unit - SHIFT[bits]).round()
+    levels = (unit - grid.shift).round()
     return levels.clamp(-top + (bits == 8), top - 1).to(torch.int8)
 
 
-def values_of(levels: Tensor, scale: Tensor, bits: int) -> Tensor:
+def values_of(levels: Tensor, scale: Tensor, bits: int, curved: bool = True) -> Tensor:
     """What `levels` stand for: in float64 if the scale, which broadcasts, is, else in float32."""
     work = torch.float64 if scale.dtype == torch.float64 else torch.float32
-    return _points(levels.to(work), bits) * scale.to(work)
+    return _points(levels.to(work), bits, curved) * scale.to(work)
 
 
 def dequantize(
-    packed: Tensor, scale: Tensor, bits: int, K: int, dtype: torch.dtype, group: int = GROUP
+    packed: Tensor,
+    scale: Tensor,
+    bits: int,
+    K: int,
+    dtype: torch.dtype,
+    group: int = GROUP,
+    curved: bool = True,
 ) -> Tensor:
     """Weights [..., R, K] in `dtype`: levels times scales in float32 (or float64), rounded once."""
     check_format(bits, group)
     wide = scale.to(torch.float64 if dtype == torch.float64 else torch.float32).unsqueeze(-1)
     levels = unpack(packed, bits, group).unflatten(-1, (-1, group))
-    return values_of(levels, wide, bits).flatten(-2)[..., :K].to(dtype)
+    return values_of(levels, wide, bits, curved).flatten(-2)[..., :K].to(dtype)
 
 
 def unpack(packed: Tensor, bits: int, group: int = GROUP) -> Tensor:
@@ -163,18 +183,21 @@ def pack(levels: Tensor, bits: int, group: int = GROUP) -> Tensor:
     return torch.cat(planes, -1).flatten(-2)
 
 
-def _quantized(w: Tensor, bits: int, dtype: torch.dtype, costs: Tensor | None) -> tuple[Tensor, Tensor]:
+def _quantized(
+    w: Tensor, bits: int, dtype: torch.dtype, costs: Tensor | None, curved: bool
+) -> tuple[Tensor, Tensor]:
     """Packed rows and scales of groups `w` [R, groups, G]."""
     work = w.to(torch.float64 if w.dtype == torch.float64 else torch.float32)
-    scale = scales_of(work, bits, dtype, costs)
-    return pack(levels_of(work, scale, bits).flatten(-2), bits, w.shape[-1]), scale.squeeze(-1)
+    scale = scales_of(work, bits, dtype, costs, curved)
+    levels = levels_of(work, scale, bits, curved).flatten(-2)
+    return pack(levels, bits, w.shape[-1]), scale.squeeze(-1)
 
 
-def _costs(w: Tensor, bits: int, group: int, importance: Tensor | None) -> Tensor | None:
+def _costs(w: Tensor, bits: int, group: int, importance: Tensor | None, curved: bool) -> Tensor | None:
     """What errors in groups of `w` [..., K] cost: [groups, G], or [rows, groups, G]; zero of what is
     padded, which may be no level. None if all are alike."""
     K = w.shape[-1]
-    if importance is None and (not SHIFT[bits] or K % group == 0):
+    if importance is None and (not grid_of(bits, curved).shift or K % group == 0):
         return None
     given = torch.ones(K, device=w.device) if importance is None else importance.to(w.device)
     if given.dim() > 1:
@@ -183,19 +206,22 @@ def _costs(w: Tensor, bits: int, group: int, importance: Tensor | None) -> Tenso
     return grouped.flatten(0, -3) if given.dim() > 1 else grouped
 
 
-def _least_squares(w: Tensor, scale: Tensor, bits: int, importance: Tensor | None) -> Tensor:
+def _least_squares(
+    w: Tensor, scale: Tensor, bits: int, importance: Tensor | None, curved: bool
+) -> Tensor:
     """The scales that are best for the levels that `scale` gives."""
-    steps = _points(levels_of(w, scale, bits).to(w.dtype), bits)
+    steps = _points(levels_of(w, scale, bits, curved).to(w.dtype), bits, curved)
     weighted = steps if importance is None else steps * importance
     return (weighted * w).sum(-1, keepdim=True) / (weighted * steps).sum(-1, keepdim=True).clamp_min(
         1e-30
     )
 
 
-def _points(levels: Tensor, bits: int) -> Tensor:
+def _points(levels: Tensor, bits: int, curved: bool) -> Tensor:
     """What `levels`, as numbers, stand for where the scale is 1."""
-    x = levels + SHIFT[bits]
-    return x * (1 + CURVE[bits] * x.square()) if bits in CURVE else x
+    grid = grid_of(bits, curved)
+    x = levels + grid.shift
+    return x * (1 + grid.curve * x.square()) if grid.curve else x
 
 
 def _plane(codes: Tensor, width: int) -> Tensor:

@@ -69,8 +69,8 @@ class Correction:
 class QuantizedSegment:
     """`blr.kernels.decode.gemv.segments.Segment` with weights [B, R, K] packed.
 
-    packed: [B, R, bytes]. scale: [B, R, groups]. bits, group: of the format. x, y, bias, mix, part: as
-    there. correction: what else the result is the sum of.
+    packed: [B, R, bytes]. scale: [B, R, groups]. bits, group, curved: of the format. x, y, bias, mix,
+    part: as there. correction: what else the result is the sum of.
     """
 
     x: Tensor
@@ -84,6 +84,7 @@ class QuantizedSegment:
     part: int | None = None
     group: int = GROUP
     correction: Correction | None = None
+    curved: bool = True
 
     def of_token(self, token: int) -> QuantizedSegment:
         """Of one token."""
@@ -95,7 +96,8 @@ class QuantizedSegment:
         """The same with its weights dequantized to the dtype of `x`, without the correction."""
         from blr.kernels.decode.quantized.reference import dequantize
 
-        w = dequantize(self.packed, self.scale, self.bits, self.K, self.x.dtype, self.group)
+        form = self.bits, self.K, self.x.dtype, self.group, self.curved
+        w = dequantize(self.packed, self.scale, *form)
         return Segment(self.x, w, self.y, self.bias, self.mix, self.part)
 
     def product(self, gain: Tensor | None, eps: float) -> Tensor:
@@ -153,6 +155,7 @@ class QuantizedTile(NamedTuple):
     WORDS: int
     STEP: int
     COLUMNS: int
+    CURVED: bool
     BR: int
     BQ: int
     T: int

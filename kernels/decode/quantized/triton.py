@@ -51,7 +51,7 @@ def rows_by_fma(chunk, words, scales, inputs, end, T: tl.constexpr):
     [lanes·4] to those for field 0 and to their gain (used if T.NORM), and how far each is past the end
     of the row (valid if negative). end: quads of the row.
     """
-    EXACT: tl.constexpr = T.BITS == 3 or (T.BITS < 8 and scales[0].dtype.element_ty == tl.float32)
+    EXACT: tl.constexpr = T.CURVED or (T.BITS < 8 and scales[0].dtype.element_ty == tl.float32)
     if T.ONE:
         sums, square = chunk_products(chunk, inputs, 0, EXACT, T)
     else:

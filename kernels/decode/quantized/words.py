@@ -10,9 +10,10 @@ try:
 except ImportError as error:
     raise ImportError("these kernels need triton") from error
 
-from blr.kernels.decode.quantized.formats import CURVE
+from blr.kernels.decode.quantized.formats import CURVE, grid_of
 
 BEND = tl.constexpr(CURVE[3])
+CURVED_MIDDLE, MIDDLE = (tl.constexpr(grid_of(3, curved).offset) for curved in (True, False))
 
 
 @triton.jit
@@ -191,23 +192,24 @@ def moved_byte(words, BYTE: tl.constexpr):
 
 
 @triton.jit
-def field_offset(FIELD: tl.constexpr, BITS: tl.constexpr):
+def field_offset(FIELD: tl.constexpr, BITS: tl.constexpr, CURVED: tl.constexpr):
     """What `field_number` adds to a level, or of 3 and 2 bits to what it stands for before its curve."""
     if BITS == 8:
         return 384.0
     elif BITS == 4:
         return 264.0 if FIELD % 2 == 0 else 24.0
     elif BITS == 3:
-        return 259.5 if FIELD // 2 % 2 == 0 else 19.5
+        middle: tl.constexpr = CURVED_MIDDLE if CURVED else MIDDLE
+        return middle + (256.0 if FIELD // 2 % 2 == 0 else 16.0)
     else:
         return 1.5 + 2.0 ** (8 - FIELD % 4 * 2)
 
 
 @triton.jit
-def field_level(tile, FIELD: tl.constexpr, BITS: tl.constexpr):
+def field_level(tile, FIELD: tl.constexpr, BITS: tl.constexpr, CURVED: tl.constexpr):
     """What field FIELD of packed words stands for where the scale is 1, as float32."""
-    level = field_number(tile, FIELD, BITS) - field_offset(FIELD, BITS)
-    if BITS == 3:
+    level = field_number(tile, FIELD, BITS) - field_offset(FIELD, BITS, CURVED)
+    if CURVED:
         level *= level * level * BEND + 1.0
     return level
 
@@ -247,15 +249,15 @@ def quad_sums(tile, factor, x, gain, past, column, EXACT: tl.constexpr, T: tl.co
     """
     FIELDS: tl.constexpr = T.FIELDS
     v, square = field_inputs(x, gain, past, column, T)
-    start = v * -field_offset(0, T.BITS)
-    sums = (field_level(tile, 0, T.BITS) if EXACT else field_number(tile, 0, T.BITS)) * v
+    start = v * -field_offset(0, T.BITS, T.CURVED)
+    sums = (field_level(tile, 0, T.BITS, T.CURVED) if EXACT else field_number(tile, 0, T.BITS)) * v
     for field in tl.static_range(1, FIELDS):
         v, more = field_inputs(x, gain, past, column + field * T.WORDS, T)
         square += more
         if EXACT:
-            sums += field_level(tile, field, T.BITS) * v
+            sums += field_level(tile, field, T.BITS, T.CURVED) * v
         else:
-            start -= v * field_offset(field, T.BITS)
+            start -= v * field_offset(field, T.BITS, T.CURVED)
             sums += field_number(tile, field, T.BITS) * v
     if T.WORDS >= 4:
         sums = tl.sum(sums, 2, keep_dims=True)

@@ -17,9 +17,9 @@ from blr.kernels.decode.skinny.launch import (
     AnySegment,
     Order,
     PartialSums,
-    bits_of,
     dual,
     fits,
+    format_of,
     grouped,
     low_of,
     width_of,
@@ -50,7 +50,7 @@ class SkinnyOptions:
 
 def stages(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
     """What runs stages; None if these kernels do not take them."""
-    parts = [list(part) for _, part in groupby(segments, key=bits_of)]
+    parts = [list(part) for _, part in groupby(segments, key=format_of)]
     if len(parts) > 1:
         runs = [stages(part, how) for part in parts]
         found = [run for run in runs if run is not None]

@@ -12,7 +12,7 @@ from torch import Tensor
 from blr.kernels.common.available import HALF, interpreted, shared_limit
 from blr.kernels.decode.gemv.launch import launch_options, power_of_two
 from blr.kernels.decode.gemv.segments import Segment
-from blr.kernels.decode.quantized.formats import PLANES
+from blr.kernels.decode.quantized.formats import PLANES, grid_of
 from blr.kernels.decode.quantized.segments import QuantizedSegment
 from blr.kernels.decode.skinny.segments import SkinnyStage, SkinnyTile
 
@@ -54,12 +54,18 @@ class PartialSums:
 
 def fits(segments: Sequence[AnySegment], dtype: torch.dtype) -> bool:
     """Whether these kernels take stages, of inputs prepared in `dtype`, the dtype of their weights."""
-    return dtype in HALF and len({bits_of(s) for s in segments}) == 1 and all(map(_fits, segments))
+    return dtype in HALF and len({format_of(s) for s in segments}) == 1 and all(map(_fits, segments))
 
 
 def bits_of(s: AnySegment) -> tuple[int, int]:
     """Bits and group of the weights, 16 and 0 of plain ones."""
     return (s.bits, s.group) if isinstance(s, QuantizedSegment) else (16, 0)
+
+
+def format_of(s: AnySegment) -> tuple[int, int, bool]:
+    """The same and whether the grid is curved: of all stages of a launch."""
+    curved = isinstance(s, QuantizedSegment) and grid_of(s.bits, s.curved).curve != 0
+    return *bits_of(s), curved
 
 
 def _fits(s: AnySegment) -> bool:
@@ -263,7 +269,7 @@ def _correction(s: AnySegment) -> tuple[Any, ...]:
 
 def tile_of(s: AnySegment, shape: dict[str, int], order: Order = None) -> SkinnyTile:
     """The tile of a shape."""
-    (bits, group), ranks = bits_of(s), _correction(s)[4]
+    (bits, group, curved), ranks = format_of(s), _correction(s)[4]
     return SkinnyTile(
         *(bits, group, shape["BR"], shape["STEP"], shape["SPLIT"], shape["STAGES"]),
         BIAS=s.bias is not None,
@@ -273,6 +279,7 @@ def tile_of(s: AnySegment, shape: dict[str, int], order: Order = None) -> Skinny
         LOW=16 if order is None else PLANES[order[0]][0],
         LOW_GROUP=0 if order is None else order[1],
         AHEAD=0 if interpreted() else shape.get("AHEAD", 0),
+        CURVED=curved,
     )
 
 

@@ -72,9 +72,10 @@ def byte_levels(codes, FIELD: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constex
 
 
 @triton.jit
-def operand_of(codes, FIELD: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """What field FIELD of units of 16 bits stands for, as DTYPE: half of it, or 100 times that of three
-    bits, or all of bytes.
+def operand_of(codes, FIELD: tl.constexpr, BITS: tl.constexpr, CURVED: tl.constexpr,
+               DTYPE: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """What field FIELD of units of 16 bits stands for, as DTYPE: half of it, or 100 times that of a
+    curved grid, or all of bytes.
 
     The field gets an exponent that gives its last bit the value ½, where it is if that is inside the
     mantissa, and the difference to the middle of the grid is taken: both are exact.
@@ -93,11 +94,11 @@ def operand_of(codes, FIELD: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constex
         SHIFT: tl.constexpr = NUMBER * WIDTH - PLACE
         MASK: tl.constexpr = ((1 << BITS) - 1) << PLACE
         MAGIC: tl.constexpr = (MANTISSA - 1 - PLACE + EXPONENT) << MANTISSA
-        MIDDLE: tl.constexpr = MAGIC + (((1 << BITS) - (BITS != 4)) << PLACE) // 2
+        MIDDLE: tl.constexpr = MAGIC + (((1 << BITS) - (CURVED or BITS == 2)) << PLACE) // 2
         words = codes[FIELD % 2] if BITS == 3 else codes[0]
         middle = tl.full(words.shape, MIDDLE, tl.int16)
         number = unpacked(words, middle, SHIFT, MASK, MAGIC, DTYPE, ASM)
-        if BITS == 3:
+        if CURVED:
             number = curved(number, DTYPE, ASM)
         return number.to(DTYPE, bitcast=True)
 
@@ -170,13 +171,13 @@ def nibbles(low, left, right, ASM: tl.constexpr):
 @triton.jit
 def field_products(codes, v, sums, field, T: tl.constexpr):
     """`sums` plus products of one field."""
-    return tl.dot(operand_of(codes, field, T.BITS, v.dtype, T.ASM), v, sums)
+    return tl.dot(operand_of(codes, field, T.BITS, T.CURVED, v.dtype, T.ASM), v, sums)
 
 
 @triton.jit
 def scaled_sums(sums, part, factor, T: tl.constexpr):
     """`sums` plus those of a group, times its scale."""
-    UNIT: tl.constexpr = 1.0 if T.BITS == 8 else 0.01 if T.BITS == 3 else 2.0  # of `operand_of`
+    UNIT: tl.constexpr = 1.0 if T.BITS == 8 else 0.01 if T.CURVED else 2.0  # of `operand_of`
     return sums + part * (factor.to(tl.float32) * UNIT)[:, None]
 
 

@@ -47,7 +47,7 @@ class SkinnyTile(NamedTuple):
     steps that are on their way; whether there is a BIAS; whether every step of a row is FULL; whether
     fields are unpacked by instructions of the GPU (ASM); the power of two RANKS of a correction or 0;
     lines of a row that are asked for AHEAD of its inputs; LOW and LOW_GROUP of the packed weights in
-    whose order results are stored, or 16."""
+    whose order results are stored, or 16; whether the grid of the weights is CURVED."""
 
     BITS: int
     GROUP: int
@@ -62,6 +62,7 @@ class SkinnyTile(NamedTuple):
     AHEAD: int = 0
     LOW: int = 16
     LOW_GROUP: int = 0
+    CURVED: bool = False
 
 
 def field_order(bits: int, group: int) -> Tensor:

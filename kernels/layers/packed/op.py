@@ -22,20 +22,27 @@ WHOLE = 1 << 27  # weights that are plain at once: an output head of 128256 x 40
 
 
 def dequantize(
-    packed: Tensor, scale: Tensor, bits: int, K: int, dtype: torch.dtype, group: int
+    packed: Tensor, scale: Tensor, bits: int, K: int, dtype: torch.dtype, group: int, curved: bool
 ) -> Tensor:
     """Weights [..., R, K] in `dtype` of `packed` [..., R, bytes] and `scale` [..., R, groups]."""
     if kernel_device(packed) and packed.numel() and dtype != torch.float64:
         from blr.kernels.layers.packed.triton import dequantize as run
     else:
         from blr.kernels.decode.quantized.reference import dequantize as run
-    return run(packed, scale, bits, K, dtype, group)
+    return run(packed, scale, bits, K, dtype, group, curved)
 
 
 def packed_linear(
-    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    group: int,
+    curved: bool = True,
 ) -> Tensor:
-    """The product with a weight [R, K] of `bits` 8, 4, 3 or 2 in groups of `group`.
+    """The product with a weight [R, K] of `bits` 8, 4, 3 or 2 in groups of `group`; `curved`: which of
+    the two grids of 3 bits.
 
     Args:
         x: [..., K], any float dtype. packed: [R, bytes]. scale: [R, groups]. bias: [R] or None.
@@ -44,24 +51,20 @@ def packed_linear(
         [..., R] in the dtype of `x`.
     """
     x, bias = autocast((x, bias))
-    y = apply(_LINEAR, rows(x), packed, scale, bias, bits, group)
+    y = apply(_LINEAR, rows(x), packed, scale, bias, bits, group, curved)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _forward(
-    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int
-) -> Tensor:
-    K, step = x.shape[1], max(WHOLE // max(x.shape[1], 1), 1)
+def _forward(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, *form: Any) -> Tensor:
+    (bits, *grid), K, step = form, x.shape[1], max(WHOLE // max(x.shape[1], 1), 1)
     if step >= len(packed):
-        return linear(x, dequantize(packed, scale, bits, K, x.dtype, group), bias)
+        return linear(x, dequantize(packed, scale, bits, K, x.dtype, *grid), bias)
     parts = zip(packed.split(step), scale.split(step), strict=True)
-    y = torch.cat([linear(x, dequantize(*part, bits, K, x.dtype, group)) for part in parts], 1)
+    y = torch.cat([linear(x, dequantize(*part, bits, K, x.dtype, *grid)) for part in parts], 1)
     return y if bias is None else y.add_(bias)
 
 
-def _fake(
-    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int
-) -> Tensor:
+def _fake(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, *form: Any) -> Tensor:
     return x.new_empty(x.shape[0], packed.shape[0])
 
 
@@ -72,21 +75,22 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    (packed, scale), (bits, group) = ctx.saved_tensors, ctx.form
+    (packed, scale), (bits, *grid) = ctx.saved_tensors, ctx.form
     for_x, *_, for_bias = ctx.needs_input_grad[:4]
     dx = None
     if for_x:
         step = max(WHOLE // max(ctx.width, 1), 1)
         parts = zip(g.split(step, 1), packed.split(step), scale.split(step), strict=True)
-        made = (a @ dequantize(q, s, bits, ctx.width, g.dtype, group) for a, q, s in parts)
+        made = (a @ dequantize(q, s, bits, ctx.width, g.dtype, *grid) for a, q, s in parts)
         dx = functools.reduce(torch.add, made)
-    return dx, None, None, g.sum(0) if for_bias else None, None, None
+    return dx, None, None, g.sum(0) if for_bias else None, None, None, None
 
 
 _LINEAR = called(
     register(
         "packed_linear",
-        "(Tensor x, Tensor packed, Tensor scale, Tensor? bias, int bits, int group) -> Tensor",
+        "(Tensor x, Tensor packed, Tensor scale, Tensor? bias, int bits, int group, bool curved) "
+        "-> Tensor",
         *(_forward, _fake, _setup, _backward, _forward),
     )
 )

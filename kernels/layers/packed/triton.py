@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from blr.kernels.common.launching import launch
-from blr.kernels.decode.quantized.formats import CURVE, OFFSET, PLANES
+from blr.kernels.decode.quantized.formats import CURVE, PLANES, grid_of
 
 try:
     import triton
@@ -96,23 +96,29 @@ def ordered(x: Tensor, bits: int, group: int) -> Tensor:
 
 
 def dequantize(
-    packed: Tensor, scale: Tensor, bits: int, K: int, dtype: torch.dtype, group: int
+    packed: Tensor,
+    scale: Tensor,
+    bits: int,
+    K: int,
+    dtype: torch.dtype,
+    group: int,
+    curved: bool = True,
 ) -> Tensor:
     """`blr.kernels.decode.quantized.reference.dequantize` in one launch: [..., R, K] in `dtype`.
 
     Args:
         packed: [..., R, bytes], rows of stride 1. scale: [..., R, groups], any float dtype.
     """
-    shape = (*packed.shape[:-1], K)
+    shape, grid = (*packed.shape[:-1], K), grid_of(bits, curved)
     words = packed.reshape(-1, packed.shape[-1]).view(torch.int32)
     scale = scale.reshape(-1, scale.shape[-1])
     y = torch.empty(len(words), K, dtype=dtype, device=packed.device)
-    constants = {"BITS": bits, "GROUP": group, "LOW": PLANES[bits][0], "MIDDLE": OFFSET[bits]}
+    constants = {"BITS": bits, "GROUP": group, "LOW": PLANES[bits][0], "MIDDLE": grid.offset}
     launch(
         dequantize_kernel,
         (-(-len(words) // ROWS), -(-K // group)),
         (words, words.stride(0), scale, scale.stride(0), y, y.stride(0), len(words), K),
-        {**constants, "CURVED": bits in CURVE, "BR": ROWS},
+        {**constants, "CURVED": grid.curve != 0, "BR": ROWS},
         num_warps=4,
     )
     return y.view(shape)

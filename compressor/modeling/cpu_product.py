@@ -1,0 +1,70 @@
+"""How layers in few bits compute one token of a sequence on a CPU: as `kernels/layers/packed/cpu.py`
+says, by weights that are held a second time from the first such product on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from blr.compressor.modeling.modeling_blr import Factor, FormulaLinear, unpack
+from blr.kernels.layers.packed.cpu import (
+    AT_ONCE,
+    ROWS,
+    CpuWeight,
+    cpu_weight,
+    multiply,
+    takes_format,
+    takes_input,
+)
+
+LEAST = 32  # the operator's smallest group
+
+
+def cpu_product(layer: Any, names: Sequence[str], x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """``x Wᵀ + bias`` of a layer whose weight is the product of its factors `names`, the first to be
+    multiplied first; None where that is not computed so."""
+    if not takes_input(x, layer.out_features):
+        return None
+    if (weights := _held(layer, names)) is None:
+        return None
+    y = x[:, 0]
+    for weight in weights:
+        y = multiply(y, weight)
+    y = y[:, None].to(x.dtype)
+    return y if bias is None else y + bias
+
+
+def _held(layer: Any, names: Sequence[str]) -> list[CpuWeight] | None:
+    """The factors as the operator reads them, made again where what is stored has changed."""
+    stored = [layer._buffers.get(f"{name}{end}") for name in names for end in ("_q", "_scale")]
+    versions = [t is not None and not t.is_inference() and t._version for t in stored]
+    known = layer.cpu_weights
+    same = known is not None and known[0] == versions and all(map(is_, known[1], stored))
+    if not same:
+        factors = [layer.held[name] for name in names]
+        made = [_weight(layer, factor) for factor in factors] if all(map(_fits, factors)) else None
+        layer.cpu_weights = versions, stored, made
+    found: list[CpuWeight] | None = layer.cpu_weights[2]
+    return found
+
+
+def _fits(factor: Factor) -> bool:
+    matrix = len(factor.stored_shape) == 2
+    return matrix and factor.storage == "integer" and takes_format(factor.bits, factor.curved)
+
+
+def _weight(layer: FormulaLinear, factor: Factor) -> CpuWeight:
+    packed, scale = layer.stored(factor)
+    if factor.tile is None:
+        step = max(AT_ONCE // (ROWS * max(factor.stored_shape[-1], 1)), 1) * ROWS
+        parts = (unpack(part, factor.bits, factor.group) for part in packed.split(step))
+        return cpu_weight(parts, scale, factor.bits, factor.group)
+    (rows, width), R = factor.tile, factor.matrix_shape[-2]
+    levels = unpack(packed, factor.bits, factor.group).reshape(-1, width)[:R]
+    group = max(width, LEAST)
+    wide = pad(levels, (0, group - width))
+    return cpu_weight([wide], scale.repeat_interleave(rows, 0)[:R], factor.bits, group)
