@@ -3,8 +3,8 @@
 A program owns BR rows of the weight and NP tokens, in one of SPLIT parts of the columns. Packed words
 and inputs come through rings in shared memory. Sixteen words of a row, where they lie as a left operand
 of the tensor cores, are sixteen columns for each field of a word; inputs are in that order
-(`triton.ordered`). Products of a step run while the next step's words are unpacked. Hopper only (`wgmma`), by
-Gluon: plain Triton waits for every product. Derivation: README.md.
+(`triton.ordered`). Products of a piece run while the next one's words are unpacked. Hopper only (`wgmma`),
+by Gluon: plain Triton waits for every product. Derivation: README.md.
 """
 
 from triton.experimental import gluon
@@ -79,13 +79,12 @@ def numbers(words, odd, factor, TEXT: gl.constexpr, OPERANDS: gl.constexpr, FIEL
 
 @gluon.jit
 def product_kernel(
-    x, x_token, w, w_row, scale, scale_row, bias, u, u_row, u_scale, z, z_token, y, y_token,
-    partial, counter, tokens, rows, K, ranks,
+    x, x_token, w, w_row, scale, scale_row, bias, y, y_token, partial, counter, tokens, rows, K,
     BITS: gl.constexpr, GROUP: gl.constexpr, ASM: gl.constexpr,
     BR: gl.constexpr, NP: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, BIAS: gl.constexpr, FULL: gl.constexpr, RANKS: gl.constexpr,
+    WARPS: gl.constexpr, BIAS: gl.constexpr, FULL: gl.constexpr,
 ):  # fmt: skip
-    """y [n, rows] = x Wᵀ + bias + z Uᵀ."""
+    """y [n, rows] = x Wᵀ + bias."""
     LOW: gl.constexpr = 2 if BITS == 3 else BITS
     WORDS: gl.constexpr = GROUP * LOW // 32  # of a group's lowest plane
     FIELDS: gl.constexpr = 2 if BITS == 8 else 4  # of a word, in a piece of a step
@@ -99,9 +98,7 @@ def product_kernel(
     SWIZZLE: gl.constexpr = 128 if COLUMNS >= 64 else 64
     AHEAD: gl.constexpr = STAGES - 2  # pieces that are on their way
     KEPT: gl.constexpr = (AHEAD + PIECES - 1) // PIECES + 1  # steps whose words are kept
-    XS: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=SWIZZLE, element_bitwidth=16, rank=2
-    )
+    XS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SWIZZLE, element_bitwidth=16, rank=2)
     WS: gl.constexpr = gl.SwizzledSharedLayout(vec=4, per_phase=2, max_phase=4, order=[1, 0])
     ACROSS: gl.constexpr = COLUMNS // 8
     XL: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
@@ -128,7 +125,7 @@ def product_kernel(
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, XL))
     at_x = x + token[:, None].to(gl.int64) * x_token + column[None, :]
     row = gl.minimum(row0 + gl.arange(0, BR, gl.SliceLayout(1, WL)), rows - 1)
-    w_group, w_inside, w_place = word_places(gl.arange(0, 16, gl.SliceLayout(0, WL)), GROUP, WORDS, BITS)
+    w_group, _, w_place = word_places(gl.arange(0, 16, gl.SliceLayout(0, WL)), GROUP, WORDS, BITS)
     w_place = gl.max_contiguous(gl.multiple_of(w_place, WVEC), WVEC)
     at_w = w + row[:, None].to(gl.int64) * w_row + w_place[None, :]
     if BITS == 3:
@@ -150,8 +147,26 @@ def product_kernel(
 
     for s in gl.static_range(AHEAD):
         if s < PIECES * count:
-            copy_piece(at_x, at_w, at_h, xs, ws, hs, first + s // PIECES, s, s // PIECES, s % PIECES,
-                       w_group, h_group, groups, BITS, GROUP, WORDS, FIELDS, FULL)
+            copy_piece(
+                at_x,
+                at_w,
+                at_h,
+                xs,
+                ws,
+                hs,
+                first + s // PIECES,
+                s,
+                s // PIECES,
+                s % PIECES,
+                w_group,
+                h_group,
+                groups,
+                BITS,
+                GROUP,
+                WORDS,
+                FIELDS,
+                FULL,
+            )
         async_copy.commit_group()
     factor = load_factor(at_s, a_group, first, groups, WORDS)
     acc = warpgroup_mma_init(gl.full([BR, NP], 0.0, gl.float32, MMA))
@@ -173,21 +188,36 @@ def product_kernel(
             acc = warpgroup_mma(made, xs.index(at % STAGES).permute((1, 0)), acc, is_async=True)
             if piece == PIECES - 1:
                 factor = load_factor(at_s, a_group, first + gl.minimum(n + 1, count - 1), groups, WORDS)
-            acc, before = warpgroup_mma_wait(1, deps=(acc, before))  # of the piece before: its place is free
+            acc, before = warpgroup_mma_wait(
+                1, deps=(acc, before)
+            )  # of the piece before: its place is free
             before = made
             at += AHEAD
             if at < PIECES * count:
                 step = n + (piece + AHEAD) // PIECES
-                copy_piece(at_x, at_w, at_h, xs, ws, hs, first + step, at % STAGES, step % KEPT,
-                           (piece + AHEAD) % PIECES, w_group, h_group, groups,
-                           BITS, GROUP, WORDS, FIELDS, FULL)
+                copy_piece(
+                    at_x,
+                    at_w,
+                    at_h,
+                    xs,
+                    ws,
+                    hs,
+                    first + step,
+                    at % STAGES,
+                    step % KEPT,
+                    (piece + AHEAD) % PIECES,
+                    w_group,
+                    h_group,
+                    groups,
+                    BITS,
+                    GROUP,
+                    WORDS,
+                    FIELDS,
+                    FULL,
+                )
             async_copy.commit_group()
             acc = warpgroup_mma_init(acc)
     acc, before = warpgroup_mma_wait(0, deps=(acc, before))
-    if RANKS > 0:
-        if part == 0:
-            acc = corrected(acc, u, u_row, u_scale, z, z_token, row0, token0, rows, tokens, ranks,
-                            RANKS, BR, NP, A, D, WARPS)
     if SPLIT > 1:
         r = gl.arange(0, BR, gl.SliceLayout(1, MMA))
         t = gl.arange(0, NP, gl.SliceLayout(0, MMA))
@@ -217,8 +247,8 @@ def load_factor(at_s, a_group, step, groups, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def copy_piece(at_x, at_w, at_h, xs, ws, hs, step, slot, word_slot, piece: gl.constexpr, w_group, h_group,
-               groups, BITS: gl.constexpr, GROUP: gl.constexpr, WORDS: gl.constexpr,
+def copy_piece(at_x, at_w, at_h, xs, ws, hs, step, slot, word_slot, piece: gl.constexpr, w_group,
+               h_group, groups, BITS: gl.constexpr, GROUP: gl.constexpr, WORDS: gl.constexpr,
                FIELDS: gl.constexpr, FULL: gl.constexpr):  # fmt: skip
     """Begin copying the inputs of a piece of a step into `slot` of the ring, and with the first piece the
     step's words, zeros past the end of a row. FULL: no row ends within a step."""
@@ -238,33 +268,6 @@ def copy_piece(at_x, at_w, at_h, xs, ws, hs, step, slot, word_slot, piece: gl.co
     PIECES: gl.constexpr = 32 // (2 if BITS == 3 else BITS) // FIELDS
     ahead = (step * PIECES + piece) * (16 * FIELDS)
     async_copy.async_copy_global_to_shared(xs.index(slot), at_x + ahead)
-
-
-@gluon.jit
-def corrected(acc, u, u_row, u_scale, z, z_token, row0, token0, rows, tokens, ranks,
-              RANKS: gl.constexpr, BR: gl.constexpr, NP: gl.constexpr, A: gl.constexpr, D: gl.constexpr,
-              WARPS: gl.constexpr):  # fmt: skip
-    """`acc` plus U z of a correction: U [rows, ranks] in D or as bytes with a scale a row, z [n, ranks]."""
-    ZS: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=32 if RANKS == 16 else 64 if RANKS == 32 else 128, element_bitwidth=16, rank=2
-    )
-    ZL: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
-    token = token0 + gl.arange(0, NP, gl.SliceLayout(1, ZL))
-    rank = gl.arange(0, RANKS, gl.SliceLayout(0, ZL))
-    there = (token < tokens)[:, None] & (rank < ranks)[None, :]
-    found = gl.load(z + token[:, None].to(gl.int64) * z_token + rank[None, :], mask=there, other=0.0)
-    zs = gl.allocate_shared_memory(D, [NP, RANKS], ZS)
-    zs.store(found.to(D))
-    row = row0 + gl.arange(0, BR, gl.SliceLayout(1, A))
-    rank = gl.arange(0, RANKS, gl.SliceLayout(0, A))
-    held = (row < rows)[:, None] & (rank < ranks)[None, :]
-    left = gl.load(u + row[:, None].to(gl.int64) * u_row + rank[None, :], mask=held, other=0)
-    if u.dtype.element_ty == gl.int8:
-        factor = gl.load(u_scale + row, mask=row < rows, other=0.0).to(gl.float32)
-        left = (left.to(gl.float32) * factor[:, None]).to(D)
-    fence_async_shared()
-    gl.thread_barrier()
-    return warpgroup_mma(left, zs.permute((1, 0)), acc)
 
 
 @gluon.jit

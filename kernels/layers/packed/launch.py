@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,25 +13,18 @@ from blr.kernels.decode.quantized.formats import PLANES
 from blr.kernels.layers.packed.unpacking import instructions, pieces_of
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+MOST = {8: 256, 4: 768, 3: 512, 2: 768}  # tokens up to which it is faster than a plain copy and cuBLAS
 SHARED = 226 << 10  # bytes of shared memory that the rings of a program may take
 
 
 class Tile(NamedTuple):
-    """Sizes of a program: rows BR, tokens NP, programs that SPLIT a row, STAGES of its rings (pieces of a step)."""
+    """Sizes of a program: rows BR, tokens NP, programs that SPLIT a row, STAGES of its ring of inputs."""
 
     BR: int
     NP: int
     SPLIT: int
     STAGES: int
     num_warps: int
-
-
-class Correction(NamedTuple):
-    """``U z``: u [R, r] in the dtype of x, or int8 with `scale` [R]; z [n, r]."""
-
-    u: Tensor
-    scale: Tensor | None
-    z: Tensor
 
 
 def steps_of(K: int, bits: int, group: int) -> int:
@@ -54,26 +48,50 @@ def even_split(steps: int, split: int) -> int:
 
 
 def default_tile(rows: int, K: int, bits: int, group: int, tokens: int) -> Tile:
-    """Sizes for a shape."""
-    most = 256 if bits == 4 or bits == 8 else 128
+    """Sizes for a shape: the fastest of those that were timed on one H200 (scripts/log, 2026-11-27)."""
     slots = 8
-    while slots < min(tokens, most):
+    while slots < min(tokens, 256):
         slots *= 2
-    high = 128
-    programs = -(-rows // high) * -(-tokens // slots)
-    steps = steps_of(K, bits, group)
-    split = even_split(steps, max(min(264 // programs, steps // 4, 8), 1))
-    tile = Tile(high, slots, split, 4, 8)
-    while tile.STAGES < 10 and ring_bytes(bits, tile._replace(STAGES=tile.STAGES + 2)) <= SHARED:
-        tile = tile._replace(STAGES=tile.STAGES + 2)
+    high, programs = (64, 264) if slots <= 32 else (128, 132)
+    if slots <= 16:
+        programs = 1024  # bound by memory: many small ones hide its latency
+    split, tiles = 1, -(-rows // high) * -(-tokens // slots)
+    while split < 8 and 2 * split * tiles <= programs:
+        split *= 2
+    split = even_split(steps_of(K, bits, group), split)
+    tile = Tile(high, slots, split, 6, high // 16)
+    while ring_bytes(bits, tile) > SHARED:
+        tile = tile._replace(STAGES=tile.STAGES - 1)
     return tile
 
 
+def takes(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int) -> bool:
+    """Whether `product` is what a layer's product is computed by: it can be, and is the faster way."""
+    if not 0 < len(x) <= MOST[bits] or x.dtype not in NAMES or scale.dtype != x.dtype:
+        return False
+    if bias is not None and bias.dtype != x.dtype:
+        return False
+    even = packed.data_ptr() % 16 == 0 and packed.stride(0) % 16 == 0 and packed.stride(1) == 1
+    return bool(len(packed)) and even and x.stride(1) == 1 and has_wgmma(x.device)
+
+
+@functools.cache
+def has_wgmma(device: torch.device) -> bool:
+    """Whether Gluon's products of warp groups run there: Hopper, and a Triton that has them."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        import blr.kernels.layers.packed.fused  # noqa: F401
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
 def product(
-    x: Tensor, packed: Tensor, scale: Tensor, bits: int, group: int, bias: Tensor | None = None,
-    correction: Correction | None = None, tile: Tile | None = None,
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int,
+    curved: bool = True, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
-    """``x Wᵀ + bias + z Uᵀ`` [n, R] in one launch.
+    """``x Wᵀ + bias`` [n, R] in one launch.
 
     Args:
         x: [n, K] in half precision, columns of stride 1. packed:
@@ -85,7 +103,6 @@ def product(
     (tokens, K), rows = x.shape, len(packed)
     x = ordered(x, bits, group)
     tile = tile or default_tile(rows, K, bits, group, tokens)
-    tile = tile._replace(SPLIT=even_split(steps_of(K, bits, group), tile.SPLIT))
     words = packed.view(torch.int32)
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     tiles = -(-rows // tile.BR) * -(-tokens // tile.NP)
@@ -94,21 +111,18 @@ def product(
         size = tiles * tile.SPLIT * tile.BR * tile.NP
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         counter = torch.zeros(tiles, dtype=torch.int32, device=x.device)
-    u, u_scale, z = correction or (x, None, x)
-    ranks = u.shape[1] if correction else 0
     name = NAMES[x.dtype]
     launch(
         product_kernel,
         (tiles * tile.SPLIT,),
         (
             *(x, x.stride(0), words, words.stride(0), scale, scale.stride(0)),
-            *(x if bias is None else bias, u, u.stride(0), x if u_scale is None else u_scale),
-            *(z, z.stride(0), y, y.stride(0), partial, counter, tokens, rows, K, ranks),
+            *(x if bias is None else bias, y, y.stride(0), partial, counter, tokens, rows, K),
         ),
         {
             "BITS": bits,
             "GROUP": group,
-            "ASM": instructions(bits, name),
+            "ASM": instructions(bits, curved, name),
             "BR": tile.BR,
             "NP": tile.NP,
             "SPLIT": tile.SPLIT,
@@ -116,7 +130,6 @@ def product(
             "WARPS": tile.num_warps,
             "BIAS": bias is not None,
             "FULL": steps_of(K, bits, group) * 512 // PLANES[bits][0] == -(-K // group) * group,
-            "RANKS": max(1 << (ranks - 1).bit_length(), 16) if ranks else 0,
         },
         num_warps=tile.num_warps,
     )

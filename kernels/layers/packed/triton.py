@@ -89,9 +89,7 @@ def ordered(x: Tensor, bits: int, group: int) -> Tensor:
     steps = -(-(-(-K // group) * words) // 16)
     y = torch.empty(tokens, steps * columns, dtype=x.dtype, device=x.device)
     constants = {"GROUP": group, "WORDS": words, "COLUMNS": columns}
-    launch(
-        ordered_kernel, (tokens, steps), (x, x.stride(0), y, y.stride(0), K), constants, num_warps=1
-    )
+    launch(ordered_kernel, (tokens, steps), (x, x.stride(0), y, y.stride(0), K), constants, num_warps=1)
     return y
 
 

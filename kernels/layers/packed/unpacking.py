@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 
-from blr.kernels.decode.quantized.formats import CURVE, OFFSET
+from blr.kernels.decode.quantized.formats import Grid, grid_of
 
 MANTISSA = {"bf16": (7, 127, 16256), "f16": (10, 15, 15360)}  # bits, offset of exponents, and 1.0
 
@@ -20,28 +20,28 @@ def pieces_of(bits: int) -> int:
 
 
 @functools.cache
-def instructions(bits: int, name: str) -> tuple[tuple[str, str], ...]:
+def instructions(bits: int, curved: bool, name: str) -> tuple[tuple[str, str], ...]:
     """By piece: (instructions, constraints) that turn two words into four pairs (two) of numbers.
 
     Operands: the pairs; the two words (of 3 bits: two of the nibbles of even fields, two of odd ones);
     the pair of scales.
 
     Args:
-        name: "bf16" or "f16".
+        curved: which of the grids of 3 bits. name: "bf16" or "f16".
     """
-    found = []
+    found, grid = [], grid_of(bits, curved)
     for piece in range(pieces_of(bits)):
-        lines = _bytes(piece, name) if bits == 8 else _nibbles(bits, piece, name)
+        lines = _bytes(piece, name) if bits == 8 else _nibbles(bits, grid, piece, name)
         outputs, inputs = 2 if bits == 8 else 4, 5 if bits == 3 else 3
         text = "\n".join(f"{line};" for line in lines)
         found.append((f"{{\n{text}\n}}", ",".join(["=&r"] * outputs + ["r"] * inputs)))
     return tuple(found)
 
 
-def _nibbles(bits: int, piece: int, name: str) -> list[str]:
+def _nibbles(bits: int, grid: Grid, piece: int, name: str) -> list[str]:
     """Of 4, 3 and 2 bits."""
     width = 2 if bits == 2 else 4
-    first = 0 if bits == 4 else 1  # middles between two integers need another bit below
+    first = int(grid.offset % 1 != 0)  # middles between two integers need another bit below
     mantissa, bias, _ = MANTISSA[name]
     each = (mantissa - first) // width  # fields that one shift brings into the mantissa
     sources, pieces = 2 if bits == 3 else 1, pieces_of(bits) // 2
@@ -54,7 +54,7 @@ def _nibbles(bits: int, piece: int, name: str) -> list[str]:
         place, source = field // sources, field % sources
         shift, at = place // each * each * width - first, place % each * width + first
         exponent = (mantissa - at + bias) << mantissa
-        middle = exponent + (int(2 * OFFSET[bits]) << at) // 2
+        middle = exponent + (int(2 * grid.offset) << at) // 2
         if (shift, source) != moved:
             how = "shl" if shift < 0 else "shr"
             lines.append(f"{how}.b32 t, h{source}, {abs(shift)}")
@@ -65,17 +65,17 @@ def _nibbles(bits: int, piece: int, name: str) -> list[str]:
             f"mov.b32 m, {_both(middle)}",
             f"sub.{name}x2 ${out}, ${out}, m",
         ]
-        if bits in CURVE:
-            lines += _curve(out, name)
+        if grid.curve:
+            lines += _curve(out, grid.curve, name)
             moved = None
         lines.append(f"mul.{name}x2 ${out}, ${out}, ${4 + 2 * sources}")
     return lines
 
 
-def _curve(field: int, name: str) -> list[str]:
-    """x becomes x + CURVE x³."""
+def _curve(field: int, curve: float, name: str) -> list[str]:
+    """x becomes x + curve · x³."""
     mantissa, bias, one = MANTISSA[name]
-    steepness = round(CURVE[3] * 2 ** (6 + mantissa)) - 2**mantissa + ((bias - 6) << mantissa)
+    steepness = round(curve * 2 ** (6 + mantissa)) - 2**mantissa + ((bias - 6) << mantissa)
     return [
         f"mul.{name}x2 m, ${field}, ${field}",
         f"mov.b32 t, {_both(one)}",
