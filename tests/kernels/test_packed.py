@@ -1,5 +1,7 @@
 """Weights in few bits as plain numbers: the kernel in the interpreter, and the layer's operator."""
 
+from itertools import product as combinations
+
 import pytest
 import torch
 from tolerances import TOLERANCES
@@ -7,6 +9,7 @@ from tolerances import TOLERANCES
 from blr.compressor.modeling.layers import layer_of
 from blr.compressor.modeling.stages import Packed
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec
+from blr.kernels.decode.quantized.formats import PLANES
 from blr.kernels.decode.quantized.reference import dequantize as reference
 from blr.kernels.decode.quantized.reference import quantize
 from blr.kernels.layers.packed.op import packed_linear
@@ -97,3 +100,63 @@ def test_a_layer_makes_few_plain_weights_at_a_time(
     found = layer(x).detach()
     assert made == [16, 16, 8]
     assert (found - expected).norm() <= TOLERANCES[torch.float32] * expected.norm()
+
+
+@pytest.mark.parametrize("columns", [512, 200])
+@pytest.mark.parametrize("group", [128, 64, 32])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_inputs_in_the_order_of_fields(bits: int, group: int, columns: int) -> None:
+    """Field f of word j of a step meets the input of the element that it holds, and zeros past the end."""
+    from blr.kernels.layers.packed.launch import steps_of
+    from blr.kernels.layers.packed.triton import ordered
+
+    low = PLANES[bits][0]
+    words, fields = group * low // 32, 32 // low
+    x = torch.arange(1.0, columns + 1).repeat(2, 1)
+    found = ordered(x, bits, group)
+    place = torch.arange(found.shape[1])
+    word = place // (16 * fields) * 16 + place % 16
+    element = word // words * group + place // 16 % fields * words + word % words
+    assert found.shape[1] in (columns, steps_of(columns, bits, group) * 16 * fields)
+    assert torch.equal(found[1], torch.where(element < columns, element + 1, 0).float())
+
+
+def test_tiles_fit_the_gpu_and_no_part_is_empty() -> None:
+    """Whatever the shape, the rings fit into shared memory and every part of a row has a step."""
+    from blr.kernels.layers.packed.launch import SHARED, default_tile, ring_bytes, steps_of
+
+    for bits, rows, columns, tokens in product(
+        (8, 4, 3, 2), (1, 130, 14336), (33, 576, 14336), (1, 9, 65, 700)
+    ):
+        tile = default_tile(rows, columns, bits, 64, tokens)
+        steps = steps_of(columns, bits, 64)
+        assert ring_bytes(bits, tile) <= SHARED and tile.STAGES >= 4
+        assert (tile.SPLIT - 1) * -(-steps // tile.SPLIT) < steps
+
+
+@pytest.mark.parametrize("name, dtype", [("bf16", torch.bfloat16), ("f16", torch.float16)])
+@pytest.mark.parametrize("bits, curved", [(8, True), (4, True), (3, True), (3, False), (2, True)])
+def test_instructions_unpack_fields(bits: int, curved: bool, name: str, dtype: torch.dtype) -> None:
+    """The instructions, run one by one, give each field's level times its scale."""
+    from ptx import run
+
+    from blr.kernels.layers.packed.unpacking import instructions
+
+    generator = torch.Generator().manual_seed(bits)
+    group = 128
+    x = torch.randn(1, group, generator=generator)
+    packed, scale = quantize(x, bits, torch.float32, group, curved=curved)
+    scale = torch.full_like(scale, 0.75)
+    expected = reference(packed, scale, bits, group, torch.float32, group, curved)[0]
+    words = [int(w) & 0xFFFFFFFF for w in packed.view(torch.int32)[0]]
+    count = group * PLANES[bits][0] // 32
+    given = [words[0], words[1]]
+    if bits == 3:
+        high = [words[count + j % 4] >> (j // 4) for j in (0, 1)]
+        given = [(w & 0x33333333) | (h << 2 & 0x44444444) for w, h in zip(words[:2], high, strict=True)]
+        given += [(w >> 2 & 0x33333333) | (h & 0x44444444) for w, h in zip(words[:2], high, strict=True)]
+    found = []
+    for text, operands in instructions(bits, curved, name):
+        found += run(text, operands.count("="), [*given, (0.75, 0.75)], dtype)
+    for field, pair in enumerate(found):
+        assert pair == pytest.approx([float(expected[field * count + j]) for j in (0, 1)], rel=0.01)

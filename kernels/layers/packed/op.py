@@ -1,8 +1,9 @@
 """Linear layer on a weight in few bits, ``y = x Wᵀ + bias``: the operator `blr::packed_linear`.
 
-Weights become plain numbers at every call, by a kernel, and are gone after it: the backward pass makes
-them again. It gives the gradient of x and of the bias. Where kernels do not run, and for the gradient of
-scales, layers take the formula of `blr.kernels.decode.quantized.reference`.
+Few tokens on Hopper: one kernel that unpacks weights on their way to the tensor cores (`fused.py`).
+Otherwise weights become plain numbers at every call, by a kernel, and are gone after it: the backward
+pass makes them again. It gives the gradient of x and of the bias. Where kernels do not run, and for the
+gradient of scales, layers take the formula of `blr.kernels.decode.quantized.reference`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn.functional import linear
 from blr.kernels.common.available import kernel_device
 from blr.kernels.common.inlining import called
 from blr.kernels.common.registration import apply, autocast, register, rows
+from blr.kernels.layers.packed.launch import product, takes
 
 WHOLE = 1 << 27  # weights that are plain at once: an output head of 128256 x 4096 takes four turns
 
@@ -57,6 +59,8 @@ def packed_linear(
 
 def _forward(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, *form: Any) -> Tensor:
     (bits, *grid), K, step = form, x.shape[1], max(WHOLE // max(x.shape[1], 1), 1)
+    if x.is_cuda and takes(x, packed, scale, bias, bits):
+        return product(x, packed, scale, bias, bits, *grid)
     if step >= len(packed):
         return linear(x, dequantize(packed, scale, bits, K, x.dtype, *grid), bias)
     parts = zip(packed.split(step), scale.split(step), strict=True)

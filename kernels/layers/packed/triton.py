@@ -58,6 +58,41 @@ def dequantize_kernel(
     tl.store(y + held[:, None] * y_row + column, found, mask=there[:, None] & (column < K))
 
 
+@triton.jit
+def ordered_kernel(
+    x, x_token, y, y_token, K,
+    GROUP: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """y [n, steps·COLUMNS]: columns of x by steps of 16 words, fields, words; zeros past K."""
+    step = tl.program_id(1)
+    place = tl.arange(0, COLUMNS)
+    word = place % 16
+    if WORDS >= 16:
+        group = step // (WORDS // 16) + word * 0
+        inside = step % (WORDS // 16) * 16 + word
+    else:
+        group = step * (16 // WORDS) + word // WORDS
+        inside = word % WORDS
+    column = group * GROUP + place // 16 * WORDS + inside
+    token = tl.program_id(0).to(tl.int64)
+    found = tl.load(x + token * x_token + column, mask=column < K, other=0.0)
+    tl.store(y + token * y_token + step * COLUMNS + place, found)
+
+
+def ordered(x: Tensor, bits: int, group: int) -> Tensor:
+    """x [n, K] in the order in which `fused.product_kernel` meets its columns, padded to whole steps."""
+    words = group * PLANES[bits][0] // 32
+    columns = 16 * 32 // PLANES[bits][0]
+    tokens, K = x.shape
+    if words == 16 and K % group == 0 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    steps = -(-(-(-K // group) * words) // 16)
+    y = torch.empty(tokens, steps * columns, dtype=x.dtype, device=x.device)
+    constants = {"GROUP": group, "WORDS": words, "COLUMNS": columns}
+    launch(ordered_kernel, (tokens, steps), (x, x.stride(0), y, y.stride(0), K), constants, num_warps=1)
+    return y
+
+
 def dequantize(
     packed: Tensor,
     scale: Tensor,

@@ -1,0 +1,83 @@
+"""Products of packed weights on a GPU: every format, any number of tokens, shapes that fill no tile."""
+
+from __future__ import annotations
+
+from itertools import product as combinations
+
+import pytest
+import torch
+from tolerances import TOLERANCES
+
+from blr.kernels.decode.quantized.reference import dequantize, quantize
+from blr.kernels.layers.packed import launch
+from blr.kernels.layers.packed.op import packed_linear
+
+pytestmark = pytest.mark.gpu
+FORMATS = [(bits, group, curved) for bits, group in combinations((8, 4, 3, 2), (128, 64, 32))
+           for curved in ((True, False) if bits == 3 else (True,))]  # fmt: skip
+# Rows, columns, tokens: whole tiles; ends of rows, of groups and of tiles; parts of a row
+SHAPES = [
+    (256, 512, 33),
+    (200, 448, 5),
+    (130, 96, 1),
+    (1000, 1000, 200),
+    (512, 14336, 16),
+    (384, 4096, 600),
+]
+
+
+def weight(bits: int, group: int, curved: bool, rows: int, columns: int, dtype: torch.dtype):
+    """A packed weight with a scale of zero and negative ones."""
+    torch.manual_seed(bits + group)
+    w = torch.randn(rows, columns, device="cuda") / columns**0.5
+    packed, scale = quantize(w, bits, dtype, group, curved=curved)
+    scale[0], scale[1] = 0.0, -scale[1]
+    return packed, scale
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits, group, curved", FORMATS)
+def test_fused_products(bits: int, group: int, curved: bool, dtype: torch.dtype) -> None:
+    """The kernel that unpacks on the way gives what the dense weight gives in float32."""
+    if not launch.has_wgmma(torch.device("cuda", 0)):
+        pytest.skip("no Hopper GPU, or a Triton without Gluon")
+    for rows, columns, tokens in SHAPES:
+        packed, scale = weight(bits, group, curved, rows, columns, dtype)
+        x = torch.randn(tokens, columns, device="cuda").to(dtype)
+        bias = torch.randn(rows, device="cuda").to(dtype) if tokens % 2 else None
+        dense = dequantize(packed, scale, bits, columns, torch.float32, group, curved)
+        expected = torch.nn.functional.linear(x.float(), dense, None if bias is None else bias.float())
+        found = launch.product(x, packed, scale, bias, bits, group, curved)
+        error = (found.float() - expected).norm() / expected.norm()
+        assert error <= TOLERANCES[dtype], (rows, columns, tokens)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite(bad: float) -> None:
+    """A scale or an input that is not finite spoils the same outputs as through the dense weight."""
+    packed, scale = weight(4, 128, True, 64, 256, torch.bfloat16)
+    scale[2, 1] = bad
+    x = torch.randn(3, 256, device="cuda", dtype=torch.bfloat16)
+    x[1, 5] = bad
+    dense = dequantize(packed, scale, 4, 256, torch.bfloat16, 128)
+    found, expected = packed_linear(x, packed, scale, None, 4, 128), x @ dense.T
+    assert torch.equal(found.isfinite(), expected.isfinite())
+
+
+def test_in_a_graph_and_by_the_compiler() -> None:
+    """Replays of a CUDA graph and a compiled call give what an eager call gives, parts of rows too."""
+    packed, scale = weight(2, 64, True, 320, 8192, torch.bfloat16)
+    x = torch.randn(9, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> torch.Tensor:
+        return packed_linear(x, packed, scale, None, 2, 64)
+
+    expected = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for _ in range(3):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, expected)
+    torch.testing.assert_close(torch.compile(run, fullgraph=True)(), expected)
