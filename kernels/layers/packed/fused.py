@@ -3,8 +3,8 @@
 A program owns BR rows of the weight and NP tokens, in one of SPLIT parts of the columns. Packed words
 and inputs come through rings in shared memory. Sixteen words of a row, where they lie as a left operand
 of the tensor cores, are sixteen columns for each field of a word; inputs are in that order
-(`triton.ordered`). Products of a piece run while the next one's words are unpacked. Hopper only (`wgmma`),
-by Gluon: plain Triton waits for every product. Derivation: README.md.
+(`triton.ordered`). Products of a piece run while the next one's words are unpacked. Hopper only
+(`wgmma`), by Gluon: plain Triton waits for every product. Derivation: README.md.
 """
 
 from triton.experimental import gluon
@@ -250,8 +250,8 @@ def load_factor(at_s, a_group, step, groups, WORDS: gl.constexpr):
 def copy_piece(at_x, at_w, at_h, xs, ws, hs, step, slot, word_slot, piece: gl.constexpr, w_group,
                h_group, groups, BITS: gl.constexpr, GROUP: gl.constexpr, WORDS: gl.constexpr,
                FIELDS: gl.constexpr, FULL: gl.constexpr):  # fmt: skip
-    """Begin copying the inputs of a piece of a step into `slot` of the ring, and with the first piece the
-    step's words, zeros past the end of a row. FULL: no row ends within a step."""
+    """Begin copying the inputs of a piece of a step into `slot` of the ring, and with the first piece
+    the step's words, zeros past the end of a row. FULL: no row ends within a step."""
     if piece == 0:
         group, inside = step_group(step, WORDS)
         first = group * (GROUP * BITS // 32)
@@ -273,7 +273,7 @@ def copy_piece(at_x, at_w, at_h, xs, ws, hs, step, slot, word_slot, piece: gl.co
 @gluon.jit
 def store_sums(sums, bias, y, y_token, row0, token0, rows, tokens, BR: gl.constexpr, NP: gl.constexpr,
                BIAS: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Store sums [BR, NP], with the bias if there is one, as y [n, rows]: 16 bytes of a token a thread."""
+    """Store sums [BR, NP], with the bias if there is one, as y [n, rows]: a thread has 16 bytes."""
     DOWN: gl.constexpr = BR // 8 if BR < 256 else 32
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [DOWN, 32 // DOWN], [1, WARPS], [0, 1])
     row = row0 + gl.arange(0, BR, gl.SliceLayout(1, OUT))

@@ -18,7 +18,7 @@ SHARED = 226 << 10  # bytes of shared memory that the rings of a program may tak
 
 
 class Tile(NamedTuple):
-    """Sizes of a program: rows BR, tokens NP, programs that SPLIT a row, STAGES of its ring of inputs."""
+    """Sizes of a program: rows BR, tokens NP, programs that SPLIT a row, STAGES of inputs' ring."""
 
     BR: int
     NP: int
@@ -52,7 +52,7 @@ def default_tile(rows: int, K: int, bits: int, group: int, tokens: int) -> Tile:
     slots = 8
     while slots < min(tokens, 256):
         slots *= 2
-    high, programs = (64, 264) if slots <= 32 else (128, 132)
+    high, programs = (64, 264) if slots <= (128 if bits == 3 else 32) else (128, 132)
     if slots <= 16:
         programs = 1024  # bound by memory: many small ones hide its latency
     split, tiles = 1, -(-rows // high) * -(-tokens // slots)
