@@ -106,7 +106,7 @@ def test_a_layer_makes_few_plain_weights_at_a_time(
 @pytest.mark.parametrize("group", [128, 64, 32])
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_inputs_in_the_order_of_fields(bits: int, group: int, columns: int) -> None:
-    """Field f of word j of a step meets the input of the element that it holds, and zeros past the end."""
+    """Field f of word j of a step meets the input of its element, and zeros past the end."""
     from blr.kernels.layers.packed.launch import steps_of
     from blr.kernels.layers.packed.triton import ordered
 
