@@ -21,7 +21,7 @@ CURVE = {3: 0.02}
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # bits of a level by plane, the lowest first
 
 
-class Grid(NamedTuple):
+class LevelGrid(NamedTuple):
     """What levels of a format stand for, as said above."""
 
     shift: float
@@ -29,11 +29,11 @@ class Grid(NamedTuple):
     offset: float
 
 
-def grid_of(bits: int, curved: bool = True) -> Grid:
+def grid_of(bits: int, curved: bool = True) -> LevelGrid:
     """The grid of a format; `curved` says which of the two that 3 bits have."""
     if bits == 3 and not curved:
-        return Grid(0.0, 0.0, 4.0)
-    return Grid(SHIFT[bits], CURVE.get(bits, 0.0), OFFSET[bits])
+        return LevelGrid(0.0, 0.0, 4.0)
+    return LevelGrid(SHIFT[bits], CURVE.get(bits, 0.0), OFFSET[bits])
 
 
 def packed_width(K: int, bits: int, group: int = GROUP) -> int:

@@ -17,7 +17,7 @@ MOST = {8: 256, 4: 768, 3: 512, 2: 768}  # tokens up to which it is faster than 
 SHARED = 226 << 10  # bytes of shared memory that the rings of a program may take
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """Sizes of a program: rows BR, tokens NP, programs that SPLIT a row, STAGES of inputs' ring."""
 
     BR: int
@@ -32,7 +32,7 @@ def steps_of(K: int, bits: int, group: int) -> int:
     return -(-(-(-K // group) * (group * PLANES[bits][0] // 32)) // 16)
 
 
-def ring_bytes(bits: int, tile: Tile) -> int:
+def ring_bytes(bits: int, tile: ProductTile) -> int:
     """Bytes of the rings of a program: inputs of STAGES pieces, words of the steps on their way."""
     kept = -(-(tile.STAGES - 2) // pieces_of(bits)) + 1
     columns = 32 if bits == 8 else 64
@@ -47,7 +47,7 @@ def even_split(steps: int, split: int) -> int:
     return split
 
 
-def default_tile(rows: int, K: int, bits: int, group: int, tokens: int) -> Tile:
+def default_tile(rows: int, K: int, bits: int, group: int, tokens: int) -> ProductTile:
     """Sizes for a shape: the fastest of those that were timed on one H200 (scripts/log, 2026-11-27)."""
     slots = 8
     while slots < min(tokens, 256):
@@ -59,7 +59,7 @@ def default_tile(rows: int, K: int, bits: int, group: int, tokens: int) -> Tile:
     while split < 8 and 2 * split * tiles <= programs:
         split *= 2
     split = even_split(steps_of(K, bits, group), split)
-    tile = Tile(high, slots, split, 6, high // 16)
+    tile = ProductTile(high, slots, split, 6, high // 16)
     while ring_bytes(bits, tile) > SHARED:
         tile = tile._replace(STAGES=tile.STAGES - 1)
     return tile
@@ -89,7 +89,7 @@ def has_wgmma(device: torch.device) -> bool:
 
 def product(
     x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int,
-    curved: bool = True, tile: Tile | None = None,
+    curved: bool = True, tile: ProductTile | None = None,
 ) -> Tensor:  # fmt: skip
     """``x Wᵀ + bias`` [n, R] in one launch.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 
-from blr.kernels.decode.quantized.formats import Grid, grid_of
+from blr.kernels.decode.quantized.formats import LevelGrid, grid_of
 
 MANTISSA = {"bf16": (7, 127, 16256), "f16": (10, 15, 15360)}  # bits, offset of exponents, and 1.0
 
@@ -38,7 +38,7 @@ def instructions(bits: int, curved: bool, name: str) -> tuple[tuple[str, str], .
     return tuple(found)
 
 
-def _nibbles(bits: int, grid: Grid, piece: int, name: str) -> list[str]:
+def _nibbles(bits: int, grid: LevelGrid, piece: int, name: str) -> list[str]:
     """Of 4, 3 and 2 bits."""
     width = 2 if bits == 2 else 4
     first = int(grid.offset % 1 != 0)  # middles between two integers need another bit below
