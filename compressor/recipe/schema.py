@@ -264,9 +264,8 @@ class Recipe(RecipeFields):
 
 @dataclass(frozen=True)
 class StoredAs:
-    """How a layer is stored: its numbers in `bits`, in groups of `group`; the `couplings` of BLAST; the
-    `base`, a dense weight that it corrects (None: the weight's dtype, or no base); `bpw` for both if
-    that sizes the correction; `curved`: which grid of 3 bits."""
+    """How a layer is stored: in `bits` (None: the weight's dtype), in groups of `group`, BLAST's S in
+    `couplings` bits, beside a weight of `base` bits; `bpw` of both; `curved`: which grid of 3 bits."""
 
     bits: int | None = None
     group: int = GROUP
@@ -392,8 +391,7 @@ def _refuse_unfit(layer: LayerSettings) -> None:
 
 
 def make_recipe(**settings: Any) -> Recipe:
-    """Validate settings that are given one by one. Raises UsageError with the setting and what it must
-    be."""
+    """Validate settings given one by one. Raises UsageError: the setting, and what it must be."""
     try:
         return Recipe(**settings)
     except ValidationError as error:

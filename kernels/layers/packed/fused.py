@@ -147,26 +147,8 @@ def product_kernel(
 
     for s in gl.static_range(AHEAD):
         if s < PIECES * count:
-            copy_piece(
-                at_x,
-                at_w,
-                at_h,
-                xs,
-                ws,
-                hs,
-                first + s // PIECES,
-                s,
-                s // PIECES,
-                s % PIECES,
-                w_group,
-                h_group,
-                groups,
-                BITS,
-                GROUP,
-                WORDS,
-                FIELDS,
-                FULL,
-            )
+            copy_piece(at_x, at_w, at_h, xs, ws, hs, first + s // PIECES, s, s // PIECES, s % PIECES,
+                       w_group, h_group, groups, BITS, GROUP, WORDS, FIELDS, FULL)  # fmt: skip
         async_copy.commit_group()
     factor = load_factor(at_s, a_group, first, groups, WORDS)
     acc = warpgroup_mma_init(gl.full([BR, NP], 0.0, gl.float32, MMA))
@@ -188,33 +170,15 @@ def product_kernel(
             acc = warpgroup_mma(made, xs.index(at % STAGES).permute((1, 0)), acc, is_async=True)
             if piece == PIECES - 1:
                 factor = load_factor(at_s, a_group, first + gl.minimum(n + 1, count - 1), groups, WORDS)
-            acc, before = warpgroup_mma_wait(
-                1, deps=(acc, before)
-            )  # of the piece before: its place is free
+            # The product of the piece before is done: its registers and its place in the ring are free.
+            acc, before = warpgroup_mma_wait(1, deps=(acc, before))
             before = made
             at += AHEAD
             if at < PIECES * count:
                 step = n + (piece + AHEAD) // PIECES
-                copy_piece(
-                    at_x,
-                    at_w,
-                    at_h,
-                    xs,
-                    ws,
-                    hs,
-                    first + step,
-                    at % STAGES,
-                    step % KEPT,
-                    (piece + AHEAD) % PIECES,
-                    w_group,
-                    h_group,
-                    groups,
-                    BITS,
-                    GROUP,
-                    WORDS,
-                    FIELDS,
-                    FULL,
-                )
+                copy_piece(at_x, at_w, at_h, xs, ws, hs, first + step, at % STAGES, step % KEPT,
+                           (piece + AHEAD) % PIECES, w_group, h_group, groups, BITS, GROUP, WORDS,
+                           FIELDS, FULL)  # fmt: skip
             async_copy.commit_group()
             acc = warpgroup_mma_init(acc)
     acc, before = warpgroup_mma_wait(0, deps=(acc, before))

@@ -18,7 +18,10 @@ SHARED = 226 << 10  # bytes of shared memory that the rings of a program may tak
 
 
 class ProductTile(NamedTuple):
-    """Sizes of a program: rows BR, tokens NP, programs that SPLIT a row, STAGES of inputs' ring."""
+    """Sizes of a program.
+
+    BR: rows of the weight. NP: tokens. SPLIT: programs that share a row. STAGES: pieces held at once.
+    """
 
     BR: int
     NP: int
@@ -28,12 +31,12 @@ class ProductTile(NamedTuple):
 
 
 def steps_of(K: int, bits: int, group: int) -> int:
-    """Steps of a row: of sixteen words of its lowest plane."""
+    """How many steps a row of K columns takes; a step has sixteen words of the lowest plane."""
     return -(-(-(-K // group) * (group * PLANES[bits][0] // 32)) // 16)
 
 
 def ring_bytes(bits: int, tile: ProductTile) -> int:
-    """Bytes of the rings of a program: inputs of STAGES pieces, words of the steps on their way."""
+    """Bytes of shared memory of a program: inputs of STAGES pieces and words of their steps."""
     kept = -(-(tile.STAGES - 2) // pieces_of(bits)) + 1
     columns = 32 if bits == 8 else 64
     return tile.STAGES * tile.NP * columns * 2 + kept * tile.BR * 64 * len(PLANES[bits])
@@ -48,7 +51,7 @@ def even_split(steps: int, split: int) -> int:
 
 
 def default_tile(rows: int, K: int, bits: int, group: int, tokens: int) -> ProductTile:
-    """Sizes for a shape: the fastest of those that were timed on one H200 (scripts/log, 2026-11-27)."""
+    """The sizes that were the fastest on one H200 (scripts/log, 2026-11-27) for a weight [rows, K]."""
     slots = 8
     while slots < min(tokens, 256):
         slots *= 2
@@ -66,7 +69,7 @@ def default_tile(rows: int, K: int, bits: int, group: int, tokens: int) -> Produ
 
 
 def takes(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int) -> bool:
-    """Whether `product` is what a layer's product is computed by: it can be, and is the faster way."""
+    """Whether `product` can compute a layer's product and is the fastest way to."""
     if not 0 < len(x) <= MOST[bits] or x.dtype not in NAMES or scale.dtype != x.dtype:
         return False
     if bias is not None and bias.dtype != x.dtype:
@@ -77,7 +80,7 @@ def takes(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: i
 
 @functools.cache
 def has_wgmma(device: torch.device) -> bool:
-    """Whether Gluon's products of warp groups run there: Hopper, and a Triton that has them."""
+    """Whether the kernel runs on a device: it needs a Hopper GPU and a Triton with Gluon."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     try:
@@ -89,20 +92,21 @@ def has_wgmma(device: torch.device) -> bool:
 
 def product(
     x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int,
-    curved: bool = True, tile: ProductTile | None = None,
+    curved: bool = True,
 ) -> Tensor:  # fmt: skip
-    """``x Wᵀ + bias`` [n, R] in one launch.
+    """``x Wᵀ + bias`` [n, R] in the dtype of x, by one kernel, for what `takes` allows.
 
     Args:
-        x: [n, K] in half precision, columns of stride 1. packed:
-            [R, bytes]. scale: [R, groups] in the dtype of x. bias: [R]. tile: default `default_tile`'s.
+        x: [n, K], bfloat16 or float16, columns of stride 1. packed: [R, bytes], as
+            `decode/quantized/reference.py` says. scale: [R, groups] and bias: [R], in the dtype of x.
+            curved: which of the two grids of 3 bits.
     """
     from blr.kernels.layers.packed.fused import product_kernel
     from blr.kernels.layers.packed.triton import ordered
 
     (tokens, K), rows = x.shape, len(packed)
     x = ordered(x, bits, group)
-    tile = tile or default_tile(rows, K, bits, group, tokens)
+    tile = default_tile(rows, K, bits, group, tokens)
     words = packed.view(torch.int32)
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     tiles = -(-rows // tile.BR) * -(-tokens // tile.NP)
