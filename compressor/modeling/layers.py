@@ -322,7 +322,7 @@ class CorrectedLinear(modeling_blr.SummedLinear):
         return [t for f in self.correction.held.values() for t in self.correction.stored(f)]
 
     def _plain_factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """U [o, r] and V [r, i] of the correction, kept from call to call where nothing traces them."""
+        """U [o, r] and Vᵀ [r, i] of the correction, kept from call to call where nothing traces them."""
         if not is_unwatched(x):
             return self._made_plain(x)
         stored = self._stored_factors()
@@ -335,8 +335,8 @@ class CorrectedLinear(modeling_blr.SummedLinear):
         return self.plain[1]
 
     def _made_plain(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        u, v = (self.correction.factor(name).to(x.dtype).contiguous() for name in ("U", "V"))
-        return u, v
+        u, v = (self.correction.factor(name).to(x.dtype) for name in ("U", "V"))
+        return u.contiguous(), v.mT.contiguous()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.plain = None

@@ -18,7 +18,12 @@ from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedS
 from blr.kernels.layers.packed.unpacking import instructions, pieces_of
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-MOST = {8: 256, 4: 768, 3: 512, 2: 768}  # tokens up to which it is faster than a plain copy and cuBLAS
+# Tokens up to which it is faster than a plain copy and cuBLAS; fewer where a copy of so many weights is.
+MOST = {8: 256, 4: 768, 3: 512, 2: 768}
+SQUARE, SMALL = 1 << 24, 1 << 22
+NARROW = 8192  # rows of weights with few tiles
+FILLED = 128  # programs that fill the GPU
+REGISTERS = 128  # of a thread where few tokens leave a multiprocessor room for more programs
 RANKS = 64  # of a correction that a product adds
 SHARED = 226 << 10  # bytes of shared memory that the rings of a program may take
 
@@ -61,10 +66,15 @@ def default_tile(rows: int, K: int, bits: int, group: int, tokens: int) -> Produ
     slots = 8
     while slots < min(tokens, 256):
         slots *= 2
-    high, programs = (64, 264) if slots <= (128 if bits == 3 else 32) else (128, 132)
     if slots <= 16:
-        programs = 1024  # bound by memory: many small ones hide its latency
-    split, tiles = 1, -(-rows // high) * -(-tokens // slots)
+        high, programs = 64, 1024  # bound by memory: many small ones hide its latency
+    elif rows <= NARROW:  # the last program of a tile adds up its parts: few of them
+        high, programs = 64, FILLED
+        while slots > 16 and 4 * _tiles(rows, high, tokens, slots) < FILLED:
+            slots //= 2
+    else:
+        high, programs = (64, 264) if slots <= (128 if bits == 3 else 32) else (128, 132)
+    split, tiles = 1, _tiles(rows, high, tokens, slots)
     while split < 8 and 2 * split * tiles <= programs:
         split *= 2
     split = even_split(steps_of(K, bits, group), split)
@@ -74,11 +84,21 @@ def default_tile(rows: int, K: int, bits: int, group: int, tokens: int) -> Produ
     return tile
 
 
+def _tiles(rows: int, high: int, tokens: int, slots: int) -> int:
+    return -(-rows // high) * -(-tokens // slots)
+
+
+def _most(rows: int, K: int, bits: int) -> int:
+    """Tokens up to which it is faster than a plain copy of a weight and cuBLAS."""
+    return MOST[bits] if rows * K > SQUARE else min(MOST[bits], 256 if rows * K > SMALL else 128)
+
+
 def takes(
     x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, v: Tensor | None, bits: int
 ) -> bool:
     """Whether `product` can compute a layer's product and is the fastest way to."""
-    if not 0 < len(x) <= MOST[bits] or x.dtype not in NAMES or scale.dtype != x.dtype:
+    most = _most(len(packed), x.shape[1], bits)
+    if not 0 < len(x) <= most or x.dtype not in NAMES or scale.dtype != x.dtype:
         return False
     if any(t is not None and t.dtype != x.dtype for t in (bias, v)) or (
         v is not None and len(v) > RANKS
@@ -190,6 +210,7 @@ def fused_product(
             "WAIT": 0 if not made.launched else 2 if made.x is x else 1,
         },
         num_warps=tile.num_warps,
+        **({"maxnreg": REGISTERS} if tile.NP <= 16 and tile.num_warps == 4 else {}),
         **({"launch_pdl": True} if made.launched else {}),
     )
     return y

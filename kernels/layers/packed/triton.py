@@ -21,8 +21,9 @@ BEND = tl.constexpr(CURVE[3])
 WHOLE = tl.constexpr(0x4B000000)  # 2^23 in float32, whose last bit is worth 1
 ROWS = 16  # of a program, which has one group of each
 PART = 1024  # columns that a program of `prepare_kernel` puts in order
-STEP = 128  # columns of a step of V x
-PROGRAMS = 528  # of V x at most
+STEP = 256  # columns of a step of V x
+PROGRAMS = 528  # of V x at most, in MOST parts
+MOST = 8
 
 
 @triton.jit
@@ -150,7 +151,7 @@ def prepare(
         return Prepared(x, None, None, False)
     out = x if same else torch.empty(tokens, steps * columns, dtype=x.dtype, device=x.device)
     blocks = -(-tokens // 16)
-    parts = min(max(PROGRAMS // blocks, 1), -(-K // (4 * STEP)), 16)
+    parts = min(max(PROGRAMS // blocks, 1), -(-K // (4 * STEP)), MOST)
     z = torch.empty(parts, tokens, ranks, dtype=torch.float32, device=x.device) if ranks else None
     counter = torch.empty(counters, dtype=torch.int32, device=x.device) if counters else None
     ordering = 0 if same else tokens * -(-steps * columns // PART)
