@@ -29,7 +29,7 @@ from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures.laid import laid_rank, laid_shape
 from blr.compressor.structures.packing import pack_factor, unpack_factor
 from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.specs import DenseSpec, KroneckerSpec, Pattern, QuantizedSpec, Spec
+from blr.compressor.structures.specs import DenseSpec, KroneckerSpec, QuantizedSpec, Spec
 from blr.kernels.common import tables
 from blr.kernels.common.available import HALF, kernel_device
 from blr.kernels.common.layout import relaid, spaced, with_zeros
@@ -38,8 +38,7 @@ from blr.kernels.common.orders import order_of
 from blr.kernels.decode.quantized.formats import ROW
 from blr.kernels.fp8.op import STRUCTURES as FLOAT8
 from blr.kernels.fp8.op import fp8_device, fp8_product, fp8_rows
-from blr.kernels.layers.kronecker.choose import Problem as FactorProblem
-from blr.kernels.layers.kronecker.choose import choose as choose_for_factor
+from blr.kernels.layers.kronecker.variants import choose as choose_for_factor
 
 GRAPH_BELOW_MS = 2.0  # a longer call hides what its launches cost
 RECOMPILATIONS = 256  # of one function by torch.compile, for as many shapes in one case
@@ -275,15 +274,9 @@ def our_variant(spec: Spec, n: int, precision: Precision, device: torch.device) 
         return "reference"
     variant, _ = tables.choose(spec.structure, laid_shape(spec), n, precision.dtype, device)
     if isinstance(spec, KroneckerSpec) and variant == "auto":
-        return " ".join(factor_variant(pattern, n, precision) for pattern in spec.patterns)
+        given = n, precision.dtype, precision.tf32
+        return " ".join(choose_for_factor(pattern, *given) for pattern in spec.patterns)
     return str(variant)
-
-
-def factor_variant(pattern: Pattern, n: int, precision: Precision) -> str:
-    """What the kernels of Kronecker-sparse factors choose by themselves, with the path if any."""
-    kind = "tf32" if precision.tf32 else "fp32" if precision.dtype is torch.float32 else "half"
-    variant, config = choose_for_factor(FactorProblem(*pattern, n, kind))
-    return f"{variant}:{config['path']}" if "path" in config else variant
 
 
 def float8_arms(layer: LayerProblem, spec: Spec | None) -> Iterator[Arm]:
