@@ -18,12 +18,11 @@ from blr.kernels.common.available import kernel_device, kernels_on
 from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.registration import register
 from blr.kernels.common.replay import Launches
-from blr.kernels.common.tables import FLOAT8
 from blr.kernels.fp8 import library, reference
 from blr.kernels.fp8.reference import E4M3, Rows, Scales, room_for
 
 CAPABILITY = (8, 9)  # of devices with tensor cores for float8
-STRUCTURES = tuple(FLOAT8)
+STRUCTURES = ("dense", "lowrank", "monarch", "blast")
 _PLANS = Plans()
 
 RowsPlan = Callable[..., Any]  # (x, other, gain) -> (q, numbers), and what was rounded

@@ -27,7 +27,7 @@ from blr.compressor.base.quoting import named_line
 from blr.compressor.modeling.float8 import prepared, structure_of
 from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures.laid import laid_rank, laid_shape
-from blr.compressor.structures.packing import pack_factor, unpack_factor
+from blr.compressor.structures.packing import pack_factor
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import DenseSpec, KroneckerSpec, QuantizedSpec, Spec
 from blr.kernels.common import tables
@@ -313,19 +313,6 @@ def rounding_call(layer: LayerProblem, spec: Spec | None) -> tuple[Call, Rotatio
         return fp8_product(structure, fp8_rows(x), weights, scales, x.dtype)
 
     return call, layer.rotate(weights)
-
-
-def dequantizing_call(layer: LayerProblem, spec: Spec | None) -> tuple[Call, Rotation]:
-    """The same on inputs as they are, its weights dequantized at every call."""
-    plain, factors = _factors(layer, spec)
-    packing, stored = _stored(plain, factors)
-    product = reference_of("dense") if spec is None else STRUCTURES[spec.structure].product()
-
-    def call(x: Tensor, *weights: Tensor) -> Tensor:
-        held = dict(zip(stored, weights, strict=True))
-        return product(x, *(unpack_factor(packing, name, held, x.dtype) for name in factors))
-
-    return call, layer.rotate(list(stored.values()))
 
 
 def _factors(layer: LayerProblem, spec: Spec | None) -> tuple[Spec, dict[str, Tensor]]:

@@ -224,7 +224,7 @@ class TuneOptions(BenchOptions):
 
     Options:
         shapes: Models of configs/bench-shapes.yaml, comma-separated.
-        structures: Some of svd,monarch,blast,ks, and fp8: layers in float8.
+        structures: Some of svd,monarch,blast,ks.
         dtype: Some of bfloat16,float16,float32.
         quick: Four numbers of tokens in place of fourteen, fewer samples.
         seconds: Measure nothing new after this many seconds.
@@ -232,7 +232,7 @@ class TuneOptions(BenchOptions):
     """
 
     shapes: Sequence[str] = ("llama-7b",)
-    structures: Sequence[str] = ("svd", "monarch", "blast", "ks", "fp8")
+    structures: Sequence[str] = ("svd", "monarch", "blast", "ks")
     dtype: Sequence[str] = ("bfloat16",)
     quick: bool = False
     seconds: Annotated[float, Limits(0)] | None = None

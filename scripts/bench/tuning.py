@@ -18,7 +18,6 @@ from blr.bench.harness import Arm, Case
 from blr.bench.layer_problem import KernelTimer, LayerProblem, LayerRow, our_layout, problem_of
 from blr.bench.results import WRONG, versions
 from blr.bench.shapes import LayerShape, specs_for
-from blr.bench.tuning_float8 import float8_candidates, layer_cases, product_cases
 from blr.bench.tuning_rules import Candidate, Measured, TunedPoint, fastest, merged, rules_of
 from blr.compressor.base.device import device_name, pick_device
 from blr.compressor.base.errors import CapabilityError
@@ -28,11 +27,10 @@ from blr.compressor.structures.registry import STRUCTURES, TUNED
 from blr.compressor.structures.specs import Spec
 from blr.kernels.common.available import has_triton, kernel_device
 from blr.kernels.common.dispatch import Variant, forget
-from blr.kernels.common.tables import DENSE, MOST, PRODUCT, REFERENCE
+from blr.kernels.common.tables import DENSE, MOST, REFERENCE
 
 FULL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens that are measured
 QUICK = (1, 8, 256, 4096)
-FLOAT8 = PRODUCT  # beside the structures
 
 
 def tuning_device(name: str) -> torch.device:
@@ -87,15 +85,11 @@ class Tuning:
         return replace(case, finish=partial(self._keep, case.title, measured))
 
     def _cases(self, layers: Sequence[LayerShape]) -> Iterator[tuple[Case, Measured]]:
-        plain = [name for name in self.structures if name != FLOAT8]
         for timer in self.timers:
             for layer in layers:
-                for spec in specs_for(layer, plain):
+                for spec in specs_for(layer, self.structures):
                     for n in self.tokens:
                         yield self.case(timer, layer, spec, n)
-            if FLOAT8 in self.structures and timer.precision.stored == "bfloat16":
-                yield from product_cases(layers, self.tokens, timer)
-                yield from layer_cases(layers, self.tokens, timer)
 
     def case(self, timer: KernelTimer, layer: LayerShape, spec: Spec, n: int) -> tuple[Case, Measured]:
         """Every candidate for one layer in one structure, and what tables call it."""
@@ -155,5 +149,4 @@ def _maker(made: LayerProblem, table: Mapping[str, Any], candidate: Candidate) -
 def known_candidates(tokens: Sequence[int]) -> dict[str, Candidate]:
     """Every candidate that may have been timed, by label."""
     every = (c for s in TUNED for n in tokens for c in candidates(s, n))
-    float8 = {label: Candidate(*chosen) for label, chosen in float8_candidates().items()}
-    return {DENSE: Candidate(DENSE), **{candidate.label: candidate for candidate in every}, **float8}
+    return {DENSE: Candidate(DENSE), **{candidate.label: candidate for candidate in every}}
