@@ -104,20 +104,15 @@ class Models:
     built: dict[tuple[str, str, str], Any] = field(default_factory=dict)
     ends: tuple[nn.Module, nn.Module] | None = None  # embedding and head of all random models
 
-    def get(self, structure: str, kind: str = "", plain: bool = False, head: str = "") -> Any:
+    def get(self, structure: str, kind: str = "", head: str = "") -> Any:
         """The model in a structure ("dense", "lowrank", …, "own") and kind ("", "fp8", "int8", …).
-
-        `plain`: with low-rank layers as two nn.Linear each, on the same weights. `head`: the kind of
-        the output head.
-        """
-        key = (structure, "plain" if plain else kind, head)
+        `head`: the kind of the output head."""
+        key = (structure, kind, head)
         if key not in self.built:
-            self.built[key] = self._build(structure, kind, plain, head)
+            self.built[key] = self._build(structure, kind, head)
         return self.built[key]
 
-    def _build(self, structure: str, kind: str, plain: bool, head: str) -> Any:
-        if plain and structure == "lowrank":
-            return two_linears(self.get(structure), self._empty())
+    def _build(self, structure: str, kind: str, head: str) -> Any:
         model = self._loaded() if structure == OWN else self._random(structure)
         if structure == CORRECTED:
             replace_linears(model, partial(corrected_layer, bits=FEW_BITS[kind], rank=self.rank))
@@ -200,30 +195,6 @@ def _drawn(module: nn.Module, name: str, tensor: Tensor, device: torch.device) -
     if tensor.dim() == 1:
         return made.fill_(1.0)
     return made.normal_(0, 1.0 if isinstance(module, nn.Embedding) else tensor.shape[-1] ** -0.5)
-
-
-def two_linears(model: Any, empty: Any) -> Any:
-    """`empty` (on the meta device) with the weights of the low-rank `model`: the naive form, each layer
-    an nn.Sequential of two nn.Linear."""
-    dense = dict(empty.named_modules())
-    for name, layer in model.named_modules():
-        if isinstance(layer, StructuredLinear) and layer.spec.structure == "svd":
-            first, second = _linear(layer.V.detach().mT), _linear(layer.U.detach())
-            parent, _, child = name.rpartition(".")
-            setattr(dense[parent], child, nn.Sequential(first, second))
-        elif name.endswith("norm"):
-            dense[name].weight = layer.weight
-    empty.set_input_embeddings(model.get_input_embeddings())
-    empty.set_output_embeddings(model.get_output_embeddings())
-    empty.get_decoder().rotary_emb = model.get_decoder().rotary_emb
-    return empty
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    with torch.device("meta"):
-        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    return made
 
 
 def replace_linears(model: Any, make: Callable[[Any], nn.Module]) -> None:

@@ -48,17 +48,35 @@ def tuning_device(name: str) -> torch.device:
     return device
 
 
-def variants_of(structure: str) -> tuple[Mapping[str, Variant], Mapping[str, list[dict[str, Any]]]]:
+def variants_of(structure: str) -> Mapping[str, Variant]:
     """`Structure.variants` by name."""
     return STRUCTURES[structure].variants()
 
 
+def tiles(rows: int, cols: int, stages: int = 4, warps: int = 4) -> dict[str, Any]:
+    """The same tiles for both products of the kernels for few tokens."""
+    one = {"BR": rows, "BK": cols, "STAGES": stages, "num_warps": warps}
+    return {"first": one, "second": dict(one)}
+
+
+def configs_of(structure: str, variant: str, n: int) -> list[dict[str, Any]]:
+    """The arguments of a variant that are worth trying for n tokens: tiles for a few, else none."""
+    if variant != "narrow" or n == 1:
+        return [{}]
+    found = [{}, tiles(32, 128), tiles(64, 128)]
+    if n <= 16:
+        found += [tiles(16, 256), tiles(16, 256, 5, 1), tiles(32, 256, 1, 8)]
+    else:
+        found += [tiles(64, 64, 5), tiles(128, 64, warps=8)]
+    if structure == "svd":  # whose first product has few programs: sums are split
+        found += [{**c, "first": {**c["first"], "SPLIT": 4}, "add": "between"} for c in found[1:3]]
+    return found
+
+
 def candidates(structure: str, n: int) -> list[Candidate]:
-    """What is timed for n tokens: every variant meant for as many, with each configuration it lists."""
-    table, configs = variants_of(structure)
-    names = [name for name in table if n <= MOST.get(name, n)]
-    meant = [name for name in names if name != REFERENCE]
-    return [Candidate(name, config) for name in meant for config in configs.get(name, [{}])]
+    """What is timed for n tokens: every variant meant for as many, with its `configs_of`."""
+    names = [name for name in variants_of(structure) if n <= MOST.get(name, n) and name != REFERENCE]
+    return [Candidate(name, config) for name in names for config in configs_of(structure, name, n)]
 
 
 @dataclass
@@ -113,7 +131,7 @@ class Tuning:
         made = problem_of(timer, layer, spec, n, title)
         canonical = made.factors
         made.x, made.factors = dense.x, lambda: our_layout(spec, canonical())
-        table, _ = variants_of(spec.structure)
+        table = variants_of(spec.structure)
         for candidate in candidates(spec.structure, n):
             yield made.arm(candidate.label, _maker(made, table, candidate))
 

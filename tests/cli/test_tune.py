@@ -123,7 +123,7 @@ def test_an_older_table_keeps_what_is_not_measured_again() -> None:
 def test_candidates_are_all_variants_but_the_reference(structure: str) -> None:
     few = {c.variant for c in tune.candidates(structure, tables.MOST["gemv"])}
     many = {c.variant for c in tune.candidates(structure, tables.MOST["gemv"] + 1)}
-    table, _ = tune.variants_of(structure)
+    table = tune.variants_of(structure)
     assert few | many == set(table) - {"reference"}
     assert few - many == few & {"gemv"}
     assert many <= few
@@ -131,7 +131,8 @@ def test_candidates_are_all_variants_but_the_reference(structure: str) -> None:
 
 def test_listed_configurations_are_candidates_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = {"mix": [{"BN": 64}, {"BN": 128}]}
-    monkeypatch.setattr(tune, "variants_of", lambda s: ({"mix": None, "bmm": None}, configs))
+    monkeypatch.setattr(tune, "variants_of", lambda s: {"mix": None, "bmm": None})
+    monkeypatch.setattr(tune, "configs_of", lambda structure, variant, n: configs.get(variant, [{}]))
     assert [c.label for c in tune.candidates("blast", 64)] == [
         'mix {"BN": 64}',
         'mix {"BN": 128}',
@@ -151,7 +152,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         "broken": lambda x, *factors: torch.full((len(x), 32), float("nan")),
     }
     configs = {"scaled": [{"scale": 1.0}, {"scale": 1.2}]}
-    monkeypatch.setattr(tune, "variants_of", lambda structure: (table, configs))
+    monkeypatch.setattr(tune, "variants_of", lambda structure: table)
+    monkeypatch.setattr(tune, "configs_of", lambda structure, variant, n: configs.get(variant, [{}]))
     monkeypatch.setattr(tune, "tuning_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(tune, "QUICK", (1, 16))
     layer = LayerShape("pico", "up", 32, 32, 2.0, {})
@@ -231,7 +233,7 @@ def test_every_structure_is_laid_out_and_timed(monkeypatch: pytest.MonkeyPatch) 
     layer = LayerShape("pico", "up", 64, 96, 1.5, {})
     bench = tuning_of(TUNED, (3,))
     real = tune.variants_of
-    reference = lambda s: ({"own": real(s)[0]["reference"]}, {})  # noqa: E731
+    reference = lambda s: {"own": real(s)["reference"]}  # noqa: E731
     monkeypatch.setattr(tune, "variants_of", reference)
     timed(bench.cases([layer]))
     assert bench.refused == []
