@@ -1,4 +1,4 @@
-"""Random layers to time: their data, what must come out, how kernels are given them, checked and timed."""
+"""Random layers to time: data, what must come out, how kernels are given them, checked and timed."""
 
 from __future__ import annotations
 
@@ -21,16 +21,13 @@ from blr.bench.results import REST, TIMES, Column, Timed, nested
 from blr.bench.shapes import LayerShape
 from blr.bench.timing import Call, CpuSampler, CudaSampler, Rotation, event_ms
 from blr.compressor.base.quoting import named_line
-from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures.laid import laid_rank, laid_shape
-from blr.compressor.structures.packing import pack_factor
 from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.specs import KroneckerSpec, QuantizedSpec, Spec
+from blr.compressor.structures.specs import KroneckerSpec, Spec
 from blr.kernels.common import tables
 from blr.kernels.common.available import kernel_device
 from blr.kernels.common.layout import relaid, spaced, with_zeros
 from blr.kernels.common.orders import order_of
-from blr.kernels.decode.quantized.formats import ROW
 from blr.kernels.layers.kronecker.variants import choose as choose_for_factor
 
 GRAPH_BELOW_MS = 2.0  # a longer call hides what its launches cost
@@ -267,20 +264,3 @@ def our_variant(spec: Spec, n: int, precision: Precision, device: torch.device) 
         given = n, precision.dtype, precision.tf32
         return " ".join(choose_for_factor(pattern, *given) for pattern in spec.patterns)
     return str(variant)
-
-
-def float8_layer(plain: Spec, factors: dict[str, Tensor], bias: Tensor | None = None) -> Any:
-    """A layer with canonical `factors` rounded to float8, a scale a row."""
-    spec = QuantizedSpec(plain, 8, ROW, fp8=True)
-    packed = (pack_factor(spec, name, factor, factor.dtype) for name, factor in factors.items())
-    return filled_layer(spec, {n: tensor for found in packed for n, tensor in found.items()}, bias)
-
-
-def filled_layer(
-    spec: Spec, tensors: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype | None = None
-) -> Any:
-    """The layer of a spec with these tensors, its other buffers in `dtype` or that of torch."""
-    with torch.device("meta"):
-        made = layer_of(spec, bias is not None).to(dtype)
-    made.load_state_dict(tensors if bias is None else tensors | {"bias": bias}, assign=True)
-    return made.requires_grad_(False).eval()
