@@ -261,17 +261,17 @@ def _bars(rows: Sequence[tuple[str, float, str, int]]) -> str:
     return f'<div class="bars">{items}</div>' if items else ""
 
 
-def known(value: Any) -> bool:
+def known(value: object) -> bool:
     """Whether a value is a finite number."""
     return isinstance(value, int | float) and isfinite(value)
 
 
-def _number(value: Any, form: str) -> str:
+def _number(value: object, form: str) -> str:
     """`value` in a format; a dash for a figure that earlier versions did not record."""
     return format(value, form) if known(value) else "–"
 
 
-def _words(value: Any) -> str:
+def _words(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_words(item)}" for key, item in value.items())
     if isinstance(value, float):

@@ -83,7 +83,7 @@ def _found(name: str) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def apply(operator: Operator, x: Tensor, *arguments: Any) -> Any:
+def apply(operator: Operator, x: Tensor, *arguments: object) -> Any:
     """Call `operator` on x [n, i]; through the dispatcher only if somebody listens there."""
     if is_traced():
         return operator.plain(x, *arguments)

@@ -179,7 +179,7 @@ def _ours(structure: str, dtype: torch.dtype, *given: Any) -> Tensor:
 
 
 def _fake(
-    q: Tensor, numbers: Any, U: Tensor, V: Tensor | None, first: Any, second: Any, mix: Any, bias: Any,
+    q: Tensor, numbers: object, U: Tensor, V: Tensor | None, first: object, second: object, mix: object, bias: object,
     structure: str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], outputs_of([U]), dtype=dtype)
@@ -191,7 +191,7 @@ def outputs_of(weights: Sequence[Tensor]) -> int:
     return first.shape[0] * (first.shape[1] if first.dim() == 3 else 1)
 
 
-def _fake_rows(x: Tensor, make: str, other: Any, gain: Any, eps: float) -> tuple[Tensor, ...]:
+def _fake_rows(x: Tensor, make: str, other: object, gain: object, eps: float) -> tuple[Tensor, ...]:
     numbers = x.new_empty(3, room_for(x.shape[0]), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=E4M3), numbers
 

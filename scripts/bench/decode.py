@@ -188,7 +188,7 @@ class DecodeCases:
         sampler()
         return Checked(sampler, error, limit, note)
 
-    def _made(self, name: ArmName, model: Any, ids: torch.Tensor, room: int) -> HfArm | OursArm:
+    def _made(self, name: ArmName, model: object, ids: torch.Tensor, room: int) -> HfArm | OursArm:
         o, cuda = self.options, self.device.type == "cuda"
         if name.runtime == HF:
             return HfArm(model, ids, room, cuda if o.compiling is None else o.compiling)

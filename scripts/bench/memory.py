@@ -324,7 +324,7 @@ class Tracker(TorchDispatchMode):
         self.now -= self.live.pop(key, 0)
 
 
-def _held(leaf: Any) -> bool:
+def _held(leaf: object) -> bool:
     """Whether it is a tensor with memory."""
     return isinstance(leaf, Tensor) and not leaf.is_meta
 

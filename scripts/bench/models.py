@@ -210,7 +210,7 @@ def replace_linears(model: Any, make: Callable[[Any], nn.Module]) -> None:
             setattr(model.get_submodule(parent), child, make(layer))
 
 
-def rounded_layer(layer: Any, bits: int) -> nn.Module:
+def rounded_layer(layer: object, bits: int) -> nn.Module:
     """The layer with its factors, or the weight of an nn.Linear, rounded to `bits`."""
     plain, factors = factors_of(layer)
     spec = QuantizedSpec(plain, bits)
@@ -261,7 +261,7 @@ def corrected_layer(layer: Any, bits: int, rank: int) -> nn.Module:
     return filled_layer(layer, CorrectedSpec(base, correction), tensors)
 
 
-def float8_of(layer: Any) -> nn.Module:
+def float8_of(layer: object) -> nn.Module:
     """The layer with float8 weights, a scale a row, in the place of a structured or dense one."""
     plain, factors = factors_of(layer)
     spec = QuantizedSpec(plain, 8, ROW, fp8=True)
