@@ -187,7 +187,7 @@ def write_whole(
     folder: Path,
     contents: FolderContents,
     check: Callable[[Path], Written],
-    facts: Callable[[], Mapping[str, Any]],
+    facts: Callable[[], Mapping[str, object]],
     progress: Progress,
 ) -> None:
     """Write `contents` to `folder`, in the partial folder, check them and list them in a manifest.

@@ -147,7 +147,7 @@ def _cell(layer: Mapping[str, Any], key: str, said: str) -> Cell:
     return Cell(str(layer["type"]), int(block[1]) if block else 0, float(layer[key]), title)
 
 
-def _share(layer: Mapping[str, Any]) -> Cell:
+def _share(layer: Mapping[str, object]) -> Cell:
     dense, size = _sizes_of(layer)
     return _cell({**layer, "share": size / dense}, "share", f"{layer['rank']}, {size / dense:.1%}")
 
@@ -158,7 +158,7 @@ def _sizes_of(entry: Mapping[str, Any]) -> tuple[int, int]:
     return entry[f"dense_{unit}"], entry[unit]
 
 
-def _sizes(types: Sequence[Mapping[str, Any]]) -> str:
+def _sizes(types: Sequence[Mapping[str, object]]) -> str:
     rows = list[tuple[str, float, str, int]]()
     for n, entry in enumerate(types):
         dense, size = _sizes_of(entry)

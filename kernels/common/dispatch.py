@@ -105,7 +105,7 @@ class Plans(dict[Any, Callable[..., Any]]):
         super().__init__()
         _PLANS.append(self)
 
-    def keep(self, key: object, made: Callable[..., Any]) -> Callable[..., Any]:
+    def keep(self, key: object, made: Callable[..., object]) -> Callable[..., Any]:
         """`made`, known from now on."""
         if len(self) >= PLANNED:
             self.clear()

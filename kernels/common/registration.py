@@ -37,11 +37,11 @@ class Operator:
 def register(
     name: str,
     schema: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
+    run: Callable[..., object],
+    fake: Callable[..., object],
     setup: Callable[..., None] | None,
-    backward: Callable[..., Any] | None,
-    plain: Callable[..., Any],
+    backward: Callable[..., object] | None,
+    plain: Callable[..., object],
 ) -> Operator:
     """Register ``blr::<name><schema>``.
 

@@ -209,7 +209,7 @@ class Again:
         self.launches: Launches | None = None
 
     def __call__(
-        self, stage: Callable[..., Any], x: Tensor, *rest: Tensor | None, **config: object
+        self, stage: Callable[..., object], x: Tensor, *rest: Tensor | None, **config: object
     ) -> Any:
         """``stage(x, *rest, **config)``."""
         if self.launches is None:
@@ -217,12 +217,12 @@ class Again:
         return self.launches(x, *rest)
 
 
-def at_once(stage: Callable[..., Any], x: Tensor, *rest: Tensor | None, **config: object) -> Any:
+def at_once(stage: Callable[..., object], x: Tensor, *rest: Tensor | None, **config: object) -> Any:
     """The same without a replay."""
     return stage(x, *rest, **config)
 
 
-def recorded(run: Callable[..., Any], x: Tensor, *rest: Tensor | None) -> tuple[Any, Replay | None]:
+def recorded(run: Callable[..., object], x: Tensor, *rest: Tensor | None) -> tuple[Any, Replay | None]:
     """``run(x, *rest)``, a tensor or a tuple of tensors, and how to do it again, None if it is not
     launches alone.
 

@@ -179,8 +179,8 @@ def _ours(structure: str, dtype: torch.dtype, *given: Any) -> Tensor:
 
 
 def _fake(
-    q: Tensor, numbers: object, U: Tensor, V: Tensor | None, first: object, second: object, mix: object, bias: object,
-    structure: str, dtype: torch.dtype,
+    q: Tensor, numbers: object, U: Tensor, V: object, first: object, second: object, mix: object,
+    bias: object, structure: str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], outputs_of([U]), dtype=dtype)
 

@@ -105,7 +105,7 @@ class DecodeRow(Timed):
     equal_tokens: int | None = None
 
     @staticmethod
-    def head(machine: Mapping[str, Any]) -> str:
+    def head(machine: Mapping[str, object]) -> str:
         copied = machine.get("copy_tbps")
         return f"{machine.get('name')}" + (f": measured copy {copied:.2f} TB/s" if copied else "")
 

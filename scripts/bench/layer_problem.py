@@ -66,7 +66,7 @@ class LayerRow(Timed):
     speedup: float | None = None
 
     @staticmethod
-    def head(machine: Mapping[str, Any]) -> str:
+    def head(machine: Mapping[str, object]) -> str:
         clock = "by the host's clock" if machine["name"] == "cpu" else "without the host"
         return f"{machine['name']}: milliseconds a call, {clock}"
 

@@ -53,7 +53,7 @@ def pairs(text: str, option: str) -> tuple[tuple[int, ...], ...]:
     return tuple((*counts(a, option), *counts(b, option)) for a, b in found)
 
 
-def of_text(options: type, given: Mapping[str, Any]) -> Any:
+def of_text(options: type, given: Mapping[str, object]) -> Any:
     """`options` of what was typed: lists by commas. Raises UsageError."""
     found, hints = {k: v for k, v in given.items() if v is not None}, get_type_hints(options)
     for name, text in found.items():

@@ -175,7 +175,7 @@ class PrefillRow(Timed):
     of_dense_fp8: float | None = None
 
     @staticmethod
-    def head(machine: Mapping[str, Any]) -> str:
+    def head(machine: Mapping[str, object]) -> str:
         return f"{machine.get('name')}: milliseconds to the first token"
 
     @staticmethod
