@@ -43,7 +43,7 @@ def check_lines(found: Mapping[str, object] | None) -> list[Line]:
 
 def _loss_lines(found: Mapping[str, Any]) -> list[Line]:
     before, after = (number(found["perplexity"][name]) for name in ("before", "after"))
-    lost = f"{found['loss']:.3f} nats a token, mean KL {found['kl']['mean']:.3f} and the same top-1 "
+    lost = f"{found['loss']:z.3f} nats a token, mean KL {found['kl']['mean']:.3f} and the same top-1 "
     lost += f"token in {found['agreement']:.1%}, on the perplexity's tokens"
     return [("perplexity", f"{before} -> {after} on {found['read']}"), ("loss", lost)]
 

@@ -16,6 +16,7 @@ from running import Invoke
 
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
+from blr.compressor.cli.summary import check_lines
 from blr.compressor.commands import evaluate
 from blr.compressor.loading import streamed
 from blr.compressor.loading.load import load_model, load_tokenizer
@@ -247,6 +248,12 @@ def test_from_a_quarter_of_a_nat_on_a_warning_names_what_loses_less(tmp_path: Pa
     bar.hold(LOST)
     bar.hold(replace(LOST, after=20.0 * math.exp(0.2)))
     assert said == ["0.38 nats a token lost (perplexity 20.00 -> 29.25 on text); take --quantize int8"]
+
+
+def test_next_to_no_loss_has_no_minus() -> None:
+    facts = replace(LOST, after=20.0 - 1e-6).facts
+    assert ": 0.000 nats a token lost" in told(facts)
+    assert dict(check_lines({**facts, "ran": "x", "distance": 0.0}))["loss"].startswith("0.000 nats")
 
 
 @pytest.mark.parametrize(
