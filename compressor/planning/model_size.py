@@ -41,7 +41,8 @@ def _reached(plan: Plan, asked: str, wanted: float) -> tuple[float, float]:
     if size / wanted <= stays:
         raise UsageError(
             f"{asked} cannot be met: embeddings, head and what else stays dense take {stays:,} of "
-            f"{size:,} bytes, so the factor stays below {size / stays:.4g}; lower it, or --include lm_head"
+            f"{size:,} bytes, so the factor stays below {size / stays:.4g}; lower it or"
+            " --include lm_head"
         )
     kept, excess = sum(layer.parameters for layer in plan.kept), layers / (size / wanted - stays)
     parameters = kept + (plan.structured_parameters - kept) / excess

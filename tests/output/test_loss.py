@@ -161,7 +161,9 @@ def test_what_loses_over_a_nat_is_not_written_and_goes_on_with_force(
     code, _, err = invoke(*given, "-q")
     assert code == 7 and not (tmp_path / "out").exists()
     assert "nats a token lost (perplexity " in err and "expected at most 1" in err
-    assert "--text TEXT" in err and "--force" in err
+    partial = tmp_path / "out.blr-partial"
+    assert "--text TEXT" in err and f"--force, which writes what {partial} keeps" in err
+    assert "train that (blr heal)" in err and partial.is_dir()
     fitted = []
     from blr.compressor.structures import lowrank
 

@@ -70,7 +70,7 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], said: str, tiny: Pa
 
 def test_without_weights_no_size_is_known(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
-    with pytest.raises(UsageError, match="config.json alone"):
+    with pytest.raises(UsageError, match=r"config\.json alone"):
         sized(open_or_outline(tmp_path)[0], Recipe(model_cf=2.0), False)
 
 
