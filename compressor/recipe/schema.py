@@ -145,8 +145,8 @@ class Recipe(RecipeFields):
         sequential: fit each layer to the inputs that the compressed layers before it give.
 
     Options:
-        method (--method, -m): Structure of the replaced layers: svd, monarch, blast or ks
-            (Kronecker-sparse); dense changes only the storage. [svd; dense for --quantize alone]
+        method (--method, -m): Structure of the replaced layers: {values}. ks is Kronecker-sparse; dense
+            changes only the storage. [svd; dense for --quantize alone]
         cf: Make the replaced layers this many times smaller, counted in parameters. [2]
         model_cf: Make the whole model this many times smaller, counted in bytes, in place of --cf.
             [none]
