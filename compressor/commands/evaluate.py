@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import CapabilityError, InputError, NumericsError
 from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import is_numeral, quote
@@ -21,38 +23,61 @@ from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.extras import MODULES
 from blr.compressor.checkpoint.regular import read_start, read_text
-from blr.compressor.integrations.lm_eval import Asked, run_tasks
+from blr.compressor.commands.against import (
+    Distance,
+    EmbeddingDistance,
+    check_alike,
+    distance,
+    embedding_distance,
+)
+from blr.compressor.commands.dense_states import DenseStates, kept_at
+from blr.compressor.commands.text_scores import TokenScores, divided, text_scores
+from blr.compressor.integrations.lm_eval import Asked, compared, run_tasks
 from blr.compressor.loading.load import EMBEDS, GENERATES, load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
-from blr.compressor.loading.tokenizer import check_ids, encode_padded, taken_by
+from blr.compressor.loading.tokenizer import PROBE, check_ids, encode_padded, taken_by
 from blr.compressor.recipe.eval_settings import USUAL_WINDOW, EvalSettings
-from blr.compressor.text.reading import Beginning, beginning_of, begun, read_whole_text, room_in
+from blr.compressor.text.reading import Beginning, beginning_of, read_whole_text
 
 MAX_BYTES = 64 * 2**20  # of a text; all of it is tokenized at once
-MAX_LOSS = 700  # nats; exp of more is beyond a float, and no vocabulary has so many tokens
 Pair: TypeAlias = tuple[str, str, float]  # two sentences and their score
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """`perplexity` over `tokens` predicted ones; the `beginning` of each window is not counted."""
+    """`perplexity` over `tokens` predicted ones; the `beginning` of each window is not counted.
+    `against` is the distance from the dense model, if one was given."""
 
     perplexity: float
     tokens: int
     window: int
     beginning: Beginning = ()
+    against: Distance | None = None
 
 
 @dataclass(frozen=True)
 class Spearman:
-    """Rank correlation, in percent, of cosine similarities with gold scores over `pairs` pairs."""
+    """Rank correlation, in percent, of cosine similarities with gold scores over `pairs` pairs.
+    `against` is the distance from the dense model, if one was given."""
 
     spearman: float
     pairs: int
+    against: EmbeddingDistance | None = None
 
 
-def evaluate_folder(folder: Path, asked: EvalSettings, progress: Progress) -> dict[str, object]:
-    """Measure what `asked` says, JSON-ready; texts and pairs are checked before the model is loaded."""
+@dataclass(frozen=True)
+class DenseModel:
+    """The dense checkpoint that an output is compared with; `load` gives its model, once."""
+
+    folder: Path
+    load: Callable[[], PreTrainedModel]
+
+
+def evaluate_folder(
+    folder: Path, asked: EvalSettings, progress: Progress, against: Path | None = None
+) -> dict[str, object]:
+    """Measure what `asked` says, JSON-ready, and how far that is `against` the dense model in a folder.
+    Texts and pairs are checked before a model is loaded."""
     pairs = read_pairs(asked.sts) if asked.sts else []
     if asked.sts:
         name = str((read_config(folder).get("architectures") or [""])[0])
@@ -62,19 +87,56 @@ def evaluate_folder(folder: Path, asked: EvalSettings, progress: Progress) -> di
                 "take --text"
             )
     data, trust = [*asked.text, *filter(None, [asked.sts])], asked.trust_remote_code
-    tokenizer = load_tokenizer(folder, trust=trust, text=read_start(data[0]) if data else "")
+    start = read_start(data[0]) if data else ""
+    tokenizer = load_tokenizer(folder, trust=trust, text=start)
     part = asked.max_tokens, asked.skip_tokens or 0
     tokens = [read_tokens(path, tokenizer, *part) for path in asked.text]
-    task, how = EMBEDS if asked.sts else GENERATES, {"trust": trust, "verify": asked.verify}
-    model = load_model(folder, task, dtype=asked.dtype, device=asked.device, progress=progress, **how)
+    if against is not None:
+        theirs = load_tokenizer(against, trust=trust, text=start)
+        check_alike((folder, against), (tokenizer, theirs), (PROBE, start))
+
+    @cache
+    def loaded(place: Path) -> PreTrainedModel:
+        task = EMBEDS if asked.sts else GENERATES
+        how: dict[str, Any] = {"trust": trust, "verify": asked.verify, "progress": progress}
+        return load_model(place, task, dtype=asked.dtype, device=asked.device, **how)
+
+    dense = None if against is None else DenseModel(against, partial(loaded, against))
+    model = loaded(folder)
     if pairs:
-        head = read_sentences(folder)
-        return asdict(sts_spearman(model, tokenizer, pairs, asked.batch, progress, head))
-    result = _of_texts(model, tokenizer, tokens, asked, progress) if tokens else {}
+        return _of_pairs(folder, model, tokenizer, pairs, asked, progress, dense)
+    result = _of_texts(model, tokenizer, tokens, asked, progress, dense) if tokens else {}
     if asked.tasks:
-        wanted = Asked(asked.task_names, asked.tasks_path, asked.shots, asked.limit)
-        result |= asdict(run_tasks(model, tokenizer, wanted, asked.batch))
+        how = asked.shots, asked.limit, dense is not None
+        wanted = Asked(asked.task_names, asked.tasks_path, *how)
+        found = run_tasks(model, tokenizer, wanted, asked.batch)
+        result |= asdict(found.scores)
+        if dense is not None:
+            other = run_tasks(dense.load(), tokenizer, wanted, asked.batch)
+            result["tasks_against"] = asdict(compared(found, other))
     return result
+
+
+def _of_pairs(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: list[Pair],
+    asked: EvalSettings,
+    progress: Progress,
+    dense: DenseModel | None,
+) -> dict[str, Any]:
+    """The result on pairs of sentences."""
+    found, embeddings = sts_spearman(
+        model, tokenizer, pairs, asked.batch, progress, read_sentences(folder)
+    )
+    if dense is not None:
+        head = read_sentences(dense.folder)
+        other, theirs = sts_spearman(dense.load(), tokenizer, pairs, asked.batch, progress, head)
+        near = torch.nn.functional.cosine_similarity(embeddings, theirs)
+        to_dense = rank_correlation(_of_each_pair(embeddings), _of_each_pair(theirs))
+        found = replace(found, against=embedding_distance(near, other.spearman, to_dense))
+    return _known(found)
 
 
 def _of_texts(
@@ -83,17 +145,45 @@ def _of_texts(
     tokens: list[Tensor],
     asked: EvalSettings,
     progress: Progress,
+    dense: DenseModel | None,
 ) -> dict[str, Any]:
     """The result on one text, or those on several."""
     size = asked.window or min(USUAL_WINDOW, context_of(model.config.to_dict()))
     begins = beginning_of(tokenizer)
     how = size, asked.stride or size, asked.batch, progress, begins
     counted = _counted(size, asked.stride, list(tokenizer.convert_ids_to_tokens(list(begins))))
-    found = [
-        {"text": str(path), **asdict(perplexity(model, ids, *how)), "counted": counted}
-        for path, ids in zip(asked.text, tokens, strict=True)
-    ]
-    return found[0] if len(found) == 1 else {"texts": found}
+    rows = []
+    for path, ids in zip(asked.text, tokens, strict=True):
+        states = None if dense is None else _dense_states(dense, ids, asked, size, begins, progress)
+        found, places = text_scores(model, ids, *how, states)
+        result = _perplexity(found, size, begins)
+        if states is not None:
+            states.write()
+            far = distance(found, places, ids, asked.skip_tokens or 0, tokenizer)
+            result = replace(result, against=far)
+        rows.append({"text": str(path), **_known(result), "counted": counted})
+    return rows[0] if len(rows) == 1 else {"texts": rows}
+
+
+def _dense_states(
+    dense: DenseModel,
+    ids: Tensor,
+    asked: EvalSettings,
+    window: int,
+    beginning: Beginning,
+    progress: Progress,
+) -> DenseStates:
+    """The dense model's states on a text, which `--keep-dense` keeps."""
+    read = ids.tolist(), beginning, window, asked.stride, asked.batch
+    how = asked.dtype, str(pick_device(asked.device)), asked.trust_remote_code
+    folder = asked.keep_dense
+    path = None if folder is None else kept_at(folder, dense.folder, *read, *how)
+    return DenseStates(lambda: divided(dense.load(), ids, beginning), path, len(ids), progress)
+
+
+def _known(found: Perplexity | Spearman) -> dict[str, Any]:
+    """JSON-ready, without a distance that was not asked for."""
+    return {name: value for name, value in asdict(found).items() if value is not None}
 
 
 def _counted(window: int, stride: int | None, begins: list[str]) -> str:
@@ -116,7 +206,6 @@ def read_tokens(
     return torch.tensor(ids)
 
 
-@torch.inference_mode()
 def perplexity(
     model: PreTrainedModel,
     ids: Tensor,
@@ -126,59 +215,15 @@ def perplexity(
     progress: Progress,
     beginning: Beginning = (),
 ) -> Perplexity:
-    """exp of the mean negative log-likelihood of `ids` [n], in windows every `stride` tokens.
-
-    A token is scored in the first window that has something before it. Raises InputError for a window
-    that does not fit or unknown ids, NumericsError for a loss that is not finite.
-    """
-    limit = context_of(model.config.to_dict())
-    if window > limit:
-        remedy = "take a shorter one, or leave --window out"
-        raise InputError(f"window {window} is longer than the model's context of {limit}; {remedy}")
-    check_ids(model, torch.cat([ids.new_tensor(beginning), ids]))
-    room = room_in(window, beginning)
-    stride = min(stride, room)
-    starts = list(range(0, max(len(ids) - room, 0) + 1, stride))
-    if starts[-1] + room < len(ids):
-        starts.append(starts[-1] + stride)
-    total, count = 0.0, 0
-    groups = [starts[n : n + batch] for n in range(0, len(starts), batch)]
-    with progress.layers(len(groups), "evaluating") as advance:
-        for group in groups:
-            advance("")
-            for rows, fresh in _stack(ids, group, room, stride, bool(beginning)):
-                losses = _losses(model, begun(rows, beginning))[:, -fresh:]
-                total, count = total + float(losses.double().sum()), count + losses.numel()
-    loss = total / count
-    if not loss < MAX_LOSS:  # NaN is not
-        raise NumericsError(
-            f"the mean negative log-likelihood is {loss:g}: expected a finite number below {MAX_LOSS}; "
-            "evaluate in --dtype float32, or repair the checkpoint"
-        )
-    return Perplexity(math.exp(loss), count, window, beginning)
+    """exp of the mean negative log-likelihood of `ids` [n], in windows every `stride` tokens. Raises as
+    `text_scores`."""
+    found, _ = text_scores(model, ids, window, stride, batch, progress, beginning)
+    return _perplexity(found, window, beginning)
 
 
-def _stack(
-    ids: Tensor, starts: list[int], room: int, stride: int, begins: bool
-) -> list[tuple[Tensor, int]]:
-    """Rows of equal length and count of new tokens together, as ([m, w], new)."""
-    groups: dict[tuple[int, int], list[Tensor]] = {}
-    for start in starts:
-        row = ids[start : start + room]
-        alone = start == 0 or stride == room
-        fresh = len(row) - (not begins) if alone else len(row) - (room - stride)
-        if fresh > 0:
-            groups.setdefault((len(row), fresh), []).append(row)
-    return [(torch.stack(rows), fresh) for (_, fresh), rows in groups.items()]
-
-
-def _losses(model: PreTrainedModel, rows: Tensor) -> Tensor:
-    """Negative log-likelihood [m, w-1] of every token but the first of each row."""
-    rows = rows.to(model.device)
-    logits = model(rows, use_cache=False).logits[:, :-1].float()
-    return torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none"
-    ).view(len(rows), -1)
+def _perplexity(found: list[TokenScores], window: int, beginning: Beginning) -> Perplexity:
+    losses = torch.cat([each.loss.flatten() for each in found]).double()
+    return Perplexity(math.exp(float(losses.mean())), losses.numel(), window, beginning)
 
 
 @torch.inference_mode()
@@ -189,14 +234,20 @@ def sts_spearman(
     batch: int,
     progress: Progress,
     head: Sentences | None = None,
-) -> Spearman:
-    """Spearman correlation on `pairs`, whose sentences `head` embeds (None: by their mean states)."""
+) -> tuple[Spearman, Tensor]:
+    """Spearman correlation on `pairs`, whose sentences `head` embeds (None: by their mean states), and
+    the embeddings [2 n, d]."""
     sentences = [s for first, second, _ in pairs for s in (first, second)]
     head = head or Sentences()
     embeddings = embed(model, tokenizer, sentences, batch, progress, head).double()
-    cosine = torch.nn.functional.cosine_similarity(embeddings[0::2], embeddings[1::2])
     gold = torch.tensor([score for *_, score in pairs], dtype=torch.float64)
-    return Spearman(rank_correlation(cosine, gold), len(pairs))
+    found = rank_correlation(_of_each_pair(embeddings), gold)
+    return Spearman(found, len(pairs)), embeddings
+
+
+def _of_each_pair(embeddings: Tensor) -> Tensor:
+    """Cosine similarities [n] of embeddings [2 n, d], two by two."""
+    return torch.nn.functional.cosine_similarity(embeddings[0::2], embeddings[1::2])
 
 
 def rank_correlation(cosine: Tensor, gold: Tensor) -> float:
