@@ -63,7 +63,8 @@ def _text(result: dict[str, Any]) -> str:
 def _distance(far: dict[str, Any]) -> list[str]:
     """How far a decoder is from the dense one in a text, with standard errors behind ±."""
     kl, shares = far["kl"], far["kl"]["percentiles"]
-    three = ", ".join(f"{name} {_give(figure)}" for name, figure in far["perplexities"].items())
+    figures = far["perplexities"].items()
+    three = ", ".join(f"{name} {one['value']:.4f} ± {one['error']:.4f}" for name, one in figures)
     tail = ", ".join(f"{name} {shares[n]:.4g}" for n, name in TAIL.items())
     flips = ", ".join(f"{n} {far['flips'][key]}" for n, key in FLIPS.items())
     worst = ", ".join(f"{window['token']:,} ({window['kl']:.3g})" for window in kl["worst"])
@@ -79,7 +80,7 @@ def _distance(far: dict[str, Any]) -> list[str]:
     return [
         f"perplexities: {three}",
         f"KL: mean {kl['mean']:.4g} ± {kl['error']:.2g}, {tail}",
-        f"same top-1 token: {_give(far['agreement'], '.2%')}; flips {flips}",
+        f"same top-1 token: {far['agreement']:.2%}; flips {flips}",
         f"RMS change of the right token's probability: {far['rms_dp']:.2%}",
         f"worst windows begin at tokens: {worst}",
         aligned([head, *rows], {0, 1}),
@@ -89,7 +90,7 @@ def _distance(far: dict[str, Any]) -> list[str]:
 def _embeddings(far: dict[str, Any]) -> list[str]:
     """How far an encoder is from the dense one."""
     return [
-        f"cosine to the dense embeddings: {_give(far['cosine'])}, of 1 in 100 below {far['lowest']:.4f}",
+        f"cosine to the dense embeddings: {far['cosine']:.4f}, of 1 in 100 below {far['lowest']:.4f}",
         f"spearman of the dense model: {_number(far['dense_spearman'])}; of the output with it: "
         f"{_number(far['spearman_to_dense'])}",
     ]
@@ -103,17 +104,12 @@ def _tasks(scores: dict[str, Any], documents: dict[str, int], far: dict[str, Any
         for metric, value in metrics.items():
             row = [task, metric, _number(value), str(documents.get(task, ""))]
             if far:
-                recovered, flips = far["recovery"][task].get(metric), far["flips"].get(task, {})
+                recovered = far["recovery"][task].get(metric)
                 row += [_number(far["dense"][task][metric])]
                 row += ["" if recovered is None else f"{recovered:.1f}%"]
-                row += [str(flips.get(name, "")) for name in ("lost", "gained")]
+                row += [str(far[name].get(task, "")) for name in ("lost", "gained")]
             rows.append(row)
     return [aligned([("task", "metric", "value", "documents", *more), *rows], range(2, 8))]
-
-
-def _give(estimate: dict[str, float], form: str = ".4f") -> str:
-    """A figure and its standard error."""
-    return f"{estimate['value']:{form}} ± {estimate['error']:{form}}"
 
 
 def _number(value: Any) -> str:

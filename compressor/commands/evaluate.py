@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,19 +22,14 @@ from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.extras import MODULES
 from blr.compressor.checkpoint.regular import read_start, read_text
-from blr.compressor.commands.against import (
-    Distance,
-    EmbeddingDistance,
-    check_alike,
-    distance,
-    embedding_distance,
-)
+from blr.compressor.commands.against import EmbeddingDistance, check_alike, distance
 from blr.compressor.commands.dense_states import DenseStates, kept_at
-from blr.compressor.commands.text_scores import TokenScores, divided, text_scores
+from blr.compressor.commands.text_scores import ScoredWindow, divided, text_scores
 from blr.compressor.integrations.lm_eval import Asked, compared, run_tasks
 from blr.compressor.loading.load import EMBEDS, GENERATES, load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.loading.tokenizer import PROBE, check_ids, encode_padded, taken_by
+from blr.compressor.output.loss import percentiles
 from blr.compressor.recipe.eval_settings import USUAL_WINDOW, EvalSettings
 from blr.compressor.text.reading import Beginning, beginning_of, read_whole_text
 
@@ -45,39 +39,27 @@ Pair: TypeAlias = tuple[str, str, float]  # two sentences and their score
 
 @dataclass(frozen=True)
 class Perplexity:
-    """`perplexity` over `tokens` predicted ones; the `beginning` of each window is not counted.
-    `against` is the distance from the dense model, if one was given."""
+    """`perplexity` over `tokens` predicted ones; the `beginning` of each window is not counted."""
 
     perplexity: float
     tokens: int
     window: int
     beginning: Beginning = ()
-    against: Distance | None = None
 
 
 @dataclass(frozen=True)
 class Spearman:
-    """Rank correlation, in percent, of cosine similarities with gold scores over `pairs` pairs.
-    `against` is the distance from the dense model, if one was given."""
+    """Rank correlation, in percent, of cosine similarities with gold scores over `pairs` pairs."""
 
     spearman: float
     pairs: int
-    against: EmbeddingDistance | None = None
-
-
-@dataclass(frozen=True)
-class DenseModel:
-    """The dense checkpoint that an output is compared with; `load` gives its model, once."""
-
-    folder: Path
-    load: Callable[[], PreTrainedModel]
 
 
 def evaluate_folder(
     folder: Path, asked: EvalSettings, progress: Progress, against: Path | None = None
 ) -> dict[str, object]:
-    """Measure what `asked` says, JSON-ready, and how far that is `against` the dense model in a folder.
-    Texts and pairs are checked before a model is loaded."""
+    """Measure what `asked` says, JSON-ready, and how far it is from the dense model in the folder
+    `against`. Texts and pairs are checked before a model is loaded."""
     pairs = read_pairs(asked.sts) if asked.sts else []
     if asked.sts:
         name = str((read_config(folder).get("architectures") or [""])[0])
@@ -94,96 +76,91 @@ def evaluate_folder(
     if against is not None:
         theirs = load_tokenizer(against, trust=trust, text=start)
         check_alike((folder, against), (tokenizer, theirs), (PROBE, start))
-
-    @cache
-    def loaded(place: Path) -> PreTrainedModel:
-        task = EMBEDS if asked.sts else GENERATES
-        how: dict[str, Any] = {"trust": trust, "verify": asked.verify, "progress": progress}
-        return load_model(place, task, dtype=asked.dtype, device=asked.device, **how)
-
-    dense = None if against is None else DenseModel(against, partial(loaded, against))
-    model = loaded(folder)
+    evaluation = Evaluation(folder, against, asked, progress, tokenizer)
+    evaluation.model(folder)
     if pairs:
-        return _of_pairs(folder, model, tokenizer, pairs, asked, progress, dense)
-    result = _of_texts(model, tokenizer, tokens, asked, progress, dense) if tokens else {}
-    if asked.tasks:
-        how = asked.shots, asked.limit, dense is not None
-        wanted = Asked(asked.task_names, asked.tasks_path, *how)
-        found = run_tasks(model, tokenizer, wanted, asked.batch)
-        result |= asdict(found.scores)
-        if dense is not None:
-            other = run_tasks(dense.load(), tokenizer, wanted, asked.batch)
-            result["tasks_against"] = asdict(compared(found, other))
-    return result
+        return evaluation.of_pairs(pairs)
+    result = evaluation.of_texts(tokens) if tokens else {}
+    return result | evaluation.of_tasks() if asked.tasks else result
 
 
-def _of_pairs(
-    folder: Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    pairs: list[Pair],
-    asked: EvalSettings,
-    progress: Progress,
-    dense: DenseModel | None,
-) -> dict[str, Any]:
-    """The result on pairs of sentences."""
-    found, embeddings = sts_spearman(
-        model, tokenizer, pairs, asked.batch, progress, read_sentences(folder)
-    )
-    if dense is not None:
-        head = read_sentences(dense.folder)
-        other, theirs = sts_spearman(dense.load(), tokenizer, pairs, asked.batch, progress, head)
-        near = torch.nn.functional.cosine_similarity(embeddings, theirs)
-        to_dense = rank_correlation(_of_each_pair(embeddings), _of_each_pair(theirs))
-        found = replace(found, against=embedding_distance(near, other.spearman, to_dense))
-    return _known(found)
+@dataclass(frozen=True)
+class Evaluation:
+    """The checkpoint in `folder`, perhaps beside the dense one in `against`; both have one tokenizer."""
 
+    folder: Path
+    against: Path | None
+    asked: EvalSettings
+    progress: Progress
+    tokenizer: PreTrainedTokenizerBase
+    loaded: dict[Path, PreTrainedModel] = field(default_factory=dict)
 
-def _of_texts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tokens: list[Tensor],
-    asked: EvalSettings,
-    progress: Progress,
-    dense: DenseModel | None,
-) -> dict[str, Any]:
-    """The result on one text, or those on several."""
-    size = asked.window or min(USUAL_WINDOW, context_of(model.config.to_dict()))
-    begins = beginning_of(tokenizer)
-    how = size, asked.stride or size, asked.batch, progress, begins
-    counted = _counted(size, asked.stride, list(tokenizer.convert_ids_to_tokens(list(begins))))
-    rows = []
-    for path, ids in zip(asked.text, tokens, strict=True):
-        states = None if dense is None else _dense_states(dense, ids, asked, size, begins, progress)
-        found, places = text_scores(model, ids, *how, states)
-        result = _perplexity(found, size, begins)
-        if states is not None:
-            states.write()
-            far = distance(found, places, ids, asked.skip_tokens or 0, tokenizer)
-            result = replace(result, against=far)
-        rows.append({"text": str(path), **_known(result), "counted": counted})
-    return rows[0] if len(rows) == 1 else {"texts": rows}
+    def model(self, folder: Path) -> PreTrainedModel:
+        """The model in one of the folders, loaded when it is first asked for."""
+        if folder not in self.loaded:
+            asked, task = self.asked, EMBEDS if self.asked.sts else GENERATES
+            how: dict[str, Any] = {"trust": asked.trust_remote_code, "verify": asked.verify}
+            how |= {"dtype": asked.dtype, "device": asked.device, "progress": self.progress}
+            self.loaded[folder] = load_model(folder, task, **how)
+        return self.loaded[folder]
 
+    def of_pairs(self, pairs: list[Pair]) -> dict[str, Any]:
+        """The result on pairs of sentences."""
+        found, ours = self._correlation(self.folder, pairs)
+        if self.against is None:
+            return asdict(found)
+        dense, theirs = self._correlation(self.against, pairs)
+        near = torch.nn.functional.cosine_similarity(ours, theirs)
+        to_dense = rank_correlation(_of_each_pair(ours), _of_each_pair(theirs))
+        lowest = percentiles(near, [1])[0]
+        far = EmbeddingDistance(float(near.mean()), lowest, dense.spearman, to_dense)
+        return {**asdict(found), "against": asdict(far)}
 
-def _dense_states(
-    dense: DenseModel,
-    ids: Tensor,
-    asked: EvalSettings,
-    window: int,
-    beginning: Beginning,
-    progress: Progress,
-) -> DenseStates:
-    """The dense model's states on a text, which `--keep-dense` keeps."""
-    read = ids.tolist(), beginning, window, asked.stride, asked.batch
-    how = asked.dtype, str(pick_device(asked.device)), asked.trust_remote_code
-    folder = asked.keep_dense
-    path = None if folder is None else kept_at(folder, dense.folder, *read, *how)
-    return DenseStates(lambda: divided(dense.load(), ids, beginning), path, len(ids), progress)
+    def _correlation(self, folder: Path, pairs: list[Pair]) -> tuple[Spearman, Tensor]:
+        how = self.asked.batch, self.progress, read_sentences(folder)
+        return sts_spearman(self.model(folder), self.tokenizer, pairs, *how)
 
+    def of_tasks(self) -> dict[str, Any]:
+        """The scores in tasks."""
+        asked = self.asked
+        wanted = Asked(asked.task_names, asked.tasks_path, asked.shots, asked.limit, bool(self.against))
+        found = run_tasks(self.model(self.folder), self.tokenizer, wanted, asked.batch)
+        if self.against is None:
+            return asdict(found.scores)
+        dense = run_tasks(self.model(self.against), self.tokenizer, wanted, asked.batch)
+        return {**asdict(found.scores), "tasks_against": asdict(compared(found, dense))}
 
-def _known(found: Perplexity | Spearman) -> dict[str, Any]:
-    """JSON-ready, without a distance that was not asked for."""
-    return {name: value for name, value in asdict(found).items() if value is not None}
+    def of_texts(self, tokens: list[Tensor]) -> dict[str, Any]:
+        """The result on one text, or those on several."""
+        asked, tokenizer = self.asked, self.tokenizer
+        size = asked.window or min(USUAL_WINDOW, context_of(self.model(self.folder).config.to_dict()))
+        begins = beginning_of(tokenizer)
+        counted = _counted(size, asked.stride, list(tokenizer.convert_ids_to_tokens(list(begins))))
+        found = [
+            {"text": str(path), **self._of_text(ids, size, begins), "counted": counted}
+            for path, ids in zip(asked.text, tokens, strict=True)
+        ]
+        return found[0] if len(found) == 1 else {"texts": found}
+
+    def _of_text(self, ids: Tensor, window: int, beginning: Beginning) -> dict[str, Any]:
+        how = window, self.asked.stride or window, self.asked.batch
+        dense = None if self.against is None else self._dense(self.against, ids, beginning, *how)
+        model = self.model(self.folder)
+        found = text_scores(model, ids, *how, self.progress, beginning, dense)
+        told = asdict(_perplexity(found, window, beginning))
+        if dense is None:
+            return told
+        dense.write(self.progress)
+        first = self.asked.skip_tokens or 0
+        return {**told, "against": asdict(distance(found, ids, first, self.tokenizer))}
+
+    def _dense(self, folder: Path, ids: Tensor, beginning: Beginning, *how: int) -> DenseStates:
+        """The dense model's states on a text, which `--keep-dense` keeps."""
+        asked, path = self.asked, None
+        if asked.keep_dense is not None:
+            key = ids.tolist(), beginning, how, asked.dtype, str(pick_device(asked.device))
+            path = kept_at(asked.keep_dense, folder, *key)
+        return DenseStates(lambda: divided(self.model(folder), ids, beginning), path, len(ids))
 
 
 def _counted(window: int, stride: int | None, begins: list[str]) -> str:
@@ -217,13 +194,14 @@ def perplexity(
 ) -> Perplexity:
     """exp of the mean negative log-likelihood of `ids` [n], in windows every `stride` tokens. Raises as
     `text_scores`."""
-    found, _ = text_scores(model, ids, window, stride, batch, progress, beginning)
-    return _perplexity(found, window, beginning)
+    return _perplexity(
+        text_scores(model, ids, window, stride, batch, progress, beginning), window, beginning
+    )
 
 
-def _perplexity(found: list[TokenScores], window: int, beginning: Beginning) -> Perplexity:
-    losses = torch.cat([each.loss.flatten() for each in found]).double()
-    return Perplexity(math.exp(float(losses.mean())), losses.numel(), window, beginning)
+def _perplexity(found: list[ScoredWindow], window: int, beginning: Beginning) -> Perplexity:
+    losses = torch.cat([scores.loss for _, scores in found]).double()
+    return Perplexity(math.exp(float(losses.mean())), len(losses), window, beginning)
 
 
 @torch.inference_mode()

@@ -17,18 +17,12 @@ class JudgedMean(Told):
     mean: float
 
 
-class JudgedEstimate(Told):
-    """A figure without its standard error."""
-
-    value: float
-
-
 class JudgedDistance(Told):
     """How far an output is from the dense model: a decoder in a text, or an encoder."""
 
     kl: JudgedMean | None = None
-    agreement: JudgedEstimate | None = None
-    cosine: JudgedEstimate | None = None
+    agreement: float | None = None
+    cosine: float | None = None
 
 
 class JudgedText(Told):

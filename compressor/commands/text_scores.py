@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,8 +30,7 @@ class Likelihoods(NamedTuple):
     best: Tensor
 
 
-@dataclass(frozen=True)
-class TokenScores:
+class TokenScores(NamedTuple):
     """For tokens [n], or windows of them [m, w]: their losses in nats and the likeliest tokens. Of two
     models also those of the dense one (`dense_loss`, `dense_best`) and KL(dense ‖ output)."""
 
@@ -42,22 +40,13 @@ class TokenScores:
     dense_best: Tensor
     kl: Tensor
 
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        return self.loss, self.best, self.dense_loss, self.dense_best, self.kl
-
-    def windows(self, count: int) -> TokenScores:
-        """Of `count` windows that were scored as one."""
-        return TokenScores(*(part.view(count, -1) for part in self.parts))
-
-    def rows(self) -> list[TokenScores]:
-        """Of each window, on the CPU."""
-        return [TokenScores(*row) for row in zip(*(part.cpu() for part in self.parts), strict=True)]
-
     @staticmethod
     def joined(found: Sequence[TokenScores]) -> TokenScores:
         """Of all their tokens."""
-        return TokenScores(*map(torch.cat, zip(*(each.parts for each in found), strict=True)))
+        return TokenScores(*map(torch.cat, zip(*found, strict=True)))
+
+
+ScoredWindow = tuple[int, TokenScores]  # of the tokens of a window from this place in the text on
 
 
 def likelihoods(logits: Tensor, targets: Tensor) -> Likelihoods:
@@ -108,8 +97,8 @@ def text_scores(
     progress: Progress,
     beginning: Beginning = (),
     dense: DenseStates | None = None,
-) -> tuple[list[TokenScores], list[int]]:
-    """Scores of the tokens `ids` [n] in windows every `stride` tokens, and where each window's begin.
+) -> list[ScoredWindow]:
+    """Scores of the tokens `ids` [n] in windows every `stride` tokens, beside those of a `dense` model.
 
     A token is scored in the first window that has something before it. Raises InputError for a window
     that does not fit or unknown ids, NumericsError for a loss that is not finite.
@@ -119,37 +108,30 @@ def text_scores(
         remedy = "take a shorter one, or leave --window out"
         raise InputError(f"window {window} is longer than the model's context of {limit}; {remedy}")
     check_ids(model, torch.cat([ids.new_tensor(beginning), ids]))
-    found, places = list[TokenScores](), list[int]()
-    room = room_in(window, beginning)
-    groups = _groups(len(ids), room, min(stride, room), batch)
+    room, found = room_in(window, beginning), list[ScoredWindow]()
+    stride = min(stride, room)
+    starts = list(range(0, max(len(ids) - room, 0) + 1, stride))
+    if starts[-1] + room < len(ids):
+        starts.append(starts[-1] + stride)
+    groups = [starts[n : n + batch] for n in range(0, len(starts), batch)]
     reader = divided(model, ids, beginning)
     with progress.layers(len(groups), "evaluating") as advance:
         for group in groups:
             advance("")
-            for rows, fresh, at in _stack(ids, group, room, min(stride, room), bool(beginning)):
+            for rows, fresh, places in _stack(ids, group, room, stride, bool(beginning)):
                 rows = begun(rows, beginning).to(model.device)
-                states = predicting(reader, rows, fresh)
                 theirs = None if dense is None else dense.states(rows, fresh)
-                new = scores(states, reader.head, rows[:, -fresh:].flatten(), theirs)
-                found.append(new.windows(len(rows)))
-                places += at
-    for name in ("loss", "dense_loss"):
-        loss = float(torch.cat([getattr(each, name).flatten() for each in found]).double().mean())
-        if not loss < MAX_LOSS:  # NaN is not
-            whose = "" if name == "loss" else " of the dense model"
+                states, targets = predicting(reader, rows, fresh), rows[:, -fresh:].flatten()
+                parts = (x.view(-1, fresh).cpu() for x in scores(states, reader.head, targets, theirs))
+                found += zip(places, map(TokenScores._make, zip(*parts, strict=True)), strict=True)
+    every = TokenScores.joined([window for _, window in found])
+    for loss, whose in ((every.loss, ""), (every.dense_loss, " of the dense model")):
+        if not (mean := float(loss.double().mean())) < MAX_LOSS:  # NaN is not
             raise NumericsError(
-                f"the mean negative log-likelihood{whose} is {loss:g}: expected a finite number below "
+                f"the mean negative log-likelihood{whose} is {mean:g}: expected a finite number below "
                 f"{MAX_LOSS}; evaluate in --dtype float32, or repair the checkpoint"
             )
-    return found, places
-
-
-def _groups(tokens: int, room: int, stride: int, batch: int) -> list[list[int]]:
-    """Where the windows of a text begin, in batches."""
-    starts = list(range(0, max(tokens - room, 0) + 1, stride))
-    if starts[-1] + room < tokens:
-        starts.append(starts[-1] + stride)
-    return [starts[n : n + batch] for n in range(0, len(starts), batch)]
+    return found
 
 
 def _stack(

@@ -33,10 +33,6 @@ class Readout:
             return hidden
         return linear(hidden.to(self.weight.dtype), self.weight, self.bias)
 
-    def to(self, device: torch.device) -> Readout:
-        """The same on a device."""
-        return Readout(*(None if x is None else x.to(device) for x in (self.weight, self.bias)))
-
     def chunks(self, hidden: Tensor) -> list[slice]:
         """The rows of `hidden` [n, d] in parts of about `CHUNK` logits each."""
         width = hidden.shape[1] if self.weight is None else self.weight.shape[0]

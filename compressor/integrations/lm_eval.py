@@ -44,36 +44,32 @@ class TaskRun:
 
 
 @dataclass(frozen=True)
-class ItemFlips:
-    """How many of a task's items score less than by the dense model (`lost`), and more (`gained`)."""
-
-    items: int
-    lost: int
-    gained: int
-
-
-@dataclass(frozen=True)
 class TaskDistance:
-    """The scores of the dense model, the percentage of each that is recovered, and the flips of
-    items."""
+    """By task: the scores of the dense model, the percentage of each that is recovered (if it is not
+    0), and how many items score less than by the dense model (`lost`), and more (`gained`)."""
 
     dense: dict[str, dict[str, float]]
     recovery: dict[str, dict[str, float]]
-    flips: dict[str, ItemFlips]
+    lost: dict[str, int]
+    gained: dict[str, int]
 
 
 def compared(found: TaskRun, dense: TaskRun) -> TaskDistance:
-    """How a model does beside its dense one. Metrics that the dense one scores 0 in have no recovery."""
+    """How a model does beside its dense one."""
     wanted = dense.scores.tasks
     recovery = {
         task: {n: 100 * v / wanted[task][n] for n, v in metrics.items() if wanted[task].get(n)}
         for task, metrics in found.scores.tasks.items()
     }
-    flips = dict[str, ItemFlips]()
-    for task, items in found.items.items():
-        gaps = [value - dense.items[task][item] for item, value in items.items()]
-        flips[task] = ItemFlips(len(gaps), sum(x < 0 for x in gaps), sum(x > 0 for x in gaps))
-    return TaskDistance(wanted, recovery, flips)
+    pairs = {
+        task: [(value, dense.items[task][item]) for item, value in items.items()]
+        for task, items in found.items.items()
+    }
+    lost, gained = (
+        {task: sum(worse * (a - b) < 0 for a, b in items) for task, items in pairs.items()}
+        for worse in (1, -1)
+    )
+    return TaskDistance(wanted, recovery, lost, gained)
 
 
 def check_installed() -> None:

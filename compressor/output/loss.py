@@ -231,10 +231,9 @@ def divergence(windows: Sequence[Tensor], places: Sequence[int], decimals: int =
 
 def percentiles(values: Tensor, shares: Sequence[float]) -> list[float]:
     """The values [n] that so many percent do not exceed, between two of them by a straight line."""
-    ordered = values.sort().values
+    ordered = values.double().sort().values
     at = torch.tensor(shares, dtype=torch.float64) / 100 * (len(ordered) - 1)
-    low, high = (ordered[n.long()] for n in (at.floor(), at.ceil()))
-    return torch.lerp(low.double(), high.double(), at.frac()).tolist()
+    return torch.lerp(ordered[at.long()], ordered[at.ceil().long()], at.frac()).tolist()
 
 
 def standard_error(values: Tensor) -> float:

@@ -21,8 +21,8 @@ class EvalSettings:
     Options:
         text: Measure the perplexity of a decoder on this text file or .jsonl; repeatable.
         sts: Measure the Spearman correlation of an encoder on this CSV of sentence pairs and scores.
-        against: Compare the output with this dense checkpoint or hub id, token by token.
-        keep_dense: Keep the dense model's states in this folder, and read them for further outputs.
+        against: Compare the output with this dense checkpoint or hub id, token by token. [none]
+        keep_dense: Keep the dense model's states in this folder for further outputs. [nowhere]
         tasks: Run these tasks of lm-evaluation-harness, as hellaswag,arc_easy (extra eval).
         tasks_path: Folder of more task files (YAML).
         shots: Examples in the prompt of a task. [as the task says]

@@ -79,7 +79,7 @@ def test_what_arrives_verifies_and_its_card_is_valid(
     output: Path, hub: dict[str, Any], tmp_path: Path
 ) -> None:
     metrics = tmp_path / "metrics.json"
-    far = {"kl": {"mean": 0.12, "error": 0.01}, "agreement": {"value": 0.8, "error": 0.01}}
+    far = {"kl": {"mean": 0.12, "error": 0.01}, "agreement": 0.8}
     judged = {"perplexity": 14.65, "tasks": {"arc_easy": {"acc": 0.5}}, "against": far}
     metrics.write_text(json.dumps(judged))
     before = {path.name: path.read_bytes() for path in output.iterdir()}
