@@ -112,5 +112,5 @@ def _tasks(scores: dict[str, Any], documents: dict[str, int], far: dict[str, Any
     return [aligned([("task", "metric", "value", "documents", *more), *rows], range(2, 8))]
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
