@@ -28,7 +28,7 @@ from blr.compressor.cli.summary import (
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.planning.roofline import ASKED
 
-FIRST = """output kind quantize quantize_head kv_quantize context
+FIRST = """output kind dense_rest quantize quantize_head kv_quantize context
 batch gpu self_contained text overwrite quiet"""
 
 
@@ -72,7 +72,8 @@ def _export_text(summary: dict[str, Any]) -> str:
             ("output head", added if summary["untied_bytes"] else ""),
             ("error", f"of {kinds}, by layer type: {errors}" if errors else ""),
             time_line(summary),
-            next_line("generate", summary["output"], '"A prompt"'),
+            *(("run", command) for command in summary["commands"]),
+            *([] if summary["commands"] else [next_line("generate", summary["output"], '"A prompt"')]),
         )
     )
 
@@ -83,6 +84,9 @@ def _layers_lines(summary: dict[str, Any]) -> list[Line]:
     if summary["kind"] == "plain":
         rest = f"; {summary['densified']} of other form, made dense" if summary["densified"] else ""
         return [("layers", f"{summary['layers']} low-rank, each two linear ones{rest}")]
+    if summary["commands"]:
+        rest = f"; {summary['densified']} of other form, made dense" if summary["densified"] else ""
+        return [("layers", f"{summary['layers']} in few bits, as {summary['kind']} reads them{rest}")]
     batch, context, chosen = (summary[name] for name in ("batch", "context", "gpu_chosen"))
     why = "" if chosen == ASKED else f" ({chosen})"
     use = f", batch {batch}, context {context} tokens" if context is not None else ""
