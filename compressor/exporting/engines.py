@@ -55,6 +55,7 @@ CARD_TEXT = """# {name}, for {title} by blr
 
 Written by blr {version}; `blr verify` checks the files against `blr_manifest.json`.
 """
+IMPORTED = {"llama-cpp-python": "llama_cpp"}  # packages that are imported by another name
 PLACE = "OUT"  # stands for the folder in the commands of a card
 
 
@@ -84,7 +85,8 @@ class Engine:
     @property
     def missing(self) -> list[str]:
         """The packages that are not installed."""
-        return [name for name in self.packages if is_missing(name.replace("-", "_"))]
+        imported = {name: IMPORTED.get(name, name.replace("-", "_")) for name in self.packages}
+        return [name for name, module in imported.items() if is_missing(module)]
 
 
 def engine_of(kind: str) -> Engine | None:

@@ -175,13 +175,15 @@ class ExportRun(FolderRun):
         from blr.compressor.workspace.shards import assign_shards
 
         source, tensors = self.plan.checkpoint.source, self.plan.tensors
-        shards = assign_shards(tensors.slots, self.options.max_shard_size)
+        limit = self.options.max_shard_size
+        shards = assign_shards(tensors.slots, limit) if tensors.slots else {}
         return FolderContents(
             {name: in_order(group, tensors.slots) for name, group in shards.items()},
             lambda entry: read_tensor(source, tensors, entry),
             self.plan.small_files(),
             later=(COMPILED, GRAPH, GRAPH_WEIGHTS),
             beside=self.plan.beside,
+            headers=self.plan.headers,
         )
 
     def make_check(self) -> OutputCheck:

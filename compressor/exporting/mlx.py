@@ -1,8 +1,9 @@
 """Plans folders for MLX (`--as mlx`): packed weights, and corrections as an adapter of mlx-lm.
 
-MLX computes a weight as ``scale · code + bias``, in groups of 32, 64 or 128. The codes of a row are packed
-without gaps, the lowest bit first. A bias is the scale times a power of two, exactly. That of int2, whose
-levels are half-integers, is −1.5 scales, rounded to their dtype.
+MLX computes a weight as ``scale · code + bias``, in groups of 32, 64 or 128. The codes of a row are
+packed without gaps, the lowest bit first. A bias is the scale times a power of two, exactly. That of
+int2, whose levels are half-integers, is −1.5 scales. In bfloat16 it is rounded; float16 holds −1.5 times
+any scale of bfloat16.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOption
     for module, spec in kept.specs.items():
         _add_packed(tensors, source, module, spec, options.dtype)
         _add_adapter(adapter, source, module, spec, _largest(kept), options.dtype)
-    told = window_told(native, engine())
+    told = _told(kept, options.dtype or config.get("dtype")) + window_told(native, engine())
     made = ExportPlan(
         kept,
         checkpoint.specs,
@@ -97,6 +98,12 @@ def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOption
         told=told,
     )
     return replace(made, small_files=partial(_small_files, made, options))
+
+
+def _told(kept: Checkpoint, dtype: str | None) -> tuple[str, ...]:
+    halves = sum(integers_of(spec).bits == 2 for spec in kept.specs.values())
+    said = f"biases of {halves} layers in int2 are rounded to bfloat16; --dtype float16 keeps them exact"
+    return (said,) if halves and dtype == "bfloat16" else ()
 
 
 def rotary(config: Any) -> dict[str, Any]:
@@ -136,7 +143,7 @@ def packed_part(source: Source, module: str, spec: Spec, name: str, dtype: str) 
         return pack(levels, base.bits)
     group = finest(base.group, base.in_features)
     each = scale.repeat_interleave(base.group // group, 1)[:, : base.in_features // group]
-    factor = 1.0 if name == "scales" else grid_of(base.bits).shift - 2 ** (base.bits - 1)
+    factor = 1.0 if name == "scales" else grid_of(base.bits, base.curved).shift - 2 ** (base.bits - 1)
     return (each.float() * factor).to(getattr(torch, dtype))
 
 

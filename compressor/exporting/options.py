@@ -14,7 +14,7 @@ from blr.compressor.recipe.run_settings import RunSettings
 QUANTIZED = ("int8", "int4")
 NONE = "none"
 _RUNTIME = ("batch", "context", "gpu", "quantize", "quantize_head", "kv_quantize", "self_contained")
-ENGINES = ("vllm", "mlx")  # inference engines of others, each a module of this room
+ENGINES = ("vllm", "mlx", "gguf")  # inference engines of others, each a module of this room
 NO_USE = {  # what is exported to the options that it has no use for
     "dense": _RUNTIME,
     "plain": _RUNTIME,
