@@ -180,6 +180,16 @@ def other_tensors(checkpoint: Checkpoint, rest: Mapping[str, Spec], dtype: str |
     return plan_tensors(replace(source, entries=others), {}, dtype, None, rest)
 
 
+def stored_bits(plan: ExportPlan) -> dict[str, float]:
+    """By layer in few bits, the bits a weight of all that is written for it but its bias."""
+    slots = [slot for each in (plan.tensors.slots, *plan.beside.values()) for slot in each]
+    found = {}
+    for module, spec in plan.checkpoint.specs.items():
+        own = [s for s in slots if f"{module}." in s.name and not s.name.endswith(".bias")]
+        found[module] = 8 * sum(slot.origin.nbytes for slot in own) / spec.dense_parameters
+    return found
+
+
 def engine_files(
     engine: Engine, plan: ExportPlan, what: str, options: ExportOptions
 ) -> dict[str, bytes | Path]:
@@ -194,6 +204,8 @@ def engine_files(
         module: {"type": module.rpartition(".")[2], "spec": spec.to_dict(), "error": None, "notes": []}
         for module, spec in plan.checkpoint.specs.items()
     }
+    for module, bits in stored_bits(plan).items():
+        records[module]["bits"] = bits
     return {
         **carried_files(source),
         LAYERS: json_file(records),
