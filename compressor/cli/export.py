@@ -86,7 +86,8 @@ def _layers_lines(summary: dict[str, Any]) -> list[Line]:
         return [("layers", f"{summary['layers']} low-rank, each two linear ones{rest}")]
     if summary["commands"]:
         rest = f"; {summary['densified']} of other form, made dense" if summary["densified"] else ""
-        return [("layers", f"{summary['layers']} in few bits, as {summary['kind']} reads them{rest}")]
+        kept = f"{summary['layers']} in few bits, {summary['bits']:.3f} bits a weight"
+        return [("layers", f"{kept}{rest}")]
     batch, context, chosen = (summary[name] for name in ("batch", "context", "gpu_chosen"))
     why = "" if chosen == ASKED else f" ({chosen})"
     use = f", batch {batch}, context {context} tokens" if context is not None else ""

@@ -224,6 +224,17 @@ def check_kept(kept: Checkpoint, config: Mapping[str, Any], others: Tensors) -> 
     check_fills(kept.source, native_class(kept.source), config, others.shapes | dense)
 
 
+def stored_bits(plan: ExportPlan) -> dict[str, float]:
+    """By layer in few bits, the bits a weight of all that is written for it but its bias."""
+    slots = [slot for each in (plan.tensors.slots, *plan.beside.values()) for slot in each]
+    found = {}
+    for module, spec in plan.checkpoint.specs.items():
+        name = plan.names.get(module, module)
+        own = [s for s in slots if f"{name}." in s.name and not s.name.endswith(".bias")]
+        found[module] = 8 * sum(slot.origin.nbytes for slot in own) / spec.dense_parameters
+    return found
+
+
 def engine_files(
     engine: Engine, plan: ExportPlan, what: str, options: ExportOptions
 ) -> dict[str, bytes | Path]:
@@ -238,6 +249,8 @@ def engine_files(
         module: {"type": module.rpartition(".")[2], "spec": spec.to_dict(), "error": None, "notes": []}
         for module, spec in plan.checkpoint.specs.items()
     }
+    for module, bits in stored_bits(plan).items():
+        records[module]["bits"] = bits
     return {
         **carried_files(source),
         LAYERS: json_file(records),

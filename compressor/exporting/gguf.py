@@ -140,6 +140,7 @@ def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOption
         beside={name: file.tensors.slots for name, file in files.items()},
         told=_told(kept) + window_told(native, engine()),
         headers={name: file.header() for name, file in files.items()},
+        names={module: name_of(f"{module}.weight").removesuffix(".weight") for module in kept.specs},
     )
     return replace(plan, small_files=partial(_small_files, plan, options))
 

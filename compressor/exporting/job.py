@@ -43,7 +43,8 @@ class ExportSummary:
     gpu_chosen: why `gpu` is the target. densified: how many layers are faster dense there. untied_bytes:
     the size of a quantized output head beside the embedding it was tied to. plain: how many layers
     quantization would not make smaller. errors: mean relative errors of quantization by layer type.
-    check: the measured loss (`output/check.py`). commands: what runs an export for another's engine."""
+    check: the measured loss (`output/check.py`). Of an export for an engine of others: the commands that
+    run it, and the bits a weight of its layers in few bits."""
 
     output: str
     kind: str
@@ -65,6 +66,7 @@ class ExportSummary:
     errors: dict[str, float] = field(default_factory=dict)
     check: dict[str, Any] | None = None
     commands: list[str] = field(default_factory=list)
+    bits: float | None = None
 
 
 def export(folder: Path, output: Path, options: ExportOptions, progress: Progress) -> ExportSummary:
@@ -108,6 +110,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         errors=run.errors(),
         check=run.checked,
         commands=run.engine.commands(str(workspace.output), plan) if run.engine else [],
+        bits=run.bits(),
     )
 
 
@@ -156,6 +159,16 @@ class ExportRun(FolderRun):
         from blr.compressor.exporting.engines import engine_of
 
         return engine_of(self.options.kind)
+
+    def bits(self) -> float | None:
+        """The bits a weight of all layers in few bits of an export for an engine of others."""
+        from blr.compressor.exporting.engines import stored_bits
+
+        if self.engine is None:
+            return None
+        sizes = {m: spec.dense_parameters for m, spec in self.plan.checkpoint.specs.items()}
+        total = sum(bits * sizes[m] for m, bits in stored_bits(self.plan).items())
+        return total / sum(sizes.values())
 
     def errors(self) -> dict[str, float]:
         """The relative errors that quantization added, by layer type."""

@@ -82,7 +82,8 @@ class ExportPlan:
             files that it rewrote. described: what a run that goes on must agree on.
         settings: what it was made for; None for an ordinary dense checkpoint.
         beside: tensors in files of their own, that no index lists. headers: of
-            those that are no safetensors, by file. told: notes on what is written.
+            those that are no safetensors, by file. names: what layers in few bits are called there, if not
+            as here. told: notes on what is written.
     """
 
     checkpoint: Checkpoint
@@ -98,6 +99,7 @@ class ExportPlan:
     beside: Mapping[str, list[Slot]] = field(default_factory=dict)
     told: tuple[str, ...] = ()
     headers: Mapping[str, bytes] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
