@@ -36,9 +36,9 @@ class ExportOptions(RunSettings):
     Options:
         kind (--as): Form of the export: folder (kernels and runtime), pt2 (a compiled encoder beside
             it), onnx (a graph), dense (an ordinary checkpoint), plain (low-rank layers as two linear
-            ones), vllm (compressed-tensors), mlx or gguf (llama.cpp), each with an
-            adapter for corrections.
-        dense_rest: Of an engine's format (vllm, mlx, gguf): write dense the layers that it has no form of.
+            ones), vllm (compressed-tensors), mlx or gguf (llama.cpp), each with an adapter
+            for corrections.
+        dense_rest: For vllm, mlx and gguf: write dense the layers that they have no form of.
         gpu: GPU to export for, a name in configs/gpus.yaml. [this machine's, else h200]
         batch: Sequences decoded at once, 1 to 16.
         context: Tokens of prompt and answer together. [the model's maximum, 8192 at most]

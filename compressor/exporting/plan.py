@@ -82,8 +82,8 @@ class ExportPlan:
             files that it rewrote. described: what a run that goes on must agree on.
         settings: what it was made for; None for an ordinary dense checkpoint.
         beside: tensors in files of their own, that no index lists. headers: of
-            those that are no safetensors, by file. names: what layers in few bits are called there, if not
-            as here. told: notes on what is written.
+            those that are no safetensors, by file. names: of layers in few bits there, where they are
+            others. told: notes on what is written.
     """
 
     checkpoint: Checkpoint
