@@ -365,8 +365,3 @@ def _crossed(logs: Tensor, expected: Tensor) -> Tensor:
     """Cross entropies [m, w] with `expected` log-probabilities, in which -inf counts as 0."""
     weighed = expected.exp() * logs
     return -torch.where(expected == -torch.inf, 0.0, weighed).sum(-1)
-
-
-def measured(measure: Measure, folder: Path) -> Loss:
-    """What the model in an output loses. Raises as `Measure`, and what a model raises."""
-    return measure(load_written(folder, torch.float32), folder)
