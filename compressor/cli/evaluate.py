@@ -54,5 +54,5 @@ def _text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -43,7 +43,7 @@ def export(
     output: OutputFolder,
     quiet: Quiet = False,
     format: FormatOption = Format.text,
-    **options: Any,
+    **options: object,
 ) -> None:
     """Write a checkpoint for fast decoding, or for other tools (--as)."""
     from blr.compressor.cli.signals import stop_on_signals

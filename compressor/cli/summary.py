@@ -31,7 +31,7 @@ def size_line(summary: Mapping[str, Any]) -> Line:
     return "size", f"{size_text(before)} -> {size_text(after)}, {change}"
 
 
-def check_lines(found: Mapping[str, Any] | None) -> list[Line]:
+def check_lines(found: Mapping[str, object] | None) -> list[Line]:
     """The lines on perplexity, loss and check of an output; `found` is of `output/check.py`."""
     if found is None:
         return [("check", "not run, perplexity not measured")]

@@ -37,7 +37,7 @@ def check_installed() -> None:
     check_packages("--tasks", "lm_eval", extra="eval")
 
 
-def run_tasks(model: Any, tokenizer: Any, asked: Asked, batch: int = 8) -> Scores:
+def run_tasks(model: object, tokenizer: object, asked: Asked, batch: int = 8) -> Scores:
     """Score a causal model. Raises CapabilityError without lm_eval, InputError for unknown or broken
     tasks, HubError without data."""
     check_installed()

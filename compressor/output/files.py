@@ -147,7 +147,7 @@ def check_reload(source: Source, folder: Path) -> dict[str, tuple[int, str]]:
     return check_loads(source, model_class(config["architectures"][0]), folder)
 
 
-def check_loads(source: Source, cls: Any, folder: Path) -> dict[str, tuple[int, str]]:
+def check_loads(source: Source, cls: object, folder: Path) -> dict[str, tuple[int, str]]:
     """Check that class `cls` loads `folder` with no key missing or left over, and the tokenizer as well.
 
     Returns tokenizer_config.json if it was rewritten for that. Raises OutputError, which is a bug.
@@ -157,13 +157,13 @@ def check_loads(source: Source, cls: Any, folder: Path) -> dict[str, tuple[int, 
     return keep_tokenizer(source.folder, folder)
 
 
-def misfits(cls: Any, folder: Path | None, **options: Any) -> str:
+def misfits(cls: object, folder: Path | None, **options: object) -> str:
     """The keys that transformers finds missing, left over or of another shape; empty if none."""
     _, info = load_empty(cls, folder, **options)
     return misfit(info, "missing", "unexpected", "mismatched")
 
 
-def json_file(value: Any) -> bytes:
+def json_file(value: object) -> bytes:
     """`value` as a JSON file of an output."""
     return json.dumps(value, indent=2).encode() + b"\n"
 
@@ -189,7 +189,7 @@ def write_whole(
     folder: Path,
     contents: FolderContents,
     check: Callable[[Path], Written],
-    facts: Callable[[], Mapping[str, Any]],
+    facts: Callable[[], Mapping[str, object]],
     progress: Progress,
 ) -> None:
     """Write `contents` to `folder`, in the partial folder, check them and list them in a manifest.
