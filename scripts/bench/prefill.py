@@ -88,7 +88,7 @@ class PrefillModels:
         structure, _, kind = arm.partition("-")
         return self.models.get(structure, kind)
 
-    def inputs(self, model: Any, tokens: int) -> Tensor:
+    def inputs(self, model: object, tokens: int) -> Tensor:
         """What is timed."""
         return prompt(self.model.folder, model, self.batch, tokens)
 
@@ -107,7 +107,7 @@ class PrefillModels:
             self.calls[id(layer)] = layer._compiled_call_impl
         return self.calls[id(layer)]
 
-    def _replayed(self, model: Any, x: Tensor) -> Tensor:
+    def _replayed(self, model: object, x: Tensor) -> Tensor:
         """By the model's CUDA graph for such inputs. Raises RuntimeError if it has none."""
         graphs = self.graphs.setdefault(id(model), ForwardGraphs(captured))
         found: Tensor = graphs.run(lambda x: first_logits(model, x), ((x,), {}), inside=unmasked)
@@ -115,7 +115,7 @@ class PrefillModels:
             raise RuntimeError("its pass cannot be captured as a CUDA graph")
         return found
 
-    def _decoded(self, model: Any, x: Tensor) -> Tensor:
+    def _decoded(self, model: object, x: Tensor) -> Tensor:
         """By a decoder. Raises DecoderError where there can be none."""
         from blr.compressor.runtime.decoder import Decoder
 
@@ -175,7 +175,7 @@ class PrefillRow(Timed):
     of_dense_fp8: float | None = None
 
     @staticmethod
-    def head(machine: Mapping[str, Any]) -> str:
+    def head(machine: Mapping[str, object]) -> str:
         return f"{machine.get('name')}: milliseconds to the first token"
 
     @staticmethod
