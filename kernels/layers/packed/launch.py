@@ -21,9 +21,8 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 # Tokens up to which it is faster than a plain copy and cuBLAS; fewer where a copy of so many weights is.
 MOST = {8: 256, 4: 768, 3: 512, 2: 768}
 SQUARE, SMALL = 1 << 24, 1 << 22
-NARROW = 8192  # rows of weights with few tiles
 FILLED = 128  # programs that fill the GPU
-REGISTERS = 128  # of a thread where few tokens leave a multiprocessor room for more programs
+REGISTERS = 128  # of a thread in three bits, of few tokens: a multiprocessor has room for four programs
 RANKS = 64  # of a correction that a product adds
 SHARED = 226 << 10  # bytes of shared memory that the rings of a program may take
 
@@ -64,12 +63,13 @@ def even_split(steps: int, split: int) -> int:
 @functools.cache
 def default_tile(rows: int, K: int, bits: int, group: int, tokens: int) -> ProductTile:
     """The sizes that were the fastest on one H200 (scripts/log, 2026-11-27) for a weight [rows, K]."""
+    few = rows * K <= SQUARE
     slots = 8
-    while slots < min(tokens, 256):
+    while slots < min(tokens, 128 if few else 256):
         slots *= 2
     if slots <= 16:
         high, programs = 64, 1024  # bound by memory: many small ones hide its latency
-    elif rows <= NARROW:  # the last program of a tile adds up its parts: few of them
+    elif few:  # the last program of a tile adds up its parts: few of them
         high, programs = 64, FILLED
         while slots > 16 and 4 * _tiles(rows, high, tokens, slots) < FILLED:
             slots //= 2
@@ -211,7 +211,7 @@ def fused_product(
             "WAIT": 0 if not made.launched else 2 if made.x is x else 1,
         },
         num_warps=tile.num_warps,
-        **({"maxnreg": REGISTERS} if tile.NP <= 16 and tile.num_warps == 4 else {}),
+        **({"maxnreg": REGISTERS} if bits == 3 and tile.NP <= 16 else {}),
         **({"launch_pdl": True} if made.launched else {}),
     )
     return y
