@@ -1,7 +1,7 @@
 """Finds ranks that meet a parameter budget, without torch.
 
 A layer of o×i spends `cost` parameters on each unit of rank: r(i + o) for `svd` and Monarch, r(i + o +
-b²) for BLAST; pivots save r of the factor's r rows, r(i + o − r). Uniform ranks give every layer the
+b²) for BLAST. Uniform ranks give every layer the
 same share of its dense parameters. Sensitivities do better. `curve` has the predicted loss that each
 further rank saves: the falling eigenvalues of G^½ W H Wᵀ G^½, where G is the Fisher matrix of the
 layer's output and H the Gram matrix of its input. The loss is least where one more parameter saves
@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import exp
 
 TOLERANCE = 0.01  # by which rounded ranks may miss the budget, relative to it
 ALMOST_FULL = 0.97  # most that sensitivities ask for, relative to the break-even rank
@@ -27,7 +27,7 @@ ALMOST_FULL = 0.97  # most that sensitivities ask for, relative to the break-eve
 class Item:
     """`count` layers of equal `size` that share a rank, a multiple of `step`; each unit of it takes
     `cost` parameters. `curve` is the predicted loss that each further rank saves, and a unit is worth
-    `width` of them; with `pivots` a rank r saves r² parameters."""
+    `width` of them."""
 
     size: int
     cost: int
@@ -35,26 +35,19 @@ class Item:
     count: int = 1
     curve: Sequence[float] | None = None
     width: int = 1
-    pivots: bool = False
 
     def parameters(self, rank: float) -> float:
         """The parameters of one layer of this rank."""
-        return rank * (self.cost - self.pivots * rank)
+        return rank * self.cost
 
     def rank_of(self, parameters: float) -> float:
         """The rank at which one layer has so many parameters."""
-        if not self.pivots:
-            return parameters / self.cost
-        return (self.cost - sqrt(max(self.cost**2 - 4 * parameters, 0))) / 2
-
-    def price(self, rank: float) -> float:
-        """The parameters of one more unit of rank in one layer."""
-        return max(self.cost - 2 * self.pivots * rank, 1)
+        return parameters / self.cost
 
     @property
     def full(self) -> float:
-        """The break-even rank, with as many parameters as the dense layer; with pivots one less."""
-        return self.rank_of(self.size) - self.pivots
+        """The break-even rank, with as many parameters as the dense layer."""
+        return self.rank_of(self.size)
 
     @property
     def most(self) -> int:
@@ -100,8 +93,8 @@ def equal_margins(items: Sequence[Item], budget: float, floor: float) -> list[fl
 
 def _saved(item: Item) -> Iterator[float]:
     """The loss that a parameter of each further rank of the curve saves."""
-    for n, value in enumerate(() if item.curve is None else item.curve):
-        yield float(value) * item.width / item.price(n / item.width)
+    for value in () if item.curve is None else item.curve:
+        yield float(value) * item.width / item.cost
 
 
 def snap(items: Sequence[Item], exact: Sequence[float], budget: float) -> list[int]:
@@ -121,7 +114,7 @@ def snap(items: Sequence[Item], exact: Sequence[float], budget: float) -> list[i
         coarse = [n for n, item in enumerate(items) if units[n] > item.step]
         if missed <= TOLERANCE / 2 * budget or not coarse:
             return _closest(items, ranks, budget) if abs(missed) > TOLERANCE * budget else ranks
-        worst = max(coarse, key=lambda n: units[n] * items[n].price(ranks[n]) * items[n].count)
+        worst = max(coarse, key=lambda n: units[n] * items[n].cost * items[n].count)
         units[worst] //= 2
 
 

@@ -24,7 +24,7 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.cli.bench import bench_app
 
 PLAIN = ("hf-dense", "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch")
-ARMS = (*PLAIN, "ours-pivoted", "ours-dense-kv8")
+ARMS = (*PLAIN, "ours-dense-kv8")
 PICO = {"models": ["pico"], "contexts": [6], "steps": 3, "rounds": 2, "blocks": 4, "device": "cpu"}
 
 
