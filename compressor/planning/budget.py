@@ -36,9 +36,10 @@ class Item:
     curve: Sequence[float] | None = None
     width: int = 1
 
-    def parameters(self, rank: float) -> float:
-        """The parameters of one layer of this rank."""
-        return rank * self.cost
+    @property
+    def price(self) -> int:
+        """The parameters of one more unit of rank in all layers."""
+        return self.cost * self.count
 
     def rank_of(self, parameters: float) -> float:
         """The rank at which one layer has so many parameters."""
@@ -57,7 +58,7 @@ class Item:
     @property
     def least(self) -> int:
         """The parameters of all layers at the smallest possible rank."""
-        return int(self.parameters(self.step)) * self.count
+        return self.step * self.price
 
 
 def exact_ranks(
@@ -114,7 +115,7 @@ def snap(items: Sequence[Item], exact: Sequence[float], budget: float) -> list[i
         coarse = [n for n, item in enumerate(items) if units[n] > item.step]
         if missed <= TOLERANCE / 2 * budget or not coarse:
             return _closest(items, ranks, budget) if abs(missed) > TOLERANCE * budget else ranks
-        worst = max(coarse, key=lambda n: units[n] * items[n].cost * items[n].count)
+        worst = max(coarse, key=lambda n: units[n] * items[n].price)
         units[worst] //= 2
 
 
@@ -139,7 +140,7 @@ def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
 
 def _spent(items: Sequence[Item], ranks: Sequence[float]) -> float:
     """The parameters that these ranks take in all."""
-    return sum(item.parameters(rank) * item.count for rank, item in zip(ranks, items, strict=True))
+    return sum(rank * item.price for rank, item in zip(ranks, items, strict=True))
 
 
 def _unit(rank: float, step: int) -> int:
@@ -155,16 +156,11 @@ def _fill(
     ranks = [max(int(part) * unit, unit) for part, unit in zip(parts, units, strict=True)]
     left = budget - _spent(items, ranks)
     for n in sorted(range(len(items)), key=lambda n: int(parts[n]) - parts[n]):
-        price = _price(items[n], ranks[n], units[n])
+        price = units[n] * items[n].price
         if price <= left and ranks[n] + units[n] <= items[n].full:
             ranks[n] += units[n]
             left -= price
     return ranks
-
-
-def _price(item: Item, rank: int, more: int) -> float:
-    """The parameters that `more` ranks take in all layers of an item."""
-    return (item.parameters(rank + more) - item.parameters(rank)) * item.count
 
 
 def _closest(items: Sequence[Item], ranks: list[int], budget: float) -> list[int]:
@@ -177,8 +173,8 @@ def _closest(items: Sequence[Item], ranks: list[int], budget: float) -> list[int
         moves = [(n, move) for n, move in moves if 0 < ranks[n] + move <= items[n].full]
         if not moves:
             return ranks
-        n, move = min(moves, key=lambda m: abs(surplus + _price(items[m[0]], ranks[m[0]], m[1])))
-        if abs(surplus + _price(items[n], ranks[n], move)) >= abs(surplus):
+        n, move = min(moves, key=lambda m: abs(surplus + m[1] * items[m[0]].price))
+        if abs(surplus + move * items[n].price) >= abs(surplus):
             return ranks
         ranks[n] += move
     return ranks
