@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ OWN = 1024  # tokens of the model's own text
 LENGTHS = {True: 64, False: 16}  # of its samples, by whether the model is small: every token is a pass
 OWN_BYTES = 1 << 32  # of weights, which every pass reads: larger models write none
 OWN_LOGITS = 1 << 26  # of the dense model that are kept
-TAIL = (50, 90, 99, 100)  # percentiles of the divergence that are told
+TAIL = (50, 90, 99, 99.9, 100)  # percentiles of the divergence that are told
 WORST = 3  # windows that are named
 LOGITS = 1 << 26  # of all windows that run at once
 MOST_NATS = 600.0  # of a mean loss that a perplexity is told of: exp of 710 is beyond a float
@@ -255,20 +255,32 @@ class Predictions:
     kl: Tensor
 
 
-def divergence(kl: Tensor, room: int, first: int | None) -> dict[str, Any]:
-    """Mean and percentiles of divergences [m, w], and the places of the worst windows, which begin every
-    `room` tokens from `first` on."""
-    found = kl.double().clamp(min=0.0)
-    shares = torch.tensor([n / 100 for n in TAIL], dtype=torch.float64)
-    tail = found.flatten().quantile(shares).tolist()
-    means = found.mean(-1)
+def divergence(windows: Sequence[Tensor], places: Sequence[int], decimals: int = 6) -> dict[str, Any]:
+    """The mean of divergences with its standard error, their percentiles, and the worst windows, which
+    begin at these of the `places`."""
+    found = [window.double().clamp(min=0.0) for window in windows]
+    every, means = torch.cat(found), torch.stack([window.mean() for window in found])
     worst = means.argsort(descending=True, stable=True)[:WORST].tolist()
+    told = zip(TAIL, percentiles(every, TAIL), strict=True)
     return {
-        "mean": round(float(found.mean()), 6),
-        "tokens": kl.numel(),
-        "percentiles": {str(n): round(value, 6) for n, value in zip(TAIL, tail, strict=True)},
-        "worst": [{"token": (first or 0) + n * room, "kl": round(float(means[n]), 6)} for n in worst],
+        "mean": round(float(every.mean()), decimals),
+        "error": round(standard_error(every), decimals),
+        "tokens": every.numel(),
+        "percentiles": {f"{n:g}": round(value, decimals) for n, value in told},
+        "worst": [{"token": places[n], "kl": round(float(means[n]), decimals)} for n in worst],
     }
+
+
+def percentiles(values: Tensor, shares: Sequence[float]) -> list[float]:
+    """The values [n] that so many percent do not exceed, between two of them by a straight line."""
+    ordered = values.double().sort().values
+    at = torch.tensor(shares, dtype=torch.float64) / 100 * (len(ordered) - 1)
+    return torch.lerp(ordered[at.long()], ordered[at.ceil().long()], at.frac()).tolist()
+
+
+def standard_error(values: Tensor) -> float:
+    """Of the mean of independent values [n]; 0 for a single one."""
+    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 class Measure:
@@ -285,7 +297,8 @@ class Measure:
         same = float((found.best == self.dense.best).double().mean())
         before, after = (math.exp(min(x, MOST_NATS)) for x in (self.dense.loss, found.loss))
         window = text.windows.shape[1]
-        kl = divergence(found.kl, room_in(window, text.beginning), text.first)
+        room, first = room_in(window, text.beginning), text.first or 0
+        kl = divergence([*found.kl], [first + n * room for n in range(len(found.kl))])
         return Loss(before, after, same, kl, text.tokens, window, text.what, text.first)
 
 
@@ -352,8 +365,3 @@ def _crossed(logs: Tensor, expected: Tensor) -> Tensor:
     """Cross entropies [m, w] with `expected` log-probabilities, in which -inf counts as 0."""
     weighed = expected.exp() * logs
     return -torch.where(expected == -torch.inf, 0.0, weighed).sum(-1)
-
-
-def measured(measure: Measure, folder: Path) -> Loss:
-    """What the model in an output loses. Raises as `Measure`, and what a model raises."""
-    return measure(load_written(folder, torch.float32), folder)
