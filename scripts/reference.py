@@ -51,8 +51,7 @@ VARIABLES = {
 FIELDS = {  # of a recipe, that no option sets
     "extends": "a shipped recipe or a file beside this one, whose settings these replace",
     "rules": "settings of the layers whose names match a glob, the first match counting; keys: match, "
-    "method, cf, rank, blocks, pattern, pivot, heads, solver, rounds, quantize, group, couplings, base, "
-    "bpw",
+    "method, cf, rank, blocks, pattern, heads, solver, rounds, quantize, group, couplings, base, bpw",
     "floor": "least share of its uniform rank that the allocation by sensitivity leaves a layer",
     "strength": "weight of the sensitivities against uniform ranks",
     "sequential": "fit each layer to the inputs that the compressed layers before it give",

@@ -62,7 +62,7 @@ def sweep(
     Options:
         output (--output, -o): Folder to write; a sweep that stopped there goes on.
         text (--text, --eval): Measure losses on this text file or .jsonl; repeatable.
-        methods: Structures to try, as svd,svd-pivot,blast,monarch. [svd,blast]
+        methods: Structures to try, as svd,blast,monarch. [svd,blast]
         cf: Compression factors to try for structures alone, as 1.5,2. [none]
         quantize: Storage of factors to try, as none,int8.
         base: Bits of dense weights to correct, as int2,int3. [none]

@@ -160,9 +160,9 @@ def correction_of(spec: Spec) -> Spec | None:
 
 def rank_of(correction: Spec) -> int:
     """The rank of a correction that `refusal` lets pass."""
-    whole = correction.plain.low_rank()
-    assert isinstance(whole, LowRankSpec)
-    return whole.rank
+    plain = correction.plain
+    assert isinstance(plain, LowRankSpec)
+    return plain.rank
 
 
 def levels_of(source: Source, module: str, spec: Spec) -> tuple[Tensor, Tensor]:

@@ -266,16 +266,6 @@ def test_the_grid_combines_what_belongs_together() -> None:
     assert by_name["svd-cf2"].group is None and by_name["blast-cf2"].rounds == 9
 
 
-def test_low_rank_of_pivots_is_a_method_of_its_own_and_no_correction() -> None:
-    grid = Grid(("svd", "svd-pivot"), (2.0,), ("none", "int8"), ("int2",), (8,))
-    points = {point.name: point for point in points_of(grid, {"group": 64}, calibrated=False)}
-    assert [*points] == ["svd-cf2", "svd-cf2-int8", "svd-pivot-cf2", "svd-pivot-cf2-int8", "int2-svd-r8"]
-    point = points["svd-pivot-cf2-int8"]
-    assert point.options == ["--method", "svd", "--pivot", "--cf", "2", "--quantize", "int8"]
-    with pytest.raises(UsageError, match="pivot belongs to method svd, not blast"):
-        points_of(Grid(("blast-pivot",), (2.0,)), {}, calibrated=False)
-
-
 def test_points_of_several_seeds_are_one_with_its_spread(capsys: pytest.CaptureFixture[str]) -> None:
     points = points_of(Grid(("svd",), (2.0,), seeds=(0, 7)), {}, calibrated=False)
     assert [(point.name, point.setting) for point in points] == [
