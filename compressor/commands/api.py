@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
+from blr.compressor.checkpoint.regular import read_start
 from blr.compressor.loading.resolve import default_output, resolve_model
 from blr.compressor.recipe.asked import asked_recipe
 from blr.compressor.recipe.schema import Recipe
@@ -136,7 +137,6 @@ def export(
         settings: fields of `exporting.options.ExportOptions` (kind, gpu, batch, quantize, …), by name.
     """
     from blr.compressor.base.threads import use_threads
-    from blr.compressor.exporting.job import export as export_folder
     from blr.compressor.exporting.options import ExportOptions, check_options
 
     name, progress = str(checkpoint), progress or Progress(quiet=True)
@@ -147,6 +147,9 @@ def export(
     check_output(progress.output, options.overwrite, (name,))
     found = resolve_model(name, revision=options.revision, offline=options.offline)
     options = options.named(found.name, found.revision)
+    _check_files(options.text)
+    from blr.compressor.exporting.job import export as export_folder
+
     return export_folder(found.folder, progress.output, options, progress)
 
 
@@ -207,11 +210,18 @@ def evaluate(
         lm_eval.check_installed()
     use_threads(asked.threads)
     found = resolve_model(str(checkpoint), offline=asked.offline)
+    _check_files(*asked.text, asked.sts)
     progress.loading()
     from blr.compressor.commands.evaluate import evaluate_folder
 
     judged = {"name": found.name, "digest": computing_digest(found.folder)}  # for `blr push`
     return {"checkpoint": judged, **evaluate_folder(found.folder, asked, progress)}
+
+
+def _check_files(*paths: Path | None) -> None:
+    """Raise InputError for a file that cannot be read, before torch is imported, which takes seconds."""
+    for path in filter(None, paths):
+        read_start(path)
 
 
 def _several(names: str | Path | Sequence[str | Path] | None) -> Sequence[str | Path]:

@@ -103,6 +103,14 @@ def test_a_missing_package_is_told_before_torch_is_loaded(case: str) -> None:
     assert f"{package} {be} not installed; pip install 'blr-compress[{extra}]'" in done.err
 
 
+@pytest.mark.parametrize("command", ["eval", "eval --sts", "export", "sweep"])
+def test_a_text_that_is_not_there_is_told_before_torch_is_loaded(command: str, tiny: Path) -> None:
+    name, _, option = command.partition(" ")
+    output = () if name == "eval" else ("-o", "out")
+    done = blr_process(name, tiny, option or "--text", "nothere", *output, hidden=("torch",))
+    assert done.code == 4 and "nothere: found no readable file" in done.err
+
+
 def test_a_missing_tracker_is_told_before_torch_is_loaded() -> None:
     arguments = ("heal", "M", "--teacher", "T", "-o", "out", "--track", "tensorboard")
     done = blr_process(*arguments, hidden=("torch", "tensorboard", "tensorboardX"))
