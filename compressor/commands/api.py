@@ -70,7 +70,7 @@ def compress(
     whole = bool(options.heal or asked.get("mix") or own or options.allow_pickle)
     if stream and whole:
         raise UsageError(
-            "--stream with --heal, --mix, --calibration self or --allow-pickle: these take the "
+            "--stream with --heal, --mix, --text self or --allow-pickle: these take the "
             "whole model; leave it out, and set HF_HOME to a disk with room"
         )
     hub: dict[str, Any] = {"revision": options.revision, "offline": options.offline}

@@ -71,7 +71,7 @@ def test_a_line_of_compress_is_planned(
 
 def test_plan_refuses_what_compress_would(tiny: Path, invoke: Invoke) -> None:
     for wrong, said in (
-        (("--samples", 3), "--samples 3: nothing would use it, it belongs to --calibration"),
+        (("--samples", 3), "--samples 3: nothing would use it, it belongs to --text"),
         (("--text", "self", "--mix", 0.5), "--mix 0.5 is beside a text of yours, not --text self"),
         (("--heal", "-1"), "--heal -1: expected minutes over 0"),
     ):
