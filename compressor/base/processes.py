@@ -126,7 +126,7 @@ class Processes:
         """The entries of all processes, in each."""
         return {key: value for part in self.gather(mine) for key, value in part.items()}
 
-    def told(self, value: Any, source: int = 0) -> Any:
+    def told(self, value: object, source: int = 0) -> Any:
         """What process `source` gives as `value` (plain data)."""
         if self.count == 1:
             return value

@@ -19,7 +19,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def printable_all(value: Any) -> Any:
+def printable_all(value: object) -> Any:
     """A result of plain data with every text in it printable."""
     if isinstance(value, dict):
         return {printable_all(key): printable_all(held) for key, held in value.items()}

@@ -54,13 +54,13 @@ TRANSFORMERS = _library("transformers", "model_type", "model", "pytorch_model")
 DIFFUSERS = _library("diffusers", "_class_name", *("diffusion_pytorch_model",) * 2)
 
 
-def library_of(config: Mapping[str, Any]) -> Library:
+def library_of(config: Mapping[str, object]) -> Library:
     """Whose a parsed config.json is."""
     ours = DIFFUSERS.kind in config and TRANSFORMERS.kind not in config
     return DIFFUSERS if ours else TRANSFORMERS
 
 
-def kind_of(config: Mapping[str, Any]) -> str:
+def kind_of(config: Mapping[str, object]) -> str:
     """The model type of a checked config.json; of a model of diffusers, its class."""
     kind = str(config[library_of(config).kind])
     return _OLDER.get(str(config.get("norm_type")), kind) if kind == "Transformer2DModel" else kind

@@ -13,7 +13,7 @@ _BEHIND_PADDING = re.compile(
 )
 
 
-def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def of_text(config: Mapping[str, object]) -> Mapping[str, Any]:
     """A configuration; of a model of several parts, with the values of the part that reads text."""
     part = config.get("text_config")
     return {**config, **part} if isinstance(part, Mapping) else config
@@ -30,7 +30,7 @@ def _stretched(rope: object) -> int:
     return int(factor * trained) if 1 <= factor < 1 << 10 else 0
 
 
-def context_of(config: Mapping[str, Any]) -> int:
+def context_of(config: Mapping[str, object]) -> int:
     """Tokens that a model with `config` has positions for; `UNLIMITED` where it sets no limit."""
     config = of_text(config)
     # GPT-2's name for it; T5's `n_positions` is no limit, its positions are relative

@@ -87,7 +87,7 @@ PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 MAGIC = (b"#!", b"\x7fELF", b"MZ", b"\xca\xfe\xba\xbe", *PICKLES)
 
 
-def inert(value: Any, known: Collection[str] | None = None) -> Any:
+def inert(value: object, known: Collection[str] | None = None) -> Any:
     """Parsed JSON without its hints of code, at any depth. `known` are keys that the reader's class
     declares; None drops only what is always code."""
     if isinstance(value, list):

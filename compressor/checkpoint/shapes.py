@@ -16,7 +16,6 @@ import fnmatch
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.context import of_text
@@ -105,5 +104,5 @@ def _check_count(source: Source, prefix: str, expected: int | None, symbol: str)
         refuse(source.folder, found, f"{symbol} = {expected} by config.json", REMEDY)
 
 
-def _listed(values: Iterable[Any]) -> str:
+def _listed(values: Iterable[object]) -> str:
     return "[" + ", ".join(str(value) for value in values) + "]"

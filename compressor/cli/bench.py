@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -63,7 +63,7 @@ def add_command(name: str, settings: type, said: str) -> None:
         output: OutputOption = None,
         quiet: Quiet = False,
         format: FormatOption = Format.text,
-        **options: Any,
+        **options: object,
     ) -> None:
         asked = of_text(settings, options)
         if isinstance(asked, LayerOptions):

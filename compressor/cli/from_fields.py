@@ -87,7 +87,7 @@ def typed(owner: type, name: str, *names: str) -> Any:
     return _info(name, options_of(owner)[name], names, check=True)
 
 
-def _parameter(name: str, option: Option, default: Any, check: bool = False) -> inspect.Parameter:
+def _parameter(name: str, option: Option, default: object, check: bool = False) -> inspect.Parameter:
     kind, names = option.kind, option.names
     if kind is bool and default is not False:
         names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
@@ -110,7 +110,7 @@ def _info(name: str, option: Option, names: Collection[str], check: bool) -> Any
     return typer.Option(..., *names, help=option.help, show_default=shown, **more)
 
 
-def _with(option: inspect.Parameter, **changes: Any) -> inspect.Parameter:
+def _with(option: inspect.Parameter, **changes: object) -> inspect.Parameter:
     """An option with other attributes of typer's; arguments stay."""
     kind, info = get_args(option.annotation)
     if isinstance(info, ArgumentInfo):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -25,7 +25,7 @@ Table = Annotated[
 
 @taking(setting_options(TuneOptions))
 def tune(
-    output: Table = None, quiet: Quiet = False, format: FormatOption = Format.text, **options: Any
+    output: Table = None, quiet: Quiet = False, format: FormatOption = Format.text, **options: object
 ) -> None:
     """Time the kernels on this GPU, and write the table by which layers choose them."""
     asked: TuneOptions = of_text(TuneOptions, options)

@@ -46,7 +46,7 @@ def place(value: Any) -> Any:
 def _checked(is_right: Callable[[Any], bool], expected: str) -> Callable[..., Any]:
     """A callback that refuses values other than `expected`; None passes."""
 
-    def check(param: typer.CallbackParam, value: Any) -> Any:
+    def check(param: typer.CallbackParam, value: object) -> Any:
         if value is not None and not is_right(value):
             shown = f"{value:g}" if isinstance(value, float) else str(value)[:40]
             raise UsageError(f"{param.opts[0]} is {shown}: expected {expected}")

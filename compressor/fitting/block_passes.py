@@ -65,7 +65,7 @@ class Batch:
         return int(self.mask.sum())
 
 
-def _fresh(value: Any) -> Any:
+def _fresh(value: object) -> Any:
     """`value` in containers of its own, with the same tensors."""
     if isinstance(value, tuple | list):
         return type(value)(map(_fresh, value))

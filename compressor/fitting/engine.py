@@ -199,7 +199,7 @@ def _outside(work: Work, plan: Plan, done: dict[str, Result]) -> dict[str, Resul
     return factorize_layers(work, Plan(rest))
 
 
-def with_own_text(work: Work, tokenizer: Any, seq_len: int, text: Calibration | None) -> Calibration:
+def with_own_text(work: Work, tokenizer: object, seq_len: int, text: Calibration | None) -> Calibration:
     """Windows of `seq_len` tokens, of which the model writes the share `mix`, or all without a `text`.
     For that the whole model is loaded once; what it wrote is kept in the journal."""
     samples = work.recipe.samples
@@ -211,7 +211,7 @@ def with_own_text(work: Work, tokenizer: Any, seq_len: int, text: Calibration | 
     return packed_calibration(interleaved(parts), beginning)
 
 
-def _write(work: Work, tokenizer: Any, seq_len: int, count: int, beginning: Beginning) -> Tensor:
+def _write(work: Work, tokenizer: object, seq_len: int, count: int, beginning: Beginning) -> Tensor:
     """Let the model write windows [count, seq_len], which start as the tokenizer starts a text. They
     leave out the random token that a sample began with, where the context has room."""
     folder, device = work.source.folder, work.target

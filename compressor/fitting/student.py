@@ -128,7 +128,7 @@ class Student:
         setattr(self.block.get_submodule(parent), leaf, twin.module.requires_grad_(False))
         self.twins[name] = twin
 
-    def keep(self, key: str, facts: Mapping[str, Any], metrics: dict[str, Metric]) -> None:
+    def keep(self, key: str, facts: Mapping[str, object], metrics: dict[str, Metric]) -> None:
         """Store the trained block under `key`, with `facts` in every layer's record. `metrics` are
         those of `read_by`; each is dropped once used."""
         tensors: dict[str, Tensor] = {}

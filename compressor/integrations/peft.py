@@ -165,7 +165,7 @@ def takes_products(layer: Any) -> bool:
     return sums and layer.has_own_layout and getattr(layer.spec, "groups", 1) == 1
 
 
-def check_takes_products(layer: Any) -> None:
+def check_takes_products(layer: object) -> None:
     """Raise ValueError for a layer without room for an adapter that is merged."""
     if not takes_products(layer):
         raise ValueError(

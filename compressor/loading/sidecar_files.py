@@ -87,7 +87,7 @@ TOKENIZER = "tokenizer_config.json"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
-def check_carried(source: Source, config: Mapping[str, Any]) -> None:
+def check_carried(source: Source, config: Mapping[str, object]) -> None:
     """Raise now what would fail when an output with `config` is checked after hours of work.
 
     Raises InputError for a bad tokenizer or generation_config.json, OutputError for a tokenizer that

@@ -93,7 +93,7 @@ class MadeFor:
         return type(None), ()
 
 
-def held_for(model: nn.Module, name: str, make: Callable[[], Any], values: bool = False) -> MadeFor:
+def held_for(model: nn.Module, name: str, make: Callable[[], object], values: bool = False) -> MadeFor:
     """The result of `make`, kept as attribute `name` of the model until its state changes. values:
     whether the result depends on the values of weights."""
     with _making:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import torch
@@ -27,7 +26,6 @@ from blr.kernels.common.available import HALF
 from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.names import FOLDERS
 from blr.kernels.common.registration import is_traced, rows
-from blr.kernels.common.tables import Shape, bucket, prefers_dequantized
 from blr.kernels.decode.quantized.formats import ROW
 from blr.kernels.fp8.op import (
     STRUCTURES,
@@ -72,11 +70,7 @@ class Float8Layer(Protocol):
 
 
 def float8_product(layer: Float8Layer, x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """``x Wᵀ + bias`` in float8, [..., i] -> [..., o]; None where the layer is to dequantize.
-
-    It is to dequantize as well where the measured tables say that this is faster for so many tokens; not
-    under `torch.compile`, whose graphs are of any number.
-    """
+    """``x Wᵀ + bias`` in float8, [..., i] -> [..., o]; None where the layer is to dequantize."""
     if (reason := hindrance(layer, x)) is not None:
         if reason:
             warn_once(f"float8 weights are dequantized at every product: {reason}")
@@ -103,14 +97,6 @@ def is_float8(layer: object) -> TypeGuard[Float8Layer]:
 
 def _float8_layers(model: nn.Module) -> Iterator[tuple[str, Float8Layer]]:
     return ((name, layer) for name, layer in model.named_modules() if is_float8(layer))
-
-
-@cache
-def known_by(spec: Spec) -> tuple[str, Shape]:
-    """The name and sizes by which tables know a layer with float8 factors of `spec`."""
-    rank = spec.shapes()["U"][-1] if spec.structure in FOLDERS else 0
-    shape = Shape(spec.in_features, spec.out_features, getattr(spec, "blocks", 1), rank)
-    return structure_of(spec), shape
 
 
 def prepared(layer: Float8Layer, x: Tensor) -> tuple[Scales, list[Tensor]]:
@@ -176,13 +162,8 @@ def refusal(packing: QuantizedSpec, x: Tensor) -> str | None:
     """As `hindrance`, of any layer packed so and any inputs like x: decided once for each kind."""
     if torch.compiler.is_compiling():
         return unfit(packing, x)
-    n = bucket(x.numel() // x.shape[-1])
-    key = (id(packing), n, x.dtype, x.device)
-    if (found := _DECIDED.get(key)) is None:
-        reason = unfit(packing, x)
-        if reason is None and prefers_dequantized(*known_by(packing.of), n, x.dtype, x.device):
-            reason = ""
-        found = _DECIDED.keep(key, (reason, packing))
+    key = (id(packing), x.dtype, x.device)
+    found = _DECIDED.get(key) or _DECIDED.keep(key, (unfit(packing, x), packing))
     return found[0]
 
 

@@ -155,7 +155,7 @@ class RankLayer(DynamicLayer):
         return self.stores[0].length
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append [B, H, t, D] each; all tokens' keys and values [B, H, T, D]."""
         step, self.step = self.step, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,7 @@ def check_reload(source: Source, folder: Path) -> dict[str, tuple[int, str]]:
     return check_loads(source, model_class(config["architectures"][0]), folder)
 
 
-def check_loads(source: Source, cls: Any, folder: Path) -> dict[str, tuple[int, str]]:
+def check_loads(source: Source, cls: object, folder: Path) -> dict[str, tuple[int, str]]:
     """Check that class `cls` loads `folder` with no key missing or left over, and the tokenizer as well.
 
     Returns tokenizer_config.json if it was rewritten for that. Raises OutputError, which is a bug.
@@ -157,13 +157,13 @@ def check_loads(source: Source, cls: Any, folder: Path) -> dict[str, tuple[int, 
     return keep_tokenizer(source.folder, folder)
 
 
-def misfits(cls: Any, folder: Path | None, **options: Any) -> str:
+def misfits(cls: object, folder: Path | None, **options: object) -> str:
     """The keys that transformers finds missing, left over or of another shape; empty if none."""
     _, info = load_empty(cls, folder, **options)
     return misfit(info, "missing", "unexpected", "mismatched")
 
 
-def json_file(value: Any) -> bytes:
+def json_file(value: object) -> bytes:
     """`value` as a JSON file of an output."""
     return json.dumps(value, indent=2).encode() + b"\n"
 
@@ -174,12 +174,15 @@ Written = dict[str, tuple[int, str]]  # file to its size and SHA-256
 @dataclass(frozen=True)
 class FolderContents:
     """What a folder is to hold: `shards` by file, `read` for the bytes of a tensor, `small` files or
-    paths of files to carry over, and names of files that the check may add `later`."""
+    paths of files to carry over, names of files that the check may add `later`, and tensors in files
+    `beside` the shards, which no index lists; `headers` of files that are no safetensors."""
 
     shards: Mapping[str, list[Slot]]
     read: Callable[[TensorEntry], Iterable[Bytes]]
     small: Mapping[str, bytes | Path]
     later: tuple[str, ...] = ()
+    beside: Mapping[str, list[Slot]] = field(default_factory=dict)
+    headers: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def write_whole(
@@ -187,7 +190,7 @@ def write_whole(
     folder: Path,
     contents: FolderContents,
     check: Callable[[Path], Written],
-    facts: Callable[[], Mapping[str, Any]],
+    facts: Callable[[], Mapping[str, object]],
     progress: Progress,
 ) -> None:
     """Write `contents` to `folder`, in the partial folder, check them and list them in a manifest.
@@ -200,7 +203,8 @@ def write_whole(
     """
     names = {
         *contents.shards,
-        index_name(contents.shards),
+        *contents.beside,
+        *([index_name(contents.shards)] if contents.shards else []),
         *contents.small,
         TOKENIZER,
         *contents.later,
@@ -220,13 +224,15 @@ def write_whole(
 
 
 def _write_shards(folder: Path, contents: FolderContents, progress: Progress) -> Written:
-    with progress.layers(sum(map(len, contents.shards.values())), WRITING) as advance:
+    groups = [contents.shards, *({name: slots} for name, slots in contents.beside.items())]
+    with progress.layers(sum(len(s) for each in groups for s in each.values()), WRITING) as advance:
 
         def read(entry: TensorEntry) -> Iterable[Bytes]:
             advance(entry.name)
             return contents.read(entry)
 
-        return write_shards(folder, contents.shards, read)
+        written = [write_shards(folder, each, read, contents.headers) for each in groups]
+    return {name: found for each in written for name, found in each.items()}
 
 
 def slots_of(

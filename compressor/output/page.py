@@ -118,7 +118,8 @@ def _perplexity(found: Any) -> str:
 
 def _tail(kl: Mapping[str, Any], first: int | None) -> str:
     """Percentiles of the divergence from the dense model, and the worst windows."""
-    names = {"50": "half of the tokens", "90": "9 in 10", "99": "99 in 100", "100": "all"}
+    names = {"50": "half of the tokens", "90": "9 in 10", "99": "99 in 100", "99.9": "999 in 1000"}
+    names["100"] = "all"
     rows = [(f"{names[n]}, at most", v, f"{v:.4g}", 1) for n, v in kl["percentiles"].items()]
     text = f"<h3>KL to the dense model, nats a token</h3>{_bars(rows)}"
     if first is None:
@@ -147,7 +148,7 @@ def _cell(layer: Mapping[str, Any], key: str, said: str) -> Cell:
     return Cell(str(layer["type"]), int(block[1]) if block else 0, float(layer[key]), title)
 
 
-def _share(layer: Mapping[str, Any]) -> Cell:
+def _share(layer: Mapping[str, object]) -> Cell:
     dense, size = _sizes_of(layer)
     return _cell({**layer, "share": size / dense}, "share", f"{layer['rank']}, {size / dense:.1%}")
 
@@ -158,7 +159,7 @@ def _sizes_of(entry: Mapping[str, Any]) -> tuple[int, int]:
     return entry[f"dense_{unit}"], entry[unit]
 
 
-def _sizes(types: Sequence[Mapping[str, Any]]) -> str:
+def _sizes(types: Sequence[Mapping[str, object]]) -> str:
     rows = list[tuple[str, float, str, int]]()
     for n, entry in enumerate(types):
         dense, size = _sizes_of(entry)
@@ -261,17 +262,17 @@ def _bars(rows: Sequence[tuple[str, float, str, int]]) -> str:
     return f'<div class="bars">{items}</div>' if items else ""
 
 
-def known(value: Any) -> bool:
+def known(value: object) -> bool:
     """Whether a value is a finite number."""
     return isinstance(value, int | float) and isfinite(value)
 
 
-def _number(value: Any, form: str) -> str:
+def _number(value: object, form: str) -> str:
     """`value` in a format; a dash for a figure that earlier versions did not record."""
     return format(value, form) if known(value) else "–"
 
 
-def _words(value: Any) -> str:
+def _words(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_words(item)}" for key, item in value.items())
     if isinstance(value, float):

@@ -24,13 +24,13 @@ CURVE_POINTS = 256
 Records = Mapping[str, Mapping[str, Any]]
 
 
-def report_files(plan: Plan, records: Records, facts: Mapping[str, Any]) -> dict[str, bytes]:
+def report_files(plan: Plan, records: Records, facts: Mapping[str, object]) -> dict[str, bytes]:
     """The report's files. Records have `type`, `spec`, `error`, and may have `weighted_error`, `curve`
     and `notes`; `facts` have `name`, `method`, `cf`, `calibration` and `versions`."""
     return report_pages(report_data(plan, records, facts))
 
 
-def report_pages(data: Mapping[str, Any]) -> dict[str, bytes]:
+def report_pages(data: Mapping[str, object]) -> dict[str, bytes]:
     """The report's files from `report_data`, to which a `loss` and a `healing` may have been added."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     return {REPORT: text.encode() + b"\n", "report.html": report_html(data).encode()}
@@ -44,7 +44,7 @@ def thin_curve(curve: Sequence[float], points: int = CURVE_POINTS) -> list[float
     return [float(curve[round(n * last / (points - 1))]) for n in range(points)]
 
 
-def report_data(plan: Plan, records: Records, facts: Mapping[str, Any]) -> dict[str, Any]:
+def report_data(plan: Plan, records: Records, facts: Mapping[str, object]) -> dict[str, Any]:
     """The content of the report, JSON-ready."""
     layers = [_layer(planned, records[planned.layer.module]) for planned in plan.layers]
     kept = [
@@ -124,7 +124,7 @@ def _round(value: float) -> float | None:
     return float(f"{value:.6g}") if isfinite(value) else None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """`value` for JSON: numbers rounded, keys as text, other objects as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.recipe.schema import DENSE, NONE, LayerSettings, Recipe
@@ -35,7 +35,7 @@ FITTED: dict[str, tuple[Use, str]] = {  # settings of some structures: who uses 
 
 def asked_recipe(
     recipe: Recipe | str | Path | None,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     calibrated: bool,
     effort: str | None = None,
     own_text: bool = False,

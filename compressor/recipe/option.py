@@ -2,10 +2,10 @@
 
 Behind ``Options:`` a docstring has an entry for each field that is an option. It has the field, the
 option's names if they are not the field's, one sentence, and in brackets the default if that is no
-value::
+value. ``{values}`` stands for the values that its type allows::
 
     Options:
-        method (--method, -m): svd, monarch, blast or ks. [svd; dense for --quantize alone]
+        method (--method, -m): The structure: {values}. [svd; dense for --quantize alone]
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ class Option:
     limits: Limits
 
 
-def described(owner: Any) -> str:
+def described(owner: object) -> str:
     """A docstring without its options."""
     return inspect.cleandoc(owner.__doc__ or "").partition("Options:\n")[0].rstrip()
 
 
 @cache
-def options_of(owner: Any) -> dict[str, Option]:
+def options_of(owner: object) -> dict[str, Option]:
     """The options of a model, dataclass or function, by field; its own entries come before inherited
     ones."""
     hints, found = get_type_hints(owner, include_extras=True), dict[str, Option]()
     for part in getattr(owner, "__mro__", (owner,)):
         for name, names, said, default in _entries(part.__doc__ or ""):
             dashed = tuple(names.split(", ")) if names else (f"--{name.replace('_', '-')}",)
+            said = said.replace("{values}", ", ".join(map(str, get_args(hints[name]))))
             limits = _limits(hints[name]) or Limits()
             found.setdefault(name, Option(plain_type(hints[name]), said, default, dashed, limits))
     return found
 
 
-def check_limits(settings: Any) -> None:
+def check_limits(settings: object) -> None:
     """Raise UsageError for a number outside of its `Limits`."""
     owner: Any = type(settings)
     for name, option in options_of(owner).items():
@@ -69,7 +70,7 @@ def check_limits(settings: Any) -> None:
             raise UsageError(f"{found}: expected a number from {low:g} to {high:g}")
 
 
-def plain_type(hint: Any) -> Any:
+def plain_type(hint: object) -> Any:
     """The type of a value that is given in place of None: int for ``Annotated[Positive, …] | None``."""
     origin, inner = get_origin(hint), [part for part in get_args(hint) if part is not type(None)]
     if origin is Annotated:
@@ -88,7 +89,7 @@ def _entries(text: str) -> list[tuple[str, ...]]:
     return [match.groups() for line in lines if (match := ENTRY.fullmatch(line.strip()))]
 
 
-def _limits(hint: Any) -> Limits | None:
+def _limits(hint: object) -> Limits | None:
     """The first `Limits` in an annotation."""
     parts = [hint, *get_args(hint), *getattr(hint, "__metadata__", ())]
     inner = (part if isinstance(part, Limits) else part is not hint and _limits(part) for part in parts)

@@ -18,19 +18,19 @@ from blr.compressor.base.errors import BlrError, OutputError, UsageError
 from blr.compressor.base.exhaustion import storage_errors
 from blr.compressor.recipe.yaml_file import MAX_BYTES, validate
 from blr.kernels.common.names import FOLDERS
-from blr.kernels.common.tables import FLOAT8, PRODUCT
 
 Scalar = int | float | bool | str
 Bounds = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
 RANGES = ("inputs", "outputs", "features", "blocks", "rank", "n")
+# Of tables of earlier versions, read and not used
+FORMER = ("fp8", "fp8_dense", "fp8_lowrank", "fp8_monarch", "fp8_blast", "token", "forward")
 HEADER = "# Kernel variants measured by `blr tune`; format: kernels/common/tables.py.\n"
 
 
 if TYPE_CHECKING:
     Kind = str
 else:
-    # "token" and "forward": of tables of earlier versions, read and not used
-    Kind = Literal[(*FOLDERS.values(), PRODUCT, *FLOAT8.values(), "token", "forward")]
+    Kind = Literal[(*FOLDERS.values(), *FORMER)]
 
 
 class TunedRule(BaseModel):

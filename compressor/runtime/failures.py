@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 MODES = ("auto", "graph", "eager")
-FORMER = {"persistent": "graph"}  # modes of earlier versions, by what does their work
 OPS = ("triton", "torch")
 CACHES = ("whole", "int8")  # what is kept of keys and values
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def _rounding(part: Tensor) -> Rounding:
 
 
 def _one_by_one(
-    rounding: Rounding, parts: Tensor, roots: Tensor, scales: Tensor, *form: Any
+    rounding: Rounding, parts: Tensor, roots: Tensor, scales: Tensor, *form: object
 ) -> tuple[Tensor, ...]:
     """Round every matrix of a batch by `rounding`, which takes one."""
     found = [rounding(*each, *form) for each in zip(parts, roots, scales, strict=True)]

@@ -232,7 +232,7 @@ def _of_symmetric(call: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
     )
 
 
-def _repeated(call: Callable[[Tensor], Any], matrix: Tensor, name: str) -> Any:
+def _repeated(call: Callable[[Tensor], object], matrix: Tensor, name: str) -> Any:
     """``call(matrix)``, repeated on the CPU in float64 where the library fails. Raises NumericsError if
     it fails again."""
     if (found := _attempted(call, matrix)) is not None:

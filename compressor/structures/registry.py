@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blr.compressor.structures.specs import (
     BlastSpec,
@@ -116,12 +116,10 @@ class Structure:
         module = import_module(f"blr.kernels.layers.{self.folder}.op")
         return self._spread(getattr(module, f"{self.folder}_linear"))
 
-    def variants(self) -> tuple[Mapping[str, Call], Mapping[str, list[dict[str, Any]]]]:
-        """Its kernel variants, which take factors one by one, and for each variant the arguments worth
-        trying, if there are any."""
-        op = import_module(f"blr.kernels.layers.{self.folder}.op")
-        module = import_module(f"blr.kernels.layers.{self.folder}.variants")
-        return op.variants(), getattr(module, "CONFIGS", {})
+    def variants(self) -> Mapping[str, Call]:
+        """Its kernel variants, which take factors one by one."""
+        found: Mapping[str, Call] = import_module(f"blr.kernels.layers.{self.folder}.op").variants()
+        return found
 
     def _spread(self, product: Callable[..., Tensor]) -> Call:
         """`product` with its factors as arguments; that of a chain takes them as a list."""

@@ -54,8 +54,8 @@ class OwnText:
 
 
 def write_own_text(
-    model: Any,
-    tokenizer: Any,
+    model: object,
+    tokenizer: object,
     wanted: OwnText,
     journal: Journal,
     progress: Progress,
@@ -178,7 +178,7 @@ def _prompts(
     return torch.cat([start, plain[picks]], 1).to(model.device)
 
 
-def _reading(model: Any, wanted: OwnText) -> StaticReading:
+def _reading(model: object, wanted: OwnText) -> StaticReading:
     from blr.compressor.text.decoding import StaticReading  # brings in transformers
 
     return StaticReading(model, wanted.length)
@@ -216,7 +216,7 @@ def continued(
 
 
 def _continued(
-    model: Any, ids: Tensor, generator: torch.Generator, wanted: OwnText, reading: StaticReading
+    model: object, ids: Tensor, generator: torch.Generator, wanted: OwnText, reading: StaticReading
 ) -> Tensor:
     reader, p = reading.reader(len(ids)), ids.shape[1]
     if reader is None:

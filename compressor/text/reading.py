@@ -101,7 +101,7 @@ class Calibration:
 
 
 def read_calibration(
-    name: str, tokenizer: Any, *, samples: int, seq_len: int, packed: bool, offline: bool = False
+    name: str, tokenizer: object, *, samples: int, seq_len: int, packed: bool, offline: bool = False
 ) -> Calibration:
     """Tokenize at most `samples` windows or documents of a file or data set. Decoders (`packed`) get
     windows of one long text, whose last twentieth is held back; encoders get one line at a time. Raises
@@ -276,7 +276,7 @@ def _dataset(name: str, offline: bool) -> Iterator[str]:
 
 
 def _windows(
-    documents: Iterator[str], tokenizer: Any, samples: int, room: int, name: str
+    documents: Iterator[str], tokenizer: object, samples: int, room: int, name: str
 ) -> tuple[Tensor, Tensor]:
     """At most `samples` consecutive pieces [n, room] of the documents, and the tokens behind them."""
     import torch

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +105,7 @@ class Stream:
         return order, int(torch.randint(most, (), generator=generator))
 
 
-def tokenize(documents: Iterable[str], tokenizer: Any, most: int | None = None) -> Tensor:
+def tokenize(documents: Iterable[str], tokenizer: object, most: int | None = None) -> Tensor:
     """The tokens [n] (int32) of `documents`, or the first `most`, for which no more is read than
     needed."""
     found, count = list[Tensor](), 0

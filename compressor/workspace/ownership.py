@@ -206,7 +206,7 @@ def _is_name(name: object) -> bool:
     return type(name) is str and not {"", ".", ".."} & set(name.split("/"))
 
 
-def canonical(value: Any) -> Any:
+def canonical(value: object) -> Any:
     """`value` as it comes back from JSON."""
     return json.loads(canonical_json(value))
 

@@ -59,7 +59,7 @@ class Captured:
     Raises RuntimeError where `compute` does what no graph can hold, or where memory is short.
     """
 
-    def __init__(self, compute: Callable[..., Any], *inputs: Tensor, pool: Any = None) -> None:
+    def __init__(self, compute: Callable[..., object], *inputs: Tensor, pool: object = None) -> None:
         self.inputs = [tensor.clone() for tensor in inputs]
         self.graph = torch.cuda.CUDAGraph()
         # Other threads, those of NCCL too, may go on meanwhile

@@ -105,7 +105,7 @@ class Plans(dict[Any, Callable[..., Any]]):
         super().__init__()
         _PLANS.append(self)
 
-    def keep(self, key: Any, made: Callable[..., Any]) -> Callable[..., Any]:
+    def keep(self, key: object, made: Callable[..., object]) -> Callable[..., Any]:
         """`made`, known from now on."""
         if len(self) >= PLANNED:
             self.clear()
@@ -123,7 +123,7 @@ def _dispatched(given: Any, on_cpu: Variant | None, x: Tensor, *rest: Any) -> Te
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _flat(call: Variant, x: Tensor, *rest: Any) -> Tensor:
+def _flat(call: Variant, x: Tensor, *rest: object) -> Tensor:
     *factors, bias = rest
     if x.dim() == 2:
         return call(x, *factors, bias=bias).contiguous()

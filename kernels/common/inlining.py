@@ -34,7 +34,7 @@ _LOWERED: list[tuple[Operator, Callable[..., Any]]] = []
 def inlined(operator: Operator, structure: str, shape: Callable[..., Shape]) -> Operator:
     """`operator`, which compilations may look into; `shape` gives its sizes by its factors."""
 
-    def decompose(x: Tensor, *rest: Any) -> Any:
+    def decompose(x: Tensor, *rest: object) -> Any:
         factors = [t for t in rest[:-1] if isinstance(t, Tensor)]
         plain = is_plain(structure, shape(*factors), x)
         return (operator.plain if plain else operator.bare)(x, *rest)

@@ -34,13 +34,13 @@ def is_elsewhere(x: Tensor) -> bool:
     return has_several_gpus() and x.is_cuda and x.get_device() != torch.cuda.current_device()
 
 
-def on_gpu_of(arguments: Iterable[Any]) -> AbstractContextManager[Any]:
+def on_gpu_of(arguments: Iterable[object]) -> AbstractContextManager[Any]:
     """The same of the first tensor among the arguments of a kernel: tensors, descriptors, tuples."""
     found = _first(arguments) if has_several_gpus() else None
     return HERE if found is None else on_gpu(found.device)
 
 
-def _first(arguments: Iterable[Any]) -> Tensor | None:
+def _first(arguments: Iterable[object]) -> Tensor | None:
     for argument in arguments:
         inside = argument if isinstance(argument, tuple) else (getattr(argument, "base", argument),)
         for value in inside:

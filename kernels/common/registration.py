@@ -37,11 +37,11 @@ class Operator:
 def register(
     name: str,
     schema: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
+    run: Callable[..., object],
+    fake: Callable[..., object],
     setup: Callable[..., None] | None,
-    backward: Callable[..., Any] | None,
-    plain: Callable[..., Any],
+    backward: Callable[..., object] | None,
+    plain: Callable[..., object],
 ) -> Operator:
     """Register ``blr::<name><schema>``.
 
@@ -83,7 +83,7 @@ def _found(name: str) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def apply(operator: Operator, x: Tensor, *arguments: Any) -> Any:
+def apply(operator: Operator, x: Tensor, *arguments: object) -> Any:
     """Call `operator` on x [n, i]; through the dispatcher only if somebody listens there."""
     if is_traced():
         return operator.plain(x, *arguments)

@@ -208,19 +208,21 @@ class Again:
     def __init__(self) -> None:
         self.launches: Launches | None = None
 
-    def __call__(self, stage: Callable[..., Any], x: Tensor, *rest: Tensor | None, **config: Any) -> Any:
+    def __call__(
+        self, stage: Callable[..., object], x: Tensor, *rest: Tensor | None, **config: object
+    ) -> Any:
         """``stage(x, *rest, **config)``."""
         if self.launches is None:
             self.launches = Launches(partial(stage, **config))
         return self.launches(x, *rest)
 
 
-def at_once(stage: Callable[..., Any], x: Tensor, *rest: Tensor | None, **config: Any) -> Any:
+def at_once(stage: Callable[..., object], x: Tensor, *rest: Tensor | None, **config: object) -> Any:
     """The same without a replay."""
     return stage(x, *rest, **config)
 
 
-def recorded(run: Callable[..., Any], x: Tensor, *rest: Tensor | None) -> tuple[Any, Replay | None]:
+def recorded(run: Callable[..., object], x: Tensor, *rest: Tensor | None) -> tuple[Any, Replay | None]:
     """``run(x, *rest)``, a tensor or a tuple of tensors, and how to do it again, None if it is not
     launches alone.
 
@@ -330,7 +332,7 @@ def _addresses(spans: Sequence[tuple[int, int]], values: list[Any]) -> list[Plac
     return places
 
 
-def _holds_addresses(value: Any) -> bool:
+def _holds_addresses(value: object) -> bool:
     if isinstance(value, tuple):
         return any(map(_holds_addresses, value))
     return isinstance(value, Tensor) or hasattr(value, "base")

@@ -3,14 +3,11 @@
 A table belongs to one GPU and is a list of rules, the most specific first; the first that matches
 counts. A rule is a mapping of conditions, all optional, to a choice:
 
-    structure   lowrank, monarch, blast or kronecker; fp8: one product in float8, inputs and outputs of
-                each of its blocks; fp8_dense, fp8_lowrank, fp8_monarch or fp8_blast: a layer with
-                weights in float8; token and forward: read by earlier versions only
+    structure   lowrank, monarch, blast or kronecker; those of float8, token and forward are read by
+                earlier versions only
     dtype       a torch dtype's name or a list of them
     inputs, outputs, features (both sizes), blocks, rank, n     [least, most], inclusive
-    variant     a key of the structure's VARIANTS, or "dense": the dense layer would be faster; for
-                fp8 "library", or "tile" and its fields; for a layer with weights in float8 "float8",
-                or "dequantized", at every call
+    variant     a key of the structure's VARIANTS, or "dense": the dense layer would be faster
     config      its keyword arguments, {} if left out
 
 The number of tokens n counts as the next power of two, from 1 to 16384, so that a ragged n never
@@ -33,16 +30,10 @@ from blr.kernels.common.tuned import forget_rules, tuned_rules
 BUCKETS = tuple(1 << power for power in range(15))
 FEW = 8  # tokens up to which `narrow` is taken unmeasured
 MOST = {"gemv": 1, "narrow": 64}  # tokens that a variant takes, where it does not take any number
-PRODUCT = "fp8"  # the structure of rules for one product in float8
-# That of rules for a layer with float8 weights, by the folder of its kernels or dense.
-FLOAT8 = {name: f"fp8_{name}" for name in ("dense", "lowrank", "monarch", "blast")}
-DEQUANTIZED = "dequantized"
 # Forms of a structure that are products of the vendor's library alone: what ours must beat. The last is
 # what a compiler makes of the reference.
 PLAIN: dict[str, tuple[str, ...]] = {
     **{"lowrank": ("gemm",), "monarch": ("bmm",), "blast": ("bmm", "plain"), "kronecker": ()},
-    PRODUCT: ("library",),
-    **dict.fromkeys(FLOAT8.values(), ("float8",)),
 }
 DENSE = "dense"
 REFERENCE = "reference"
@@ -71,22 +62,6 @@ def choose(
     """
     gpu = device if isinstance(device, str) else gpu_key(device)
     return _choose(FOLDERS.get(structure, structure), shape, bucket(n), dtype, gpu)
-
-
-def product_choice(shape: Shape, n: int, device: torch.device) -> Choice | None:
-    """What was measured for one product in float8, of n rows with `shape.inputs` numbers in each of
-    `shape.blocks`: "library", or "tile" and its fields. None if nobody measured it."""
-    rule = _measured(PRODUCT, shape, bucket(n), torch.bfloat16, gpu_key(device))
-    return None if rule is None else (rule["variant"], dict(rule.get("config") or {}))
-
-
-def prefers_dequantized(
-    structure: str, shape: Shape, n: int, dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Whether a layer with float8 weights was measured to be faster for n tokens with its weights
-    dequantized and its inputs as they are. `structure`: a key of `FLOAT8`."""
-    rule = _measured(FLOAT8[structure], shape, bucket(n), dtype, gpu_key(device))
-    return rule is not None and rule["variant"] == DEQUANTIZED
 
 
 def bucket(n: int) -> int:
@@ -140,7 +115,6 @@ def heuristic(structure: str, n: int, dtype: torch.dtype) -> Choice:
 def forget() -> None:
     """Read the tables again at the next choice."""
     _choose.cache_clear()
-    _measured.cache_clear()
     forget_rules()
 
 
@@ -153,11 +127,6 @@ def _choose(structure: str, shape: Shape, n: int, dtype: torch.dtype, gpu: str) 
     if rule is None:
         return heuristic(structure, n, dtype)
     return rule["variant"], dict(rule.get("config") or {})
-
-
-@cache
-def _measured(structure: str, shape: Shape, n: int, dtype: torch.dtype, gpu: str) -> Rule | None:
-    return first_match(tuned_rules(gpu), structure, shape, n, dtype)
 
 
 def _holds(rule: Rule, structure: str, shape: Shape, n: int, dtype: torch.dtype) -> bool:

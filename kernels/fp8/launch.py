@@ -11,7 +11,6 @@ from torch import Tensor
 from blr.kernels.common.available import multiprocessors, supports_pdl
 from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.launching import Bound
-from blr.kernels.common.tables import Shape, product_choice
 from blr.kernels.decode.gemm.launch import below, flat, run_length
 from blr.kernels.fp8.reference import E4M3, LARGEST, SLACK, Rows, room_for
 
@@ -115,7 +114,7 @@ def _product_plan(
 ) -> Any:  # fmt: skip
     """The launch of `product`, the boxes of its descriptors (None without), and its numbers."""
     (batch, M, K), N = a.shape, b.shape[1]
-    tile = tile or chosen_tile(M, N, K, batch, a.device)
+    tile = tile or tile_for(M, N, K, batch)
     column = (0, N) if part is None else (out.stride(2), part)
     tail = (0 if bias is None else bias.stride(0), out.stride(0), out.stride(1), *column)
     constants: dict[str, Any] = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": GROUP}
@@ -191,14 +190,6 @@ def engine_reads(t: Tensor) -> bool:
     """Whether `flat` and the engine's alignment hold for float8 [B, rows, K]."""
     aligned = t.data_ptr() % 16 == 0 and t.stride(1) % 16 == 0 and t.stride(2) == 1
     return aligned and (below(t) or (0 < t.stride(0) < t.stride(1) and t.stride(0) % 16 == 0))
-
-
-def chosen_tile(M: int, N: int, K: int, batch: int, device: torch.device) -> Fp8Tile:
-    """The tile that the tables have for a product, else that of the rule of thumb."""
-    found = product_choice(Shape(K, N, batch), M, device)
-    if found is None or found[0] != "tile":
-        return tile_for(M, N, K, batch)
-    return Fp8Tile(**found[1])
 
 
 def tile_for(M: int, N: int, K: int, batch: int = 1) -> Fp8Tile:

@@ -18,12 +18,11 @@ from blr.kernels.common.available import kernel_device, kernels_on
 from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.registration import register
 from blr.kernels.common.replay import Launches
-from blr.kernels.common.tables import FLOAT8
 from blr.kernels.fp8 import library, reference
 from blr.kernels.fp8.reference import E4M3, Rows, Scales, room_for
 
 CAPABILITY = (8, 9)  # of devices with tensor cores for float8
-STRUCTURES = tuple(FLOAT8)
+STRUCTURES = ("dense", "lowrank", "monarch", "blast")
 _PLANS = Plans()
 
 RowsPlan = Callable[..., Any]  # (x, other, gain) -> (q, numbers), and what was rounded
@@ -180,8 +179,8 @@ def _ours(structure: str, dtype: torch.dtype, *given: Any) -> Tensor:
 
 
 def _fake(
-    q: Tensor, numbers: Any, U: Tensor, V: Tensor | None, first: Any, second: Any, mix: Any, bias: Any,
-    structure: str, dtype: torch.dtype,
+    q: Tensor, numbers: object, U: Tensor, V: object, first: object, second: object, mix: object,
+    bias: object, structure: str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], outputs_of([U]), dtype=dtype)
 
@@ -192,7 +191,7 @@ def outputs_of(weights: Sequence[Tensor]) -> int:
     return first.shape[0] * (first.shape[1] if first.dim() == 3 else 1)
 
 
-def _fake_rows(x: Tensor, make: str, other: Any, gain: Any, eps: float) -> tuple[Tensor, ...]:
+def _fake_rows(x: Tensor, make: str, other: object, gain: object, eps: float) -> tuple[Tensor, ...]:
     numbers = x.new_empty(3, room_for(x.shape[0]), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=E4M3), numbers
 

@@ -6,8 +6,8 @@ timing.py checks.py   rotating copies, CUDA graphs, cold L2, quartiles; no time 
 results.py options.py reports, files and text; what each command is asked
 shapes.py layers.py layer_problem.py
                       layers of published models, in every structure, on random numbers
-models.py quantized.py decode.py decode_arms.py prefill.py memory.py
+models.py decode.py decode_arms.py prefill.py memory.py
                       whole models: tokens a second, time to the first token, memory of a pass
-tune.py tuning.py tuning_float8.py tuning_rules.py tune_table.py
-                      every variant of a kernel, the rules that layers choose by, the table that ships
+tune.py tuning.py tuning_rules.py
+                      every variant of a kernel, and the rules that layers choose by
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -40,12 +40,11 @@ from blr.bench.timing import CudaSampler, Rotation, spread, wall_ms
 from blr.compressor.base.device import float_dtype, pick_device
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.runtime.failures import FORMER, MODES, OPS
 
 BASELINE = f"{HF}-dense"
 # What is timed unless --arms says otherwise, for shapes and for checkpoints.
 SHAPE_ARMS = (
-    *(BASELINE, "hf-lowrank", "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch"),
+    *(BASELINE, "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch"),
     *("ours-lowrank-int8", "ours-lowrank-int4"),
 )
 FOLDER_ARMS = (f"{HF}-{OWN}", f"ours-{OWN}")
@@ -57,23 +56,6 @@ GREEDY = 32  # tokens that are compared
 DEQUANTIZED = 1.25  # times the stored bytes: a decoder that reads more holds copies in another form
 COPIED, REPEATS = 1 << 30, 7  # bytes of a copy whose speed is measured, and how often
 RESERVE = 0.7  # of the free memory that the caches of arms timed together may take
-
-
-def current(options: DecodeOptions, progress: Progress) -> DecodeOptions:
-    """The options with modes of earlier versions, also at the end of arms, by what does their work.
-    Raises UsageError for what is no mode and no kind of operators."""
-    arms = []
-    for arm in options.arms:
-        rest, dash, mode = arm.rpartition("-")
-        arms.append(rest + dash + FORMER.get(mode, mode))
-    named = {options.mode, *(arm.rpartition("-")[2] for arm in options.arms)}
-    for old in FORMER.keys() & named:
-        progress.say(f"mode {old!r} is gone: the CUDA graph is faster; timed as {FORMER[old]!r}")
-    mode = FORMER.get(options.mode, options.mode)
-    for name, value, known in (("mode", mode, MODES), ("ops", options.ops, ("auto", *OPS))):
-        if value not in known:
-            raise UsageError(f"{name} {value!r}: expected one of {', '.join(known)}")
-    return replace(options, mode=mode, arms=tuple(dict.fromkeys(arms)))
 
 
 def chosen_arms(model: BenchModel, asked: Sequence[str]) -> list[ArmName]:
@@ -123,7 +105,7 @@ class DecodeRow(Timed):
     equal_tokens: int | None = None
 
     @staticmethod
-    def head(machine: Mapping[str, Any]) -> str:
+    def head(machine: Mapping[str, object]) -> str:
         copied = machine.get("copy_tbps")
         return f"{machine.get('name')}" + (f": measured copy {copied:.2f} TB/s" if copied else "")
 
@@ -206,12 +188,11 @@ class DecodeCases:
         sampler()
         return Checked(sampler, error, limit, note)
 
-    def _made(self, name: ArmName, model: Any, ids: torch.Tensor, room: int) -> HfArm | OursArm:
+    def _made(self, name: ArmName, model: object, ids: torch.Tensor, room: int) -> HfArm | OursArm:
         o, cuda = self.options, self.device.type == "cuda"
         if name.runtime == HF:
             return HfArm(model, ids, room, cuda if o.compiling is None else o.compiling)
-        ops = ("triton" if cuda else "torch") if o.ops == "auto" else o.ops
-        return OursArm(model, ids, room, ops, name.mode or o.mode, name.cache)
+        return OursArm(model, ids, room, name.cache)
 
     def _compare(self, rows: Sequence[DecodeRow]) -> None:
         """Fill in floors, and `speedup` over the dense baseline or transformers on a checkpoint."""
@@ -228,8 +209,7 @@ class DecodeCases:
 
 
 def _model(models: Models, name: ArmName) -> Any:
-    plain = name.runtime == HF and name.structure == "lowrank"
-    return models.get(name.structure, name.kind, plain, name.head)
+    return models.get(name.structure, name.kind, name.head)
 
 
 def logits_error(made: HfArm | OursArm, model: Any) -> float:
@@ -264,7 +244,6 @@ def run_decode(options: DecodeOptions, progress: Progress) -> tuple[BenchReport,
     """Time all that `options` name; the report, and the exit code. Raises UsageError or CapabilityError
     before anything is timed."""
     device = pick_device(options.device)
-    options = current(options, progress)
     cases = DecodeCases(options, device)
     models = [(m, chosen_arms(m, options.arms)) for m in find_models(options.models, device)]
     settings = {k: v for k, v in asdict(options).items() if v is not None}

@@ -14,7 +14,7 @@ from blr.bench.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
 from blr.compressor.base.errors import UsageError
 from blr.compressor.exporting.quantizer import KINDS
 from blr.compressor.modeling.cache_names import cache_name
-from blr.compressor.runtime.failures import CACHES, MODES
+from blr.compressor.runtime.failures import CACHES
 
 HF, OURS = "hf", "ours"
 WHOLE, INT8 = CACHES
@@ -25,22 +25,20 @@ HEADS = {f"head{bits}": kind for kind, bits in KINDS.items()}  # in arms: kind o
 STRUCTURED = ("dense", *STRUCTURES, CORRECTED, OWN)
 ARM = re.compile(
     f"(?P<runtime>{HF}|{OURS})-(?P<structure>{'|'.join(STRUCTURED)})(?:-(?P<kind>{'|'.join(FEW_BITS)}))?"
-    f"(?:-(?P<head>{'|'.join(HEADS)}))?(?:-(?P<cache>{CACHE}))?(?:-(?P<mode>{'|'.join(MODES)}))?"
+    f"(?:-(?P<head>{'|'.join(HEADS)}))?(?:-(?P<cache>{CACHE}))?"
 )
 
 
 @dataclass(frozen=True)
 class ArmName:
     """``ours-lowrank-int4-head8``: who decodes, what structure, what quantization of the layers and
-    of the output head ("" for none), the kind of the cache; ``ours-lowrank-eager``: our decoder's
-    mode ("" for the bench's)."""
+    of the output head ("" for none), the kind of the cache."""
 
     text: str
     runtime: str
     structure: str
     kind: str
     head: str
-    mode: str
     cache: str
 
     def __str__(self) -> str:
@@ -52,16 +50,16 @@ def parse_arm(text: str) -> ArmName:
     found = ARM.fullmatch(text)
     parts = {} if found is None else found.groupdict(default="")
     if parts and parts["runtime"] == HF:  # has nothing of ours
-        plain = not any(parts[name] for name in ("kind", "head", "cache", "mode"))
-        known = plain and parts["structure"] in ("dense", "lowrank", OWN)
+        plain = not any(parts[name] for name in ("kind", "head", "cache"))
+        known = plain and parts["structure"] in ("dense", OWN)
     else:
         known = bool(parts) and (parts["structure"] != CORRECTED or bool(parts["kind"]))
     if not known:
         raise UsageError(
-            f"arm {text!r}: expected hf-dense, hf-lowrank or hf-own, or ours- with one of "
+            f"arm {text!r}: expected hf-dense or hf-own, or ours- with one of "
             f"{', '.join(STRUCTURED)} and, if quantized (corrected: always), -int8, -int4, -int3 or "
             f"-int2, then -head8 or -head4 for a quantized output head, then -{CACHE} for keys and "
-            f"values in int8, then - and a mode of {', '.join(MODES)}"
+            f"values in int8"
         )
     head, cache = HEADS.get(parts["head"], ""), INT8 if parts["cache"] else WHOLE
     return ArmName(text, **{**parts, "head": head, "cache": cache})
@@ -114,16 +112,15 @@ class HfArm:
 
 
 class OursArm:
-    """Our decoder on the model's own weights; arguments as of `HfArm`. ops: "triton" or "torch"."""
+    """Our decoder on the model's own weights, by kernels on a GPU; arguments as of `HfArm`."""
 
-    def __init__(
-        self, model: Any, ids: Tensor, steps: int, ops: str, mode: str = "auto", cache: str = WHOLE
-    ) -> None:
+    def __init__(self, model: Any, ids: Tensor, steps: int, cache: str = WHOLE) -> None:
         from blr.compressor.runtime.decoder import Decoder
 
         self.ids = ids
         batch, context = len(ids), ids.shape[1] + steps + 1
-        self.decoder = Decoder(model, batch=batch, context=context, mode=mode, ops=ops, cache=cache)
+        ops = "triton" if ids.is_cuda else "torch"
+        self.decoder = Decoder(model, batch=batch, context=context, ops=ops, cache=cache)
 
     def prefill(self) -> None:
         """Forget everything, take the prompt and choose the first token."""

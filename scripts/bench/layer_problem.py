@@ -1,7 +1,4 @@
-"""Random layers to time: their data, what must come out, how kernels are given them, checked and timed.
-
-Layers in float8 quantize activations in every call, its time counted.
-"""
+"""Random layers to time: data, what must come out, how kernels are given them, checked and timed."""
 
 from __future__ import annotations
 
@@ -24,26 +21,17 @@ from blr.bench.results import REST, TIMES, Column, Timed, nested
 from blr.bench.shapes import LayerShape
 from blr.bench.timing import Call, CpuSampler, CudaSampler, Rotation, event_ms
 from blr.compressor.base.quoting import named_line
-from blr.compressor.modeling.float8 import prepared, structure_of
-from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures.laid import laid_rank, laid_shape
-from blr.compressor.structures.packing import pack_factor, unpack_factor
 from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.specs import DenseSpec, KroneckerSpec, Pattern, QuantizedSpec, Spec
+from blr.compressor.structures.specs import KroneckerSpec, Spec
 from blr.kernels.common import tables
-from blr.kernels.common.available import HALF, kernel_device
+from blr.kernels.common.available import kernel_device
 from blr.kernels.common.layout import relaid, spaced, with_zeros
-from blr.kernels.common.names import FOLDERS
 from blr.kernels.common.orders import order_of
-from blr.kernels.decode.quantized.formats import ROW
-from blr.kernels.fp8.op import STRUCTURES as FLOAT8
-from blr.kernels.fp8.op import fp8_device, fp8_product, fp8_rows
-from blr.kernels.layers.kronecker.choose import Problem as FactorProblem
-from blr.kernels.layers.kronecker.choose import choose as choose_for_factor
+from blr.kernels.layers.kronecker.variants import choose as choose_for_factor
 
 GRAPH_BELOW_MS = 2.0  # a longer call hides what its launches cost
 RECOMPILATIONS = 256  # of one function by torch.compile, for as many shapes in one case
-FLOAT8_LIMIT = 0.1  # relative error: 0.038 of one product, 0.053 of two
 SEEDS = {"x": 0, "dense": 1, "structured": 2}
 Maker = Callable[[], tuple[Call, Rotation]]  # gives f(*arguments) and its arguments
 
@@ -54,7 +42,7 @@ class LayerRow(Timed):
 
     Attributes:
         case: rows of one case are compared: they have the same layer, n and dtype.
-        arm: dense, dense-compile, dense-fp8, plain, compile, ours or fp8.
+        arm: dense, dense-compile, plain, compile or ours.
         cf: dense over structured parameters. speedup: time of the dense arm over `ms`.
     """
 
@@ -78,7 +66,7 @@ class LayerRow(Timed):
     speedup: float | None = None
 
     @staticmethod
-    def head(machine: Mapping[str, Any]) -> str:
+    def head(machine: Mapping[str, object]) -> str:
         clock = "by the host's clock" if machine["name"] == "cpu" else "without the host"
         return f"{machine['name']}: milliseconds a call, {clock}"
 
@@ -133,17 +121,16 @@ class KernelTimer:
             yield
         self.pool = None
 
-    def checked(self, make: Maker, expected: Expected, limit: float | None = None) -> Checked:
-        """A call run and compared. `limit`: relative error that is right, None for the precision's."""
-        call, rotation = make()
-        limit, note = limit or self.precision.gate, None
+    def checked(self, make: Maker, expected: Expected) -> Checked:
+        """A call run and compared."""
+        (call, rotation), limit, note = make(), self.precision.gate, None
         error = within(expected.error(poisoned(call, rotation.arguments)), limit)
         if self.flush is None:
             return Checked(CpuSampler(call, rotation).sample, error, limit)
         self.flush.zero_()
         if event_ms(lambda: call(*rotation.arguments)) < GRAPH_BELOW_MS:
             try:
-                return self._graph(call, rotation, expected, error, limit)
+                return self._graph(call, rotation, expected, error)
             except (WrongResult, torch.OutOfMemoryError):
                 raise
             except Exception as failure:
@@ -151,13 +138,12 @@ class KernelTimer:
                 torch.cuda.synchronize()
         return Checked(CudaSampler(call, rotation, self.flush).sample, error, limit, note)
 
-    def _graph(
-        self, call: Call, rotation: Rotation, expected: Expected, error: float, limit: float
-    ) -> Checked:
+    def _graph(self, call: Call, rotation: Rotation, expected: Expected, error: float) -> Checked:
         """By a graph whose replay, over an output filled with NaN, is right too."""
         sampler = CudaSampler(call, rotation, self.flush, self.pool)
         sampler.output.fill_(float("nan"))
         sampler.step()
+        limit = self.precision.gate
         error = max(error, within(expected.error(sampler.output), limit))
         sampler.output = None
         return Checked(sampler.sample, error, limit)
@@ -193,10 +179,10 @@ class LayerProblem:
         """The input and `weights`."""
         return Rotation((self.x(), *weights), self.timer.l2)
 
-    def arm(self, name: str, make: Maker, variant: str | None = None, limit: float | None = None) -> Arm:
+    def arm(self, name: str, make: Maker, variant: str | None = None) -> Arm:
         """An arm of this layer."""
         row = replace(self.row, arm=name, variant=variant)
-        return Arm(row, lambda: self.timer.checked(make, self.expected, limit))
+        return Arm(row, lambda: self.timer.checked(make, self.expected))
 
 
 def problem_of(
@@ -275,72 +261,6 @@ def our_variant(spec: Spec, n: int, precision: Precision, device: torch.device) 
         return "reference"
     variant, _ = tables.choose(spec.structure, laid_shape(spec), n, precision.dtype, device)
     if isinstance(spec, KroneckerSpec) and variant == "auto":
-        return " ".join(factor_variant(pattern, n, precision) for pattern in spec.patterns)
+        given = n, precision.dtype, precision.tf32
+        return " ".join(choose_for_factor(pattern, *given) for pattern in spec.patterns)
     return str(variant)
-
-
-def factor_variant(pattern: Pattern, n: int, precision: Precision) -> str:
-    """What the kernels of Kronecker-sparse factors choose by themselves, with the path if any."""
-    kind = "tf32" if precision.tf32 else "fp32" if precision.dtype is torch.float32 else "half"
-    variant, config = choose_for_factor(FactorProblem(*pattern, n, kind))
-    return f"{variant}:{config['path']}" if "path" in config else variant
-
-
-def float8_arms(layer: LayerProblem, spec: Spec | None) -> Iterator[Arm]:
-    """The arm of a layer, dense if `spec` is None, where the device multiplies in float8."""
-    structure = "dense" if spec is None else FOLDERS[spec.structure]
-    half = layer.timer.precision.dtype in HALF
-    if structure in FLOAT8 and half and fp8_device(layer.timer.device):
-        name = "dense-fp8" if spec is None else "fp8"
-        yield layer.arm(name, lambda: rounding_call(layer, spec), limit=FLOAT8_LIMIT)
-
-
-def float8_layer(plain: Spec, factors: dict[str, Tensor], bias: Tensor | None = None) -> Any:
-    """A layer with canonical `factors` rounded to float8, a scale a row."""
-    return filled_layer(*_stored(plain, factors), bias)
-
-
-def filled_layer(
-    spec: Spec, tensors: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype | None = None
-) -> Any:
-    """The layer of a spec with these tensors, its other buffers in `dtype` or that of torch."""
-    with torch.device("meta"):
-        made = layer_of(spec, bias is not None).to(dtype)
-    made.load_state_dict(tensors if bias is None else tensors | {"bias": bias}, assign=True)
-    return made.requires_grad_(False).eval()
-
-
-def rounding_call(layer: LayerProblem, spec: Spec | None) -> tuple[Call, Rotation]:
-    """A layer with float8 weights, dense if `spec` is None, on inputs that it rounds."""
-    made = float8_layer(*_factors(layer, spec))
-    structure = structure_of(made.packing)
-    scales, weights = prepared(made, layer.x())
-
-    def call(x: Tensor, *weights: Tensor) -> Tensor:
-        return fp8_product(structure, fp8_rows(x), weights, scales, x.dtype)
-
-    return call, layer.rotate(weights)
-
-
-def dequantizing_call(layer: LayerProblem, spec: Spec | None) -> tuple[Call, Rotation]:
-    """The same on inputs as they are, its weights dequantized at every call."""
-    plain, factors = _factors(layer, spec)
-    packing, stored = _stored(plain, factors)
-    product = reference_of("dense") if spec is None else STRUCTURES[spec.structure].product()
-
-    def call(x: Tensor, *weights: Tensor) -> Tensor:
-        held = dict(zip(stored, weights, strict=True))
-        return product(x, *(unpack_factor(packing, name, held, x.dtype) for name in factors))
-
-    return call, layer.rotate(list(stored.values()))
-
-
-def _factors(layer: LayerProblem, spec: Spec | None) -> tuple[Spec, dict[str, Tensor]]:
-    plain = spec or DenseSpec(layer.row.in_features, layer.row.out_features)
-    return plain, dict(zip(plain.shapes(), layer.factors(), strict=True))
-
-
-def _stored(plain: Spec, factors: dict[str, Tensor]) -> tuple[QuantizedSpec, dict[str, Tensor]]:
-    spec = QuantizedSpec(plain, 8, ROW, fp8=True)
-    packed = (pack_factor(spec, name, factor, factor.dtype) for name, factor in factors.items())
-    return spec, {name: tensor for found in packed for name, tensor in found.items()}

@@ -16,7 +16,6 @@ from blr.bench.layer_problem import (
     KernelTimer,
     LayerProblem,
     LayerRow,
-    float8_arms,
     our_layout,
     our_variant,
     problem_of,
@@ -59,7 +58,7 @@ class LayerCases:
             yield from self._of(made, spec)
 
     def _of(self, made: LayerProblem, spec: Spec | None) -> Iterator[Arm]:
-        """Of the dense layer for None: plain, by torch.compile, ours, in float8."""
+        """Of the dense layer for None: plain, by torch.compile, ours."""
         plain, compiled = ("dense", "dense-compile") if spec is None else ("plain", "compile")
         yield made.arm(plain, lambda: (made.reference, made.rotation))
         if made.row.n in self.compiled:  # one compilation a shape: what is fastest, if it pays
@@ -72,7 +71,6 @@ class LayerCases:
                 lambda: (product, made.rotate(our_layout(spec, made.factors()))),
                 variant=our_variant(spec, made.row.n, self.timer.precision, self.timer.device),
             )
-        yield from float8_arms(made, spec)
 
 
 def compare(rows: Sequence[LayerRow]) -> None:

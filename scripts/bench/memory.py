@@ -277,7 +277,7 @@ def exact_result(model: Any, inputs: dict[str, Any]) -> Tensor:
     return torch.cat([made(input_ids=row, **rest).last_hidden_state for row in rows])
 
 
-def transient_bytes(run: Callable[[], Any], device: torch.device) -> int:
+def transient_bytes(run: Callable[[], object], device: torch.device) -> int:
     """The most that was allocated at one time while `run` ran, above what was at its start: by the
     allocator of a GPU, on a CPU by the tensors that torch makes."""
     if device.type != "cuda":
@@ -324,7 +324,7 @@ class Tracker(TorchDispatchMode):
         self.now -= self.live.pop(key, 0)
 
 
-def _held(leaf: Any) -> bool:
+def _held(leaf: object) -> bool:
     """Whether it is a tensor with memory."""
     return isinstance(leaf, Tensor) and not leaf.is_meta
 

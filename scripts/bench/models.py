@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.bench.layer_problem import filled_layer, float8_layer, random_order, summed
-from blr.bench.quantized import quantizable, quantize_head, quantize_model
+from blr.bench.layer_problem import random_order, summed
 from blr.bench.shapes import LayerShape, specs_for
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
 from blr.compressor.modeling.float8 import prepare_float8, share_rows
 from blr.compressor.modeling.fused import fuse
-from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.modeling.layers import StructuredLinear, layer_of
 from blr.compressor.modeling.models import replace_layers
 from blr.compressor.modeling.shared_input import share_siblings
 from blr.compressor.recipe.architectures import read_config_table
-from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, LowRankSpec, QuantizedSpec
+from blr.compressor.structures.packing import pack_factor
+from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, LowRankSpec, QuantizedSpec, Spec
 from blr.kernels.common.orders import order_of
-from blr.kernels.decode.quantized.formats import BITS
+from blr.kernels.decode.quantized.formats import BITS, ROW
 
 STRUCTURES = {"lowrank": "svd", "pivoted": "pivoted", "monarch": "monarch", "blast": "blast"}
 FP8 = "fp8"
@@ -104,29 +104,24 @@ class Models:
     built: dict[tuple[str, str, str], Any] = field(default_factory=dict)
     ends: tuple[nn.Module, nn.Module] | None = None  # embedding and head of all random models
 
-    def get(self, structure: str, kind: str = "", plain: bool = False, head: str = "") -> Any:
+    def get(self, structure: str, kind: str = "", head: str = "") -> Any:
         """The model in a structure ("dense", "lowrank", …, "own") and kind ("", "fp8", "int8", …).
-
-        `plain`: with low-rank layers as two nn.Linear each, on the same weights. `head`: the kind of
-        the output head.
-        """
-        key = (structure, "plain" if plain else kind, head)
+        `head`: the kind of the output head."""
+        key = (structure, kind, head)
         if key not in self.built:
-            self.built[key] = self._build(structure, kind, plain, head)
+            self.built[key] = self._build(structure, kind, head)
         return self.built[key]
 
-    def _build(self, structure: str, kind: str, plain: bool, head: str) -> Any:
-        if plain and structure == "lowrank":
-            return two_linears(self.get(structure), self._empty())
+    def _build(self, structure: str, kind: str, head: str) -> Any:
         model = self._loaded() if structure == OWN else self._random(structure)
         if structure == CORRECTED:
             replace_linears(model, partial(corrected_layer, bits=FEW_BITS[kind], rank=self.rank))
         elif kind == FP8:
             to_float8(model)
         elif kind:
-            quantize_model(model, FEW_BITS[kind])
+            replace_linears(model, partial(rounded_layer, bits=FEW_BITS[kind]))
         if head:
-            quantize_head(model, FEW_BITS[head])
+            round_head(model, FEW_BITS[head])
         return model
 
     def _loaded(self) -> Any:
@@ -202,36 +197,51 @@ def _drawn(module: nn.Module, name: str, tensor: Tensor, device: torch.device) -
     return made.normal_(0, 1.0 if isinstance(module, nn.Embedding) else tensor.shape[-1] ** -0.5)
 
 
-def two_linears(model: Any, empty: Any) -> Any:
-    """`empty` (on the meta device) with the weights of the low-rank `model`: the naive form, each layer
-    an nn.Sequential of two nn.Linear."""
-    dense = dict(empty.named_modules())
-    for name, layer in model.named_modules():
-        if isinstance(layer, StructuredLinear) and layer.spec.structure == "svd":
-            first, second = _linear(layer.V.detach().mT), _linear(layer.U.detach())
-            parent, _, child = name.rpartition(".")
-            setattr(dense[parent], child, nn.Sequential(first, second))
-        elif name.endswith("norm"):
-            dense[name].weight = layer.weight
-    empty.set_input_embeddings(model.get_input_embeddings())
-    empty.set_output_embeddings(model.get_output_embeddings())
-    empty.get_decoder().rotary_emb = model.get_decoder().rotary_emb
-    return empty
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    with torch.device("meta"):
-        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    return made
-
-
 def replace_linears(model: Any, make: Callable[[Any], nn.Module]) -> None:
-    """Put what `make` makes of each linear layer but the head into its place."""
-    for name in quantizable(model):
-        parent, _, child = name.rpartition(".")
-        holder = model.get_submodule(parent)
-        setattr(holder, child, make(getattr(holder, child)))
+    """Put what `make` makes of each linear layer but the head, and but those in few bits, into its
+    place."""
+    head = model.get_output_embeddings()
+    for name, layer in list(model.named_modules()):
+        plain = type(layer) is nn.Linear or (
+            isinstance(layer, StructuredLinear) and layer.packing is None
+        )
+        if plain and layer is not head:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, make(layer))
+
+
+def rounded_layer(layer: object, bits: int) -> nn.Module:
+    """The layer with its factors, or the weight of an nn.Linear, rounded to `bits`."""
+    plain, factors = factors_of(layer)
+    spec = QuantizedSpec(plain, bits)
+    if "weight" in factors:
+        return filled_layer(layer, spec, quantize_dense(factors["weight"], spec).tensors)
+    return filled_layer(layer, spec, quantize_factors(spec, factors).tensors)
+
+
+def round_head(model: Any, bits: int) -> None:
+    """Round the output head to `bits`; one that is the input embedding gets weights of its own."""
+    name = next(n for n, module in model.named_modules() if module is model.get_output_embeddings())
+    model.set_output_embeddings(rounded_layer(model.get_output_embeddings(), bits))
+    model.config.tie_word_embeddings = False
+    model.all_tied_weights_keys.pop(f"{name}.weight", None)
+
+
+def factors_of(layer: Any) -> tuple[Spec, dict[str, Tensor]]:
+    """The spec of a structured layer or an nn.Linear, and its factors by name."""
+    if isinstance(layer, StructuredLinear):
+        return layer.spec, {name: layer.factor(name).detach() for name in layer.held}
+    spec = DenseSpec(layer.in_features, layer.out_features)
+    return spec, {"weight": layer.weight.detach()}
+
+
+def filled_layer(layer: Any, spec: Spec, tensors: dict[str, Tensor]) -> Any:
+    """The layer of `spec` with these tensors in the place of `layer`."""
+    with torch.device("meta"):
+        made = layer_of(spec, layer.bias is not None).to(next(iter(layer.parameters())).dtype)
+    bias = {} if layer.bias is None else {"bias": layer.bias.detach()}
+    made.load_state_dict(tensors | bias, assign=True)
+    return made.requires_grad_(False).eval()
 
 
 def corrected_layer(layer: Any, bits: int, rank: int) -> nn.Module:
@@ -248,15 +258,15 @@ def corrected_layer(layer: Any, bits: int, rank: int) -> nn.Module:
     tensors = {f"base.{n}": t for n, t in quantize_dense(weight, base).tensors.items()}
     packed = quantize_factors(correction, {"U": u, "V": v}).tensors
     tensors |= {f"correction.{n}": t for n, t in packed.items()}
-    bias = None if layer.bias is None else layer.bias.detach()
-    return filled_layer(CorrectedSpec(base, correction), tensors, bias, weight.dtype)
+    return filled_layer(layer, CorrectedSpec(base, correction), tensors)
 
 
-def float8_of(layer: Any) -> nn.Module:
-    """The layer with float8 weights in the place of a structured or dense one."""
-    plain = getattr(layer, "spec", None) or DenseSpec(layer.in_features, layer.out_features)
-    factors = {factor: getattr(layer, factor).detach() for factor in plain.shapes()}
-    return float8_layer(plain, factors, None if layer.bias is None else layer.bias.detach())
+def float8_of(layer: object) -> nn.Module:
+    """The layer with float8 weights, a scale a row, in the place of a structured or dense one."""
+    plain, factors = factors_of(layer)
+    spec = QuantizedSpec(plain, 8, ROW, fp8=True)
+    packed = (pack_factor(spec, name, factor, factor.dtype) for name, factor in factors.items())
+    return filled_layer(layer, spec, {n: tensor for found in packed for n, tensor in found.items()})
 
 
 def to_float8(model: Any) -> Any:

@@ -53,7 +53,7 @@ def pairs(text: str, option: str) -> tuple[tuple[int, ...], ...]:
     return tuple((*counts(a, option), *counts(b, option)) for a, b in found)
 
 
-def of_text(options: type, given: Mapping[str, Any]) -> Any:
+def of_text(options: type, given: Mapping[str, object]) -> Any:
     """`options` of what was typed: lists by commas. Raises UsageError."""
     found, hints = {k: v for k, v in given.items() if v is not None}, get_type_hints(options)
     for name, text in found.items():
@@ -141,16 +141,14 @@ class DecodeOptions(StructuredOptions):
 
     Options:
         models: Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders.
-        arms: Comma-separated: hf- or ours- with dense, lowrank or, for a checkpoint, own; ours- also
-            with pivoted, blast, monarch or, in few bits, corrected. Ours may go on with -int8, -int4,
-            -int3 or -int2, then -head8 or -head4 for the output head, -kv8 for keys and values in int8,
-            then -graph or -eager. [all usual ones]
+        arms: Comma-separated: hf- or ours- with dense or, for a checkpoint, own; ours- also with
+            lowrank, pivoted, blast, monarch or, in few bits, corrected. Ours may go on with -int8,
+            -int4, -int3 or -int2, then -head8 or -head4 for the output head, -kv8 for keys and values
+            in int8. [all usual ones]
         contexts: Tokens of the prompt.
         batches: Sequences at once, at most 16.
         steps: Tokens of a measurement.
         rank: Rank of corrections, in int4.
-        ops: Ours: auto, triton or torch (references).
-        mode: Ours, where the arm names none: auto, graph or eager.
         compiling (--compile): torch.compile transformers' step. [compile on a GPU]
     """
 
@@ -161,8 +159,6 @@ class DecodeOptions(StructuredOptions):
     steps: Annotated[int, Limits(1)] = 64
     rounds: Annotated[int, Limits(1)] = 3
     rank: Annotated[int, Limits(1)] = 16
-    ops: str = "auto"
-    mode: str = "auto"
     compiling: bool | None = None
 
 
@@ -172,8 +168,8 @@ class PrefillOptions(StructuredOptions):
 
     Options:
         models: Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders.
-        arms: Comma-separated: dense, lowrank, monarch, blast, each also with -fp8, pivoted; for a
-            checkpoint, own. [all]
+        arms: Comma-separated: dense, lowrank, monarch, blast, each also with -fp8, -int8, -int4, -int3
+            or -int2; corrected with bits; for a checkpoint, own. [dense and structured, bf16 and fp8]
         tokens: Tokens of the prompt.
         batch: Sequences at once.
         compiling (--compile): Arms with decoder layers compiled, too. [compile on a GPU]
@@ -224,7 +220,7 @@ class TuneOptions(BenchOptions):
 
     Options:
         shapes: Models of configs/bench-shapes.yaml, comma-separated.
-        structures: Some of svd,monarch,blast,ks, and fp8: layers in float8.
+        structures: Some of svd,monarch,blast,ks.
         dtype: Some of bfloat16,float16,float32.
         quick: Four numbers of tokens in place of fourteen, fewer samples.
         seconds: Measure nothing new after this many seconds.
@@ -232,7 +228,7 @@ class TuneOptions(BenchOptions):
     """
 
     shapes: Sequence[str] = ("llama-7b",)
-    structures: Sequence[str] = ("svd", "monarch", "blast", "ks", "fp8")
+    structures: Sequence[str] = ("svd", "monarch", "blast", "ks")
     dtype: Sequence[str] = ("bfloat16",)
     quick: bool = False
     seconds: Annotated[float, Limits(0)] | None = None

@@ -22,7 +22,17 @@ from torch import Tensor
 
 from blr.bench.checks import WrongResult, relative_error
 from blr.bench.harness import Case, Checked, Harness, free_models
-from blr.bench.models import FP8, OWN, STRUCTURES, BenchModel, Models, find_models, prompt
+from blr.bench.models import (
+    CORRECTED,
+    FEW_BITS,
+    FP8,
+    OWN,
+    STRUCTURES,
+    BenchModel,
+    Models,
+    find_models,
+    prompt,
+)
 from blr.bench.options import PrefillOptions
 from blr.bench.results import REST, TIMES, BenchReport, Column, Timed, nested
 from blr.bench.timing import wall_ms
@@ -39,6 +49,10 @@ from blr.kernels.fp8.op import STRUCTURES as FLOAT8
 DENSE = "dense"
 COMPILED, GRAPH, RUNTIME = "compiled", "graph", "runtime"  # ways beside eager, which is ""
 SHAPE_ARMS = (DENSE, *STRUCTURES, *(f"{name}-{FP8}" for name in FLOAT8))
+FEW_BITS_ARMS = (
+    *(f"{name}-{kind}" for name in (DENSE, *STRUCTURES) for kind in FEW_BITS),
+    *(f"{CORRECTED}-{kind}" for kind in FEW_BITS),
+)
 FOLDER_ARMS = (OWN,)
 # Relative error of logits above which an arm is wrong: of bfloat16 as in `bench decode`; float8 rounds
 # inputs of every layer to 2.6%, which some two hundred layers of random weights add up.
@@ -56,10 +70,12 @@ def ways(options: PrefillOptions, cuda: bool) -> list[str]:
 
 def chosen_arms(model: BenchModel, asked: Sequence[str]) -> list[str]:
     """The arms that fit a model. Raises UsageError for unknown ones, and if none does."""
-    known = SHAPE_ARMS if model.folder is None else FOLDER_ARMS
-    if wrong := set(asked) - {*SHAPE_ARMS, *FOLDER_ARMS}:
-        raise UsageError(f"arm {min(wrong)!r}: expected some of {', '.join((*SHAPE_ARMS, OWN))}")
-    arms = [arm for arm in asked or known if arm in known]
+    usual, known = SHAPE_ARMS, (*SHAPE_ARMS, *FEW_BITS_ARMS)
+    if wrong := set(asked) - {*known, *FOLDER_ARMS}:
+        raise UsageError(f"arm {min(wrong)!r}: expected some of {', '.join((*known, OWN))}")
+    if model.folder is not None:
+        usual = known = FOLDER_ARMS
+    arms = [arm for arm in asked or usual if arm in known]
     if not arms:
         raise UsageError(f"none of the arms fits {model.name}: expected {', '.join(known)}")
     return arms
@@ -88,7 +104,7 @@ class PrefillModels:
         structure, _, kind = arm.partition("-")
         return self.models.get(structure, kind)
 
-    def inputs(self, model: Any, tokens: int) -> Tensor:
+    def inputs(self, model: object, tokens: int) -> Tensor:
         """What is timed."""
         return prompt(self.model.folder, model, self.batch, tokens)
 
@@ -107,7 +123,7 @@ class PrefillModels:
             self.calls[id(layer)] = layer._compiled_call_impl
         return self.calls[id(layer)]
 
-    def _replayed(self, model: Any, x: Tensor) -> Tensor:
+    def _replayed(self, model: object, x: Tensor) -> Tensor:
         """By the model's CUDA graph for such inputs. Raises RuntimeError if it has none."""
         graphs = self.graphs.setdefault(id(model), ForwardGraphs(captured))
         found: Tensor = graphs.run(lambda x: first_logits(model, x), ((x,), {}), inside=unmasked)
@@ -115,7 +131,7 @@ class PrefillModels:
             raise RuntimeError("its pass cannot be captured as a CUDA graph")
         return found
 
-    def _decoded(self, model: Any, x: Tensor) -> Tensor:
+    def _decoded(self, model: object, x: Tensor) -> Tensor:
         """By a decoder. Raises DecoderError where there can be none."""
         from blr.compressor.runtime.decoder import Decoder
 
@@ -175,7 +191,7 @@ class PrefillRow(Timed):
     of_dense_fp8: float | None = None
 
     @staticmethod
-    def head(machine: Mapping[str, Any]) -> str:
+    def head(machine: Mapping[str, object]) -> str:
         return f"{machine.get('name')}: milliseconds to the first token"
 
     @staticmethod

@@ -172,7 +172,7 @@ class CudaSampler(CpuSampler):
     be released before another graph is captured from the same pool.
     """
 
-    def __init__(self, call: Call, rotation: Rotation, flush: Tensor, pool: Any = None) -> None:
+    def __init__(self, call: Call, rotation: Rotation, flush: Tensor, pool: object = None) -> None:
         self.call, self.rotation, self.flush, self.pool = call, rotation, flush, pool
         self.output: Any = None
         super().__init__(call, rotation)

@@ -32,7 +32,7 @@ class Interrupted(Exception):
 
 def run_tune(asked: TuneOptions, output: Path | None, quiet: bool, as_json: bool) -> None:
     """Time what `asked` names, write the table and print the winners. Raises Interrupted."""
-    check_structures([name for name in asked.structures if name != "fp8"])
+    check_structures(asked.structures)
     if wrong := next((name for name in asked.dtype if name not in DTYPES), None):
         raise UsageError(f"dtype {wrong!r}: expected some of {', '.join(DTYPES)}")
     layers = find_layers(asked.shapes)

@@ -18,7 +18,6 @@ from blr.bench.harness import Arm, Case
 from blr.bench.layer_problem import KernelTimer, LayerProblem, LayerRow, our_layout, problem_of
 from blr.bench.results import WRONG, versions
 from blr.bench.shapes import LayerShape, specs_for
-from blr.bench.tuning_float8 import float8_candidates, layer_cases, product_cases
 from blr.bench.tuning_rules import Candidate, Measured, TunedPoint, fastest, merged, rules_of
 from blr.compressor.base.device import device_name, pick_device
 from blr.compressor.base.errors import CapabilityError
@@ -28,11 +27,10 @@ from blr.compressor.structures.registry import STRUCTURES, TUNED
 from blr.compressor.structures.specs import Spec
 from blr.kernels.common.available import has_triton, kernel_device
 from blr.kernels.common.dispatch import Variant, forget
-from blr.kernels.common.tables import DENSE, MOST, PRODUCT, REFERENCE
+from blr.kernels.common.tables import DENSE, MOST, REFERENCE
 
 FULL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens that are measured
 QUICK = (1, 8, 256, 4096)
-FLOAT8 = PRODUCT  # beside the structures
 
 
 def tuning_device(name: str) -> torch.device:
@@ -50,17 +48,35 @@ def tuning_device(name: str) -> torch.device:
     return device
 
 
-def variants_of(structure: str) -> tuple[Mapping[str, Variant], Mapping[str, list[dict[str, Any]]]]:
+def variants_of(structure: str) -> Mapping[str, Variant]:
     """`Structure.variants` by name."""
     return STRUCTURES[structure].variants()
 
 
+def tiles(rows: int, cols: int, stages: int = 4, warps: int = 4) -> dict[str, Any]:
+    """The same tiles for both products of the kernels for few tokens."""
+    one = {"BR": rows, "BK": cols, "STAGES": stages, "num_warps": warps}
+    return {"first": one, "second": dict(one)}
+
+
+def configs_of(structure: str, variant: str, n: int) -> list[dict[str, Any]]:
+    """The arguments of a variant that are worth trying for n tokens: tiles for a few, else none."""
+    if variant != "narrow" or n == 1:
+        return [{}]
+    found = [{}, tiles(32, 128), tiles(64, 128)]
+    if n <= 16:
+        found += [tiles(16, 256), tiles(16, 256, 5, 1), tiles(32, 256, 1, 8)]
+    else:
+        found += [tiles(64, 64, 5), tiles(128, 64, warps=8)]
+    if structure == "svd":  # whose first product has few programs: sums are split
+        found += [{**c, "first": {**c["first"], "SPLIT": 4}, "add": "between"} for c in found[1:3]]
+    return found
+
+
 def candidates(structure: str, n: int) -> list[Candidate]:
-    """What is timed for n tokens: every variant meant for as many, with each configuration it lists."""
-    table, configs = variants_of(structure)
-    names = [name for name in table if n <= MOST.get(name, n)]
-    meant = [name for name in names if name != REFERENCE]
-    return [Candidate(name, config) for name in meant for config in configs.get(name, [{}])]
+    """What is timed for n tokens: every variant meant for as many, with its `configs_of`."""
+    names = [name for name in variants_of(structure) if n <= MOST.get(name, n) and name != REFERENCE]
+    return [Candidate(name, config) for name in names for config in configs_of(structure, name, n)]
 
 
 @dataclass
@@ -87,15 +103,11 @@ class Tuning:
         return replace(case, finish=partial(self._keep, case.title, measured))
 
     def _cases(self, layers: Sequence[LayerShape]) -> Iterator[tuple[Case, Measured]]:
-        plain = [name for name in self.structures if name != FLOAT8]
         for timer in self.timers:
             for layer in layers:
-                for spec in specs_for(layer, plain):
+                for spec in specs_for(layer, self.structures):
                     for n in self.tokens:
                         yield self.case(timer, layer, spec, n)
-            if FLOAT8 in self.structures and timer.precision.stored == "bfloat16":
-                yield from product_cases(layers, self.tokens, timer)
-                yield from layer_cases(layers, self.tokens, timer)
 
     def case(self, timer: KernelTimer, layer: LayerShape, spec: Spec, n: int) -> tuple[Case, Measured]:
         """Every candidate for one layer in one structure, and what tables call it."""
@@ -119,7 +131,7 @@ class Tuning:
         made = problem_of(timer, layer, spec, n, title)
         canonical = made.factors
         made.x, made.factors = dense.x, lambda: our_layout(spec, canonical())
-        table, _ = variants_of(spec.structure)
+        table = variants_of(spec.structure)
         for candidate in candidates(spec.structure, n):
             yield made.arm(candidate.label, _maker(made, table, candidate))
 
@@ -155,5 +167,4 @@ def _maker(made: LayerProblem, table: Mapping[str, Any], candidate: Candidate) -
 def known_candidates(tokens: Sequence[int]) -> dict[str, Candidate]:
     """Every candidate that may have been timed, by label."""
     every = (c for s in TUNED for n in tokens for c in candidates(s, n))
-    float8 = {label: Candidate(*chosen) for label, chosen in float8_candidates().items()}
-    return {DENSE: Candidate(DENSE), **{candidate.label: candidate for candidate in every}, **float8}
+    return {DENSE: Candidate(DENSE), **{candidate.label: candidate for candidate in every}}

@@ -151,6 +151,6 @@ def merged(rules: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]) -> li
     return sorted(every, key=lambda rule: "inputs" not in rule)
 
 
-def _about(rule: Mapping[str, Any]) -> str:
+def _about(rule: Mapping[str, object]) -> str:
     kept = {key: value for key, value in rule.items() if key not in ("n", "variant", "config")}
     return json.dumps(kept, sort_keys=True)

@@ -13,7 +13,6 @@ import torch
 import typer
 
 from blr.bench import tuning as tune
-from blr.bench import tuning_float8 as float8
 from blr.bench.checks import PRECISIONS
 from blr.bench.harness import Case, Harness, Stopped
 from blr.bench.layer_problem import KernelTimer
@@ -28,8 +27,6 @@ from blr.compressor.recipe.tuned_table import TunedRule, read_table, table_text,
 from blr.compressor.structures.registry import TUNED
 from blr.kernels.common import dispatch, tables
 from blr.kernels.common.tables import BUCKETS, Shape, choose, first_match, prefers_dense
-from blr.kernels.fp8 import launch
-from blr.kernels.fp8.launch import Fp8Tile
 from blr.kernels.layers.blast.reference import blast_linear
 
 SHAPE, OTHER = Shape(4096, 4096, 16, 1024), Shape(4096, 1024, 16, 256)
@@ -126,7 +123,7 @@ def test_an_older_table_keeps_what_is_not_measured_again() -> None:
 def test_candidates_are_all_variants_but_the_reference(structure: str) -> None:
     few = {c.variant for c in tune.candidates(structure, tables.MOST["gemv"])}
     many = {c.variant for c in tune.candidates(structure, tables.MOST["gemv"] + 1)}
-    table, _ = tune.variants_of(structure)
+    table = tune.variants_of(structure)
     assert few | many == set(table) - {"reference"}
     assert few - many == few & {"gemv"}
     assert many <= few
@@ -134,7 +131,8 @@ def test_candidates_are_all_variants_but_the_reference(structure: str) -> None:
 
 def test_listed_configurations_are_candidates_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = {"mix": [{"BN": 64}, {"BN": 128}]}
-    monkeypatch.setattr(tune, "variants_of", lambda s: ({"mix": None, "bmm": None}, configs))
+    monkeypatch.setattr(tune, "variants_of", lambda s: {"mix": None, "bmm": None})
+    monkeypatch.setattr(tune, "configs_of", lambda structure, variant, n: configs.get(variant, [{}]))
     assert [c.label for c in tune.candidates("blast", 64)] == [
         'mix {"BN": 64}',
         'mix {"BN": 128}',
@@ -154,7 +152,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         "broken": lambda x, *factors: torch.full((len(x), 32), float("nan")),
     }
     configs = {"scaled": [{"scale": 1.0}, {"scale": 1.2}]}
-    monkeypatch.setattr(tune, "variants_of", lambda structure: (table, configs))
+    monkeypatch.setattr(tune, "variants_of", lambda structure: table)
+    monkeypatch.setattr(tune, "configs_of", lambda structure, variant, n: configs.get(variant, [{}]))
     monkeypatch.setattr(tune, "tuning_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(tune, "QUICK", (1, 16))
     layer = LayerShape("pico", "up", 32, 32, 2.0, {})
@@ -234,7 +233,7 @@ def test_every_structure_is_laid_out_and_timed(monkeypatch: pytest.MonkeyPatch) 
     layer = LayerShape("pico", "up", 64, 96, 1.5, {})
     bench = tuning_of(TUNED, (3,))
     real = tune.variants_of
-    reference = lambda s: ({"own": real(s)[0]["reference"]}, {})  # noqa: E731
+    reference = lambda s: {"own": real(s)["reference"]}  # noqa: E731
     monkeypatch.setattr(tune, "variants_of", reference)
     timed(bench.cases([layer]))
     assert bench.refused == []
@@ -265,73 +264,3 @@ def test_refusals_are_one_line(
     assert done.stdout == ""
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_products_in_float8_are_tuned_and_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Arms check themselves, rules name tiles, and a product asks for its rule."""
-    monkeypatch.setattr(float8, "fp8_device", lambda device: True)
-    small = {
-        "small": Fp8Tile(16, 16, 32, stages=2, warps=4),
-        "wide": Fp8Tile(32, 16, 32, stages=2, warps=4),
-    }
-    monkeypatch.setattr(float8, "TILES", small)
-    tuning = tuning_of(["fp8"], (8, 16))
-    layer = LayerShape("pico", "q", 256, 256, 2.0, {})
-    cases = list(float8.product_cases([layer], (8, 16), tuning.timers[0]))
-    assert {n for _, (*_, n) in cases} == {16} and len(cases) == 10
-    timed([tuning.kept(*case) for case in cases[:2]])
-    assert not tuning.refused and all(len(point.times) == 2 for point in tuning.points)
-    shape = tuning.points[0].shape
-    points = [TunedPoint("fp8", shape, "bfloat16", 16, {"wide": 1.0, "small": 2.0})]
-    points.append(TunedPoint("fp8", shape, "bfloat16", 64, {"wide": 1.0, "library": 1.01}))
-    rules = rules_of(points, tune.known_candidates((16,)))
-    path = tmp_path / "cpu.yaml"
-    write_table(path, table_text("cpu", "a test", rules))
-    monkeypatch.setenv("BLR_TUNED_DIR", str(tmp_path))
-    dispatch.forget()
-    try:
-        made = [tables.product_choice(shape, n, torch.device("cpu")) for n in (9, 50)]
-        assert made == [("tile", float8.config_of(small["wide"])), ("library", {})]
-        sizes = (shape.outputs, shape.inputs, shape.blocks)
-        tile = launch.chosen_tile(9, *sizes, torch.device("cpu"))
-        assert tile == Fp8Tile(32, 16, stages=2, warps=4)
-        assert launch.chosen_tile(9, 7, *sizes[1:], torch.device("cpu")) == launch.tile_for(
-            9, 7, *sizes[1:]
-        )
-    finally:
-        monkeypatch.undo()
-        dispatch.forget()
-
-
-def test_layers_in_float8_are_tuned_and_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float8 or dequantized: both arms check themselves, and a layer asks for its rule."""
-    monkeypatch.setattr(float8, "fp8_device", lambda device: True)
-    tuning = tuning_of(["fp8"], (8, 16))
-    layer = LayerShape("pico", "q", 256, 256, 2.0, {})
-    cases = list(float8.layer_cases([layer], (8, 16), tuning.timers[0]))
-    assert {(structure, n) for _, (structure, *_, n) in cases} == {
-        (kind, n) for kind in tables.FLOAT8.values() for n in (8, 16)
-    }
-    timed([tuning.kept(*case) for case in cases])
-    assert not tuning.refused and all(len(point.times) == 2 for point in tuning.points)
-    structure, shape = next((p.structure, p.shape) for p in tuning.points if p.shape.rank)
-    times = {8: (1.0, 0.5), 64: (1.0, 0.99), 256: (1.0, 2.0)}
-    points = [
-        TunedPoint(structure, shape, "bfloat16", n, {"float8": here, "dequantized": there})
-        for n, (here, there) in times.items()
-    ]
-    rules = rules_of(points, tune.known_candidates((16,)))
-    write_table(tmp_path / "cpu.yaml", table_text("cpu", "a test", rules))
-    monkeypatch.setenv("BLR_TUNED_DIR", str(tmp_path))
-    dispatch.forget()
-    try:
-        asked = shape, 5, torch.bfloat16, torch.device("cpu")
-        assert tables.prefers_dequantized("lowrank", *asked)
-        assert not tables.prefers_dequantized("dense", *asked)
-        found = [tables.prefers_dequantized("lowrank", shape, n, *asked[2:]) for n in (8, 64, 300)]
-        assert found == [True, False, False]  # a gain that may be noise is none
-    finally:
-        monkeypatch.undo()
-        dispatch.forget()

@@ -11,11 +11,11 @@ import pytest
 import torch
 from exporting import compress_to, export_to, plain_layers, tokens_without_blr
 from pico import save_pico
+from quantized import quantize_head, quantize_model
 from running import Invoke
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from blr.bench.quantized import quantize_head, quantize_model
 from blr.compressor import register
 from blr.compressor.fitting.rounding import PRODUCT
 from blr.compressor.modeling import generation as fused

@@ -11,11 +11,11 @@ import torch
 from exporting import compress_to, export_to, plain_layers
 from heal_models import save_dense, write_text
 from pico import inputs_for, save_pico
+from quantized import quantize_model
 from running import Invoke
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from blr.bench.quantized import quantize_model
 from blr.compressor import register
 from blr.compressor.commands.inspect import inspect_output
 from blr.compressor.fitting.rounding import PRODUCT

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from pico import save_pico
-from safetensors.torch import load_file
-from tolerances import TOLERANCES
-from torch import nn
-from transformers import AutoModelForCausalLM
-from transformers.pytorch_utils import Conv1D
-
-from blr.bench.quantized import (
+from quantized import (
     quantizable,
     quantize_head,
     quantize_layer,
     quantize_model,
     quantized_spec,
 )
+from safetensors.torch import load_file
+from tolerances import TOLERANCES
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
 from blr.compressor.base.errors import NumericsError, UsageError
 from blr.compressor.fitting.rounding import PRODUCT, quantize_dense, quantize_factors
 from blr.compressor.modeling.layers import (

@@ -6,8 +6,9 @@ import pytest
 import torch
 from rows import relative
 
-from blr.bench.layer_problem import float8_layer
+from blr.bench.models import float8_of
 from blr.compressor.modeling.float8 import prepare_layer
+from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures.specs import BlastSpec, DenseSpec, LowRankSpec, MonarchSpec, Spec
 from blr.kernels.fp8.op import fp8_device
 
@@ -37,7 +38,10 @@ def test_a_layer_computes_what_its_weights_stand_for(
     torch.manual_seed(0)
     factors = {n: torch.randn(s) / s[-1] ** 0.5 for n, s in spec.shapes().items()}
     bias = torch.randn(spec.out_features).to(dtype)
-    layer = float8_layer(spec, {n: f.to(dtype) for n, f in factors.items()}, bias).to(on_cuda)
+    dense = isinstance(spec, DenseSpec)
+    plain = torch.nn.Linear(spec.in_features, spec.out_features) if dense else layer_of(spec, bias=True)
+    plain.load_state_dict({**factors, "bias": bias}, assign=True)
+    layer = float8_of(plain.to(dtype)).to(on_cuda)
     prepare_layer(layer)
     torch.compiler.reset()  # all layers are one function to it, of which it compiles eight
     compiled = torch.compile(layer, dynamic=False, fullgraph=True)

@@ -153,7 +153,7 @@ def compare_variants(structure: str, index: int, precision: str, device: str) ->
     """Layouts and inputs alternate with the number of tokens."""
     spec, dtype = SPECS[structure][index], PRECISIONS[precision].dtype
     layer = layer_of(spec, dtype, device, bias=index % 2 == 0).relayout_()
-    table, _ = variants_of(structure)
+    table = variants_of(structure)
     for position, n in enumerate(TOKENS if device != "cpu" else FEW):
         kind = {3: "strided", 129: "transposed"}.get(n, "whole")
         x = input_of(spec, n, dtype, device, kind)

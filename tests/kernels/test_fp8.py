@@ -190,7 +190,7 @@ def test_layers_lose_what_float8_loses(
     structure: str, sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every row: those of zeros are the bias, large and small ones as exact as others."""
-    monkeypatch.setattr(launch, "chosen_tile", lambda *sizes: SMALL)
+    monkeypatch.setattr(launch, "tile_for", lambda *sizes: SMALL)
     torch.manual_seed(0)
     weights, scales, exact = made(structure, *sizes)
     blocks, p = weights[1].shape[0], weights[1].shape[2]
@@ -258,7 +258,7 @@ def test_launches_after_the_first_call_what_was_compiled() -> None:
 
 @needs_triton
 def test_a_dense_layer_is_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "chosen_tile", lambda *sizes: SMALL)
+    monkeypatch.setattr(launch, "tile_for", lambda *sizes: SMALL)
     launch._PLANS.clear()
     W, scale, exact = weight(24, 50)
     rows, bias = quantize_rows(inputs(5, 50)), torch.randn(24)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blr.kernels.common.layout import relaid
 from blr.kernels.common.orders import order_of
-from blr.kernels.layers.kronecker import permute, products, variants
+from blr.kernels.layers.kronecker import permute
 from blr.kernels.layers.kronecker.reference import kronecker_factor as reference
 from blr.kernels.layers.kronecker.reference import kronecker_linear
 from blr.kernels.layers.kronecker.variants import VARIANTS, kronecker_factor
@@ -23,29 +23,22 @@ from blr.kernels.layers.kronecker.triton import densify
 STORED = order_of("factors", 4)
 PATTERNS = [(1, 3, 5, 1), (2, 6, 9, 3), (2, 20, 36, 4), (1, 18, 12, 16), (2, 33, 17, 2)]
 SMALL_PATTERNS = [(1, 3, 5, 1), (2, 6, 9, 3), (1, 20, 12, 8)]
-SMALL = {"BN": 16, "BB": 16, "BC": 16}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "chosen": {},
-    "fused": {"variant": "fused"},
+    "decode": {"variant": "decode"},
     "permute": {"variant": "permute"},
     "blocks": {"variant": "blocks"},
-    "split": {"variant": "split"},
 }
 TILED: dict[str, dict[str, Any]] = {
     "permute small tiles": {"variant": "permute", "BN": 8, "BM": 8, "BD": 2},
-    "split small tiles": {"variant": "split", "BN": 16, "BM": 4, "BD": 4},
-    "plain": {"variant": "fused", "path": "plain", **SMALL},
-    "plain side by side": {"variant": "fused", "path": "plain", "GROUP_N": 4, **SMALL},
-    "grouped 1": {"variant": "fused", "path": "grouped", "G": 1, **SMALL},
-    "grouped 4": {"variant": "fused", "path": "grouped", "G": 4, **SMALL},
-    "grouped 8": {"variant": "fused", "path": "grouped", "G": 8, "GROUP_N": 2, **SMALL},
+    "decode small tiles": {"variant": "decode", "BB": 8, "BC": 16},
 }
-ONCE = ("plain side by side", "grouped 1", "permute small tiles", "split small tiles")
 ARMS = {**DEFAULTS, **TILED}
+ROWS = {arm: 8 if arm.startswith("decode") else 17 for arm in ARMS}
 CASES = [
-    *[(arm, pattern, 17) for arm in DEFAULTS for pattern in PATTERNS],
-    *[(arm, pattern, 3) for arm in ("chosen", "fused", "permute") for pattern in PATTERNS[:2]],
-    *[(arm, pattern, 17) for arm in TILED for pattern in SMALL_PATTERNS[-1 if arm in ONCE else 0 :]],
+    *[(arm, pattern, ROWS[arm]) for arm in DEFAULTS for pattern in PATTERNS],
+    *[(arm, pattern, 3) for arm in ("chosen", "decode", "permute") for pattern in PATTERNS[:2]],
+    *[(arm, SMALL_PATTERNS[-1], ROWS[arm]) for arm in TILED],
 ]
 CHAINS = {
     "ViT square": [(1, 24, 6, 2), (2, 6, 24, 1)],
@@ -94,7 +87,7 @@ def test_equals_float64(
     assert_near(y, expected, dtype)
 
 
-@pytest.mark.parametrize("arm", ["fused", "permute", "split", "plain", "grouped 4"])
+@pytest.mark.parametrize("arm", ["permute", "permute small tiles", "blocks"])
 def test_batch_over_several_tiles(arm: str) -> None:
     x, w, bias, expected = problem((2, 6, 9, 3), 129)
     assert_near(kronecker_factor(x, w, bias=bias, **ARMS[arm]), expected, torch.float32)
@@ -105,20 +98,6 @@ def test_batch_over_several_tiles(arm: str) -> None:
 def test_few_rows_take_the_decode_path(pattern: tuple[int, int, int, int], n: int) -> None:
     x, w, bias, expected = problem(pattern, n)
     assert_near(kronecker_factor(x, w, bias=bias), expected, torch.float32)
-
-
-@pytest.mark.parametrize("n", [5, 8])
-def test_decode_path_serves_up_to_eight_rows(n: int) -> None:
-    x, w, bias, expected = problem((4, 33, 17, 2), n)
-    config = {"path": "decode", "BB": 8, "BC": 16}
-    assert_near(kronecker_factor(x, w, bias=bias, variant="fused", **config), expected, torch.float32)
-
-
-@dtypes
-def test_dense_blocks_equal_the_factor(dtype: torch.dtype) -> None:
-    x, w, bias, expected = problem((2, 6, 9, 8), 17, dtype)
-    config = {"variant": "fused", "path": "dense", **SMALL}
-    assert_near(kronecker_factor(x, w, bias=bias, **config), expected, dtype)
 
 
 @dtypes
@@ -142,7 +121,7 @@ def test_blocks_permute_nothing(a: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert_near(kronecker_factor(x, w, bias=bias, variant="blocks"), expected, torch.float32)
 
 
-@pytest.mark.parametrize("arm", ["fused", "permute", "blocks", "split", "plain", "grouped 4"])
+@pytest.mark.parametrize("arm", ["decode", "permute", "blocks"])
 def test_any_strides_of_input_and_weight(arm: str) -> None:
     x, w, bias, expected = problem((2, 6, 9, 3), 5)
     padded = torch.full((10, x.shape[1] + 3), float("nan"))
@@ -176,7 +155,7 @@ def test_empty_batch(variant: str) -> None:
 
 def test_float64_takes_plain_torch() -> None:
     x, w = torch.randn(3, 10, dtype=torch.float64), torch.randn(1, 3, 5, 2, dtype=torch.float64)
-    assert torch.equal(kronecker_factor(x, w, variant="fused"), reference(x, w))
+    assert torch.equal(kronecker_factor(x, w, variant="blocks"), reference(x, w))
 
 
 def test_errors_name_shapes_and_dtypes() -> None:
@@ -185,66 +164,3 @@ def test_errors_name_shapes_and_dtypes() -> None:
         kronecker_factor(x[:, :9], w)
     with pytest.raises(ValueError, match="float16"):
         kronecker_factor(x, w.half())
-
-
-@pytest.mark.parametrize(("enabled", "used"), [(True, True), (False, True), (True, False)])
-def test_tf32_is_asked_for_and_put_back(enabled: bool, used: bool) -> None:
-    before = products.torch_tf32()
-    with products.cublas_tf32(enabled):
-        with products.cublas_tf32(used):
-            assert torch.backends.cuda.matmul.fp32_precision == "tf32" or not used
-            assert products.torch_tf32() == used
-        assert products.torch_tf32() == enabled
-    assert products.torch_tf32() == before
-    assert torch.backends.cuda.matmul.allow_tf32 == before  # the old way can still be read
-
-
-def low_bits(t: Tensor) -> Tensor:
-    return t.contiguous().view(torch.int32) & 0x1FFF
-
-
-def test_parts_are_exact_in_tf32_and_sum_to_fp32() -> None:
-    """What the tensor core drops of its operands is zero, so the CPU computes the same products."""
-    x = torch.randn(5, 64) * 10.0 ** torch.randint(-20, 20, (5, 64))
-    hi, lo, again = permute.gather_parts(x, 1, 1, permute.HI_LO_HI).view(5, 3, 64).unbind(1)
-    assert not low_bits(hi).any()
-    assert not low_bits(lo).any()
-    assert torch.equal(hi, again)
-    assert ((x.double() - hi).abs() <= 2.0**-11 * x.abs()).all()  # to nearest
-    assert ((x.double() - hi - lo).abs() <= 2.0**-22 * x.abs()).all()
-    hi2, again, lo2 = permute.gather_parts(x, 1, 1, permute.HI_HI_LO).view(5, 3, 64).unbind(1)
-    assert all(torch.equal(*pair) for pair in ((hi, hi2), (hi, again), (lo, lo2)))
-
-
-@pytest.mark.filterwarnings("ignore:invalid value")  # ∞ - ∞, in the interpreter's NumPy
-def test_parts_keep_infinities_and_nan() -> None:
-    inf, nan = float("inf"), torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32).item()
-    x = torch.tensor([[inf, -inf, nan, 0.0, -0.0, 1.0]])
-    hi, lo, _ = permute.gather_parts(x, 1, 1, permute.HI_LO_HI).view(3, 6)
-    assert torch.equal(hi.nan_to_num(7.0), x[0].nan_to_num(7.0))
-    assert hi.isnan().tolist() == x[0].isnan().tolist()
-    assert not lo.any()
-
-
-def test_split_has_the_error_of_fp32_where_one_tf32_product_has_not() -> None:
-    x, w, bias, expected = problem((1, 32, 1024, 1), 16)
-    y = kronecker_factor(x, w, bias=bias, variant="split")
-    assert_near(y, expected, torch.float32)
-    hi = permute.gather_parts(x, 1, 1, permute.HI_LO_HI)[0, :, :1024]
-    rounded = reference(hi.double(), w.double()) + bias.double()
-    assert (rounded - expected).norm() / expected.norm() > 10 * TOLERANCES[torch.float32]
-
-
-def test_split_is_chosen_by_itself_but_not_where_torch_takes_tf32(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ran: list[str] = []
-    monkeypatch.setattr(variants, "split_factor", lambda x, w, out, *_, **__: ran.append("split") or out)
-    monkeypatch.setattr(
-        variants, "permute_factor", lambda x, w, out, *_, **__: ran.append("permute") or out
-    )
-    x, w = torch.empty(1).expand(4096, 1024 * 4), torch.empty(1).expand(1, 1024, 1024, 4)
-    for enabled in (False, True, False):
-        with products.cublas_tf32(enabled):
-            kronecker_factor(x, w)
-    assert ran == ["split", "permute", "split"]

@@ -24,7 +24,6 @@ from blr.bench.models import to_float8
 from blr.compressor.modeling import float8
 from blr.compressor.modeling.float8 import Float8Gate, Float8Maker
 from blr.compressor.modeling.probes import gate_of
-from blr.kernels.common import tables
 from blr.kernels.fp8 import op
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -101,24 +100,6 @@ def test_rows_of_an_output_that_was_written_to_are_made_again(made: list[str]) -
     first = layer.self_attn.q_proj(y)
     y.mul_(2)
     assert distance(layer.self_attn.q_proj(y), 2 * first) < 0.02 and made == ["rms", ""]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", CASES)
-def test_nothing_is_rounded_where_dequantized_weights_are_faster(
-    name: str, made: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the measured tables: here for up to 16 tokens, in layers of every kind."""
-    rule = {"structure": "fp8_dense", "n": [1, 16], "variant": "dequantized"}
-    monkeypatch.setattr(tables, "tuned_rules", lambda gpu: [rule])
-    tables._measured.cache_clear()
-    plain, x = model_of(name), CASES[name][2]
-    few, many = x[:1], torch.cat([x] * 3)
-    expected, model = run(plain, few), to_float8(copy.deepcopy(plain))
-    assert distance(run(model, few), expected) < 0.1 and made == []
-    run(model, many)
-    assert sum(map(bool, made)) == CASES[name][4]
-    tables._measured.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from kernel_layers import to_kernel_layout
+from quantized import quantize_layer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from blr.bench.quantized import quantize_layer
 from blr.compressor.modeling import shared_input as shared
 from blr.compressor.modeling.layers import StructuredLinear, make_layer
 from blr.compressor.modeling.modeling_blr import config_class

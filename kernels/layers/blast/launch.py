@@ -11,7 +11,7 @@ from blr.kernels.decode.gemm.launch import dot_precision
 
 
 def mix(
-    z: Tensor, s: Tensor, out: Tensor | None = None, *, cores: str | None = None, **config: Any
+    z: Tensor, s: Tensor, out: Tensor | None = None, *, cores: str | None = None, **config: object
 ) -> Tensor:
     """``out[k, r, n] = Σ_l s[k, l, r] z[l, r, n]``, sums in float32.
 

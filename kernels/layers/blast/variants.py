@@ -44,7 +44,7 @@ def bmm_mix(
     bias: Tensor | None = None,
     *,
     by: Callable[..., Tensor] = at_once,
-    **config: Any,
+    **config: object,
 ) -> Tensor:
     """Library product, our mix in place, library product, on z [b, r, tokens].
 

@@ -50,7 +50,7 @@ def variants() -> Mapping[str, Variant]:
 
 
 def _spread(run: Callable[..., Tensor]) -> Variant:
-    def call(x: Tensor, *factors: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
+    def call(x: Tensor, *factors: Tensor, bias: Tensor | None = None, **config: object) -> Tensor:
         return run(x, factors, bias, **config)
 
     return call

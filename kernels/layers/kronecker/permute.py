@@ -5,9 +5,6 @@ included. Tiles [BN, BM, BD] are contiguous over l on the side of the features a
 side of the blocks; Triton transposes a tile through shared memory. Where d is a power of two the
 side of the features is addressed as one run of BM·d elements, so that small d has 16-byte accesses
 too. Neighbouring programs read neighbouring features: the batch is the slowest index.
-
-`gather_parts` writes TF32 parts instead: x = hi + lo with hi rounded to the nearest of 10 bits and
-lo the rounded rest, so that hi·w_hi + lo·w_hi + hi·w_lo is the fp32 product up to 2^-21.
 """
 
 from __future__ import annotations
@@ -17,8 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from blr.kernels.layers.kronecker.tiles import cdiv, power_of_two
-
 try:
     import triton
     import triton.language as tl
@@ -27,28 +22,22 @@ except ImportError as error:  # callers go through kernels.common.available
 
 TILE_BYTES = 16384
 RUN_BYTES = 256  # of one row of a block, where m is as long
-HI_LO_HI, HI_HI_LO = 1, 2  # PARTS of the two operands whose product is the sum of three
+
+
+def cdiv(value: int, by: int) -> int:
+    """value/by rounded up; `triton.cdiv` costs some microseconds on the host."""
+    return -(-value // by)
+
+
+def power_of_two(value: int, low: int = 1, high: int = 2**31) -> int:
+    """The least power of two that is at least `value`, within [low, high]."""
+    return max(low, min(high, 1 << (value - 1).bit_length()))
 
 
 @triton.jit
 def offset(index, stride, WIDE: tl.constexpr):
     """index·stride in 64 bits if WIDE, else in the type of the stride."""
     return index.to(tl.int64) * stride if WIDE else index * stride
-
-
-@triton.jit
-def to_tf32(t):
-    """fp32 rounded to the nearest TF32: half a unit of bit 13 added, the low 13 bits cleared."""
-    bits = t.to(tl.int32, bitcast=True)
-    return ((bits + 0x1000) & -8192).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def tf32_parts(t):
-    """(hi, lo) of fp32; infinities and NaN are all in hi."""
-    special = (t.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
-    hi = tl.where(special, t, to_tf32(t))
-    return hi, tl.where(special, 0.0, to_tf32(t - hi))
 
 
 @triton.jit
@@ -71,12 +60,8 @@ def permute_kernel(
     GATHER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
-    """features[n, i·m·D + k·D + l] and blocks[i·D + l, n, k]: the second from the first or back.
-
-    With PARTS a row of blocks is three of m: hi, lo, hi (1) or hi, hi, lo (2).
-    """
+    """features[n, i·m·D + k·D + l] and blocks[i·D + l, n, k]: the second from the first or back."""
     TILES_D: tl.constexpr = (D + BD - 1) // BD
     FLAT: tl.constexpr = D == BD
     tiles_m = tl.cdiv(m, BM)
@@ -106,14 +91,7 @@ def permute_kernel(
         f_at = f_base + offset(rows, fn, WIDE)[:, None, None] + offset(run, ff, WIDE)[None, :, :]
     if GATHER:
         tile = tl.reshape(tl.load(f_at, mask=f_mask), [BN, BM, BD])
-        if PARTS == 0:
-            tl.store(b_at, tile, mask=b_mask)
-        else:
-            hi, lo = tf32_parts(tile)
-            part = tl.full([], 1, tl.int64) * m * bm
-            tl.store(b_at, hi, mask=b_mask)
-            tl.store(b_at + part, lo if PARTS == 1 else hi, mask=b_mask)
-            tl.store(b_at + 2 * part, hi if PARTS == 1 else lo, mask=b_mask)
+        tl.store(b_at, tile, mask=b_mask)
     else:
         tile = tl.load(b_at, mask=b_mask)
         if FLAT:
@@ -150,10 +128,8 @@ def wide(tile: dict[str, int], features: Tensor, blocks: Tensor, d: int) -> bool
     return max(BN * fn + BM * max(d, BD) * ff, BD * bl + BN * bn + BM * bm) >= 2**31
 
 
-def launch(
-    features: Tensor, blocks: Tensor, bias: Tensor | None, d: int, parts: int, **config: Any
-) -> None:
-    """Run the kernel over features [n, a·m·d] and blocks [a·d, n, m], or [a·d, n, 3·m] with `parts`.
+def launch(features: Tensor, blocks: Tensor, bias: Tensor | None, d: int, **config: Any) -> None:
+    """Run the kernel over features [n, a·m·d] and blocks [a·d, n, m].
 
     Args:
         config: GATHER, and the tile and num_warps where they are not to be the defaults.
@@ -174,7 +150,6 @@ def launch(
         D=d,
         HAS_BIAS=bias is not None,
         WIDE=wide(config, features, blocks, d),
-        PARTS=parts,
         **config,
     )
 
@@ -184,23 +159,11 @@ def gather(x: Tensor, a: int, d: int, **config: int) -> Tensor:
     (powers of two) and num_warps; `tile_of` gives what is left out."""
     n, features = x.shape
     blocks = x.new_empty(a * d, n, features // (a * d))
-    launch(x, blocks, None, d, 0, GATHER=True, **config)
-    return blocks
-
-
-def gather_parts(x: Tensor, a: int, d: int, parts: int, **config: int) -> Tensor:
-    """Blocks [a·d, n, 3·m] of the TF32 parts of fp32 x [n, a·m·d], any strides; x is read once.
-
-    Args:
-        parts: HI_LO_HI or HI_HI_LO, the order of the three parts in a row.
-    """
-    n, features = x.shape
-    blocks = x.new_empty(a * d, n, 3 * (features // (a * d)))
-    launch(x, blocks, None, d, parts, GATHER=True, **config)
+    launch(x, blocks, None, d, GATHER=True, **config)
     return blocks
 
 
 def scatter(blocks: Tensor, d: int, out: Tensor, bias: Tensor | None = None, **config: int) -> Tensor:
     """Features `out` [n, a·m·d] of blocks [a·d, n, m], plus bias [a·m·d] (contiguous) added in fp32."""
-    launch(out, blocks, bias, d, 0, GATHER=False, **config)
+    launch(out, blocks, bias, d, GATHER=False, **config)
     return out

@@ -1,20 +1,16 @@
-"""Kronecker-sparse factor in one kernel a factor, one column l a program; dense blocks of all columns.
+"""Kronecker-sparse factors by one kernel: for a few rows, and the weight of dense blocks.
 
 The product of factor w with ``K[i·bd + j·d + l, i·cd + k·d + l] = w[i, j, k, l]`` is a·d dense
-products y[:, i, :, l] = x[:, i, :, l] w[i, :, :, l]ᵀ. A program computes one [BN, BB] tile of one
-of them; x, w and y are addressed through strides, so every layout is correct. It is fast where the
-columns of x of one l are contiguous (d = 1, or all columns made one dense block by `densify`) and
-where w is the traffic (decode). `grouped.py` has the kernel for the rest.
+products y[:, i, :, l] = x[:, i, :, l] w[i, :, :, l]ᵀ. For a few rows w is the traffic, and how x lies
+does not matter.
 Source: "Fast Inference with Kronecker-Sparse Matrices", algorithm 2.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from blr.kernels.layers.kronecker.tiles import cdiv, power_of_two
+from blr.kernels.layers.kronecker.permute import cdiv, power_of_two
 
 try:
     import triton
@@ -22,80 +18,13 @@ try:
 except ImportError as error:  # callers go through kernels.common.available
     raise ImportError("the kernels of Kronecker-sparse factors need triton") from error
 
-
-@triton.jit
-def program_tile(tiles_n, inner, GROUP_N: tl.constexpr):
-    """(tile of the batch, rest): GROUP_N tiles of the batch are fastest, then `inner` others."""
-    pid = tl.program_id(0)
-    width = GROUP_N * inner
-    first = pid // width * GROUP_N
-    size = tl.minimum(tiles_n - first, GROUP_N)
-    return first + pid % width % size, pid % width // size
+WASTED = 1.12  # times its columns that a row's tiles may take
 
 
 @triton.jit
 def far(index, stride):
     """index·stride in 64 bits: b·n·r passes 2³¹ at ordinary sizes."""
     return index.to(tl.int64) * stride
-
-
-@triton.jit
-def plain_kernel(
-    x,
-    w,
-    bias,
-    y,
-    n,
-    a,
-    b,
-    c,
-    xn,
-    xf,
-    yn,
-    yf,
-    wa,
-    wb,
-    wc,
-    wd,
-    L: tl.constexpr,
-    BN: tl.constexpr,
-    BB: tl.constexpr,
-    BC: tl.constexpr,
-    GROUP_N: tl.constexpr,
-    EVEN_B: tl.constexpr,
-    EVEN_C: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """y[n, a·b·L] = x[n, a·c·L] Kᵀ with w [a, b, c, L]."""
-    tiles_b = tl.cdiv(b, BB)
-    tile_n, rest = program_tile(tl.cdiv(n, BN), tiles_b * L * a, GROUP_N)
-    tile_b, i, run = rest % tiles_b, rest // tiles_b // L, rest // tiles_b % L
-    rows = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
-    js = tile_b * BB + tl.arange(0, BB)
-    ks = tl.arange(0, BC)
-    x_at = x + far(i * (c * L) + run, xf) + rows[:, None] * xn + far(ks * L, xf)[None, :]  # [BN, BC]
-    w_at = w + far(i, wa) + far(run, wd) + far(js, wb)[None, :] + far(ks, wc)[:, None]  # [BC, BB]
-    x_step = far(tl.full([], BC * L, tl.int32), xf)
-    w_step = far(tl.full([], BC, tl.int32), wc)
-    in_n = (rows < n)[:, None]
-    in_b = (js < b)[None, :]
-    acc = tl.zeros([BN, BB], tl.float32)
-    for k in range(0, c, BC):
-        x_mask = in_n if EVEN_C else in_n & (ks < c - k)[None, :]
-        xt = tl.load(x_at, mask=x_mask, other=0.0)
-        if EVEN_B and EVEN_C:
-            wt = tl.load(w_at)
-        else:
-            wt = tl.load(w_at, mask=in_b & (ks < c - k)[:, None], other=0.0)
-        acc = tl.dot(xt, wt, acc, input_precision=PRECISION)
-        x_at += x_step
-        w_at += w_step
-    column = i * (b * L) + run + js * L
-    if HAS_BIAS:
-        acc += tl.load(bias + column, mask=js < b, other=0.0).to(tl.float32)[None, :]
-    y_at = y + rows[:, None] * yn + far(column, yf)[None, :]
-    tl.store(y_at, acc.to(y.dtype.element_ty), mask=in_n & in_b)
 
 
 @triton.jit
@@ -124,7 +53,8 @@ def decode_kernel(
     EVEN_C: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """The same for n ≤ N rows on CUDA cores: w is read once, products are summed over c at the end."""
+    """y[n, a·b·L] = x[n, a·c·L] Kᵀ with w [a, b, c, L] for n ≤ N rows on CUDA cores: w is read once,
+    products are summed over c at the end."""
     tiles_b = tl.cdiv(b, BB)
     pid = tl.program_id(0)
     tile_b, i, run = pid % tiles_b, pid // tiles_b // L, pid // tiles_b % L
@@ -194,38 +124,32 @@ def densify(w: Tensor) -> Tensor:
     return dense
 
 
-def launch(
-    kernel: Any, programs: int, x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, **tile: Any
-) -> Tensor:
-    """``out = x Kᵀ + bias``, `programs` for each block of w.
+def decode_tile(a: int, b: int, c: int, d: int) -> dict[str, int]:
+    """Tiles for a few rows: enough programs for 132 SMs, else up to 4096 products a step; where columns
+    lie side by side (d = 1) few rows of long runs. Measured on one H200."""
+    if d == 1 and c >= 512:
+        BC = 1024 if cdiv(c, 1024) * 1024 <= WASTED * c else 512
+        return {"BB": 2, "BC": BC, "num_warps": BC // 256, "num_stages": 3}
+    BC = power_of_two(c, 16, 512)
+    BB = power_of_two(a * b * d // 528 + 1, 4, max(4, 4096 // BC))
+    return {"BB": BB, "BC": BC, "num_warps": 4, "num_stages": 3}
+
+
+def decode_factor(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None, **tile: int) -> Tensor:
+    """``out = x Kᵀ + bias`` for up to eight rows without the tensor core, sums in fp32.
 
     Args:
         x: [n, a·c·d], fp32, fp16 or bf16, any strides, fastest where the features are contiguous.
         w: [a, b, c, d] in the dtype of `x`, any strides, fastest where axis c has stride 1.
         out: [n, a·b·d], any strides; every element is written.
         bias: [a·b·d], contiguous, or None.
-        tile: powers of two: BN, BB, BC of batch, outputs and inputs; GROUP_N, how many tiles of the
-            batch run side by side on one weight; what else the kernel is compiled for.
+        tile: powers of two: BB, BC of outputs and inputs; `decode_tile` gives what is left out.
     """
-    a, b, c, _ = w.shape
+    a, b, c, d = w.shape
+    tile = {**decode_tile(a, b, c, d), **tile}
     even = {"EVEN_B": b % tile["BB"] == 0, "EVEN_C": c % tile["BC"] == 0, "HAS_BIAS": bias is not None}
     strides = (*x.stride(), *out.stride(), *w.stride())
-    kernel[(programs * a,)](x, w, bias, out, x.shape[0], a, b, c, *strides, **even, **tile)
+    grid = (cdiv(b, tile["BB"]) * d * a,)
+    sizes = (x.shape[0], a, b, c)
+    decode_kernel[grid](x, w, bias, out, *sizes, *strides, L=d, N=power_of_two(len(x)), **even, **tile)
     return out
-
-
-def plain(
-    x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, *, G: int = 1, GROUP_N: int = 1,
-    precision: str = "ieee", **tile: int,
-) -> Tensor:  # fmt: skip
-    """`launch`, a tile of one l a program (G = 1). precision: of fp32 products, "ieee" or "tf32"."""
-    programs = cdiv(x.shape[0], tile["BN"]) * cdiv(w.shape[1], tile["BB"]) * w.shape[3]
-    more = {"L": w.shape[3], "GROUP_N": GROUP_N, "PRECISION": precision}
-    return launch(plain_kernel, programs, x, w, out, bias, **more, **tile)
-
-
-def decode(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None, **tile: int) -> Tensor:
-    """`launch` for up to eight rows without the tensor core, sums in fp32."""
-    programs = cdiv(w.shape[1], tile["BB"]) * w.shape[3]
-    more = {"L": w.shape[3], "N": power_of_two(x.shape[0])}
-    return launch(decode_kernel, programs, x, w, out, bias, **more, **tile)

@@ -7,68 +7,44 @@ are stored [a, d, b, c]. Source: "Fast Inference with Kronecker-Sparse Matrices"
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from blr.kernels.common.available import TRAINED
-from blr.kernels.layers.kronecker.choose import cached_choice
-from blr.kernels.layers.kronecker.cost import A100, H200, Machine, Problem
-from blr.kernels.layers.kronecker.products import (
-    blocks_factor,
-    permute_factor,
-    split_factor,
-    torch_tf32,
-)
+from blr.kernels.common.available import HALF, TRAINED
+from blr.kernels.layers.kronecker.products import blocks_factor, permute_factor, torch_tf32
 from blr.kernels.layers.kronecker.reference import kronecker_linear
-from blr.kernels.layers.kronecker.tiles import fused_config
+
+DECODE_ROWS = 2  # up to here CUDA cores keep up with the weights
+# bcd / (b + c) up to which dense blocks are faster than permutations: their d times the arithmetic takes
+# tensor cores as long as memory takes three times the activations
+HIDDEN = 768
+DENSE_BYTES = 64 << 20  # of dense blocks that are made at every call
 
 
-@cache
-def machine_of(device: torch.device) -> Machine:
-    """The rates and tile limits to plan with: of one Hopper for all Hoppers, of an A100 elsewhere."""
-    return A100 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9 else H200
-
-
-def fused_factor(
-    x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None, *, path: str, **tile: Any
-) -> Tensor:
-    """One kernel: path "plain", "grouped", "decode" or "dense", and its tile sizes."""
-    from blr.kernels.layers.kronecker import triton
-    from blr.kernels.layers.kronecker.grouped import grouped
-
-    if path == "decode":
-        tile.pop("precision", None)  # sums are in fp32 whatever the setting of TF32
-        return triton.decode(x, w, out, bias, **tile)
-    if path == "grouped":
-        return grouped(x, w, out, bias, **tile)
-    w = triton.densify(w).unsqueeze(3) if path == "dense" else w
-    return triton.plain(x, w, out, bias, **tile)
+def choose(pattern: Sequence[int], n: int, dtype: torch.dtype, tf32: bool = False) -> str:
+    """The variant for n rows of one factor (a, b, c, d): measured on an H200, where the fused kernels of
+    the paper are slower than the library and copies. tf32: whether fp32 uses tensor cores."""
+    a, b, c, d = pattern
+    if n <= DECODE_ROWS and (d > 1 or n == 1 or dtype not in HALF):
+        return "decode"  # the library's own kernels for two rows side by side are faster
+    small = a * b * c * d**2 * dtype.itemsize <= DENSE_BYTES
+    hidden = d > 1 and b * c * d <= HIDDEN * (b + c) and (dtype in HALF or tf32)
+    return "blocks" if small and hidden else "permute"
 
 
 def kronecker_factor(
-    x: Tensor,
-    w: Tensor,
-    *,
-    bias: Tensor | None = None,
-    variant: str | None = None,
-    **config: Any,
+    x: Tensor, w: Tensor, *, bias: Tensor | None = None, variant: str | None = None, **tile: int
 ) -> Tensor:
-    """``x Kᵀ + bias`` for one factor, by the variant that `choose` expects to be fastest.
-
-    TF32 follows the setting of torch. Where that is off, fp32 may be computed as sums of TF32 products
-    ("split"), which stays within the error of fp32 sums.
+    """``x Kᵀ + bias`` for one factor. TF32 follows the setting of torch.
 
     Args:
         x: [n, a·c·d], any strides.
         w: [a, b, c, d] in the dtype of `x`, any strides.
         bias: [a·b·d] or None.
-        variant: "fused", "permute", "blocks", "split" (the same as "permute" but in fp32), or None to
-            choose.
-        config: tile sizes of the variant, for "fused" also `path`; what is chosen fills the gaps if both
-            name the same path.
+        variant: "decode" (up to eight rows), "permute" or "blocks"; None: as `choose` says.
+        tile: sizes of the variant's tiles, where they are not to be the usual ones.
 
     Returns:
         [n, a·b·d], contiguous.
@@ -84,45 +60,36 @@ def kronecker_factor(
         raise ValueError(f"x is {x.dtype}, the factor {w.dtype}; convert one of them")
     if x.dtype not in TRAINED or 0 in (n, *w.shape):
         return kronecker_linear(x, [w], bias).contiguous()
-    kind = "half" if x.dtype != torch.float32 else "tf32" if torch_tf32() else "fp32"
-    problem, machine = Problem(a, b, c, d, n, kind, bias is not None), machine_of(x.device)
-    if variant is None:
-        variant, chosen = cached_choice(problem, machine)
-        config = {**dict(chosen), **config}
-    elif variant == "fused":
-        usual = fused_config(problem, machine)
-        config = usual | config if config.get("path", usual["path"]) == usual["path"] else config
+    variant = variant or choose(w.shape, n, x.dtype, torch_tf32())
     x, w, bias = x.detach(), w.detach(), None if bias is None else bias.detach()
-    out = x.new_empty(n, a * b * d)
-    if variant == "fused":
-        config["precision"] = "tf32" if kind == "tf32" else "ieee"
-    run: dict[str, Callable[..., Tensor]] = {"fused": fused_factor, "blocks": blocks_factor}
-    run["permute"], run["split"] = permute_factor, split_factor if kind == "fp32" else permute_factor
-    return run[variant](x, w, out, bias, **config)
+    return FACTORS[variant](x, w, x.new_empty(n, a * b * d), bias, **tile)
 
 
 def kronecker_chain(
-    x: Tensor,
-    factors: Sequence[Tensor],
-    bias: Tensor | None = None,
-    *,
-    variant: str | None = None,
-    **config: Any,
+    x: Tensor, factors: Sequence[Tensor], bias: Tensor | None = None, *, variant: str | None = None
 ) -> Tensor:
     """``x (K_0 K_1 … K_{L-1})ᵀ + bias``, [n, o]; the rightmost factor comes first.
 
     Args:
         x: [n, i], any strides. factors: L tensors [a, b, c, d], the output side first.
-        bias, variant, config: as in `kronecker_factor`, for all of them.
+        bias, variant: as in `kronecker_factor`, the variant for all of them.
     """
     for at in range(len(factors) - 1, -1, -1):
-        added = bias if at == 0 else None
-        x = kronecker_factor(x, factors[at], bias=added, variant=variant, **config)
+        x = kronecker_factor(x, factors[at], bias=bias if at == 0 else None, variant=variant)
     return x
 
 
+def _decode(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None, **tile: int) -> Tensor:
+    from blr.kernels.layers.kronecker.triton import decode_factor
+
+    return decode_factor(x, w, out, bias, **tile)
+
+
+FACTORS: dict[str, Callable[..., Tensor]] = {
+    **{"decode": _decode, "permute": permute_factor, "blocks": blocks_factor},
+}
 VARIANTS: dict[str, Callable[..., Tensor]] = {
     "auto": kronecker_chain,
-    **{name: partial(kronecker_chain, variant=name) for name in ("fused", "permute", "blocks", "split")},
+    **{name: partial(kronecker_chain, variant=name) for name in ("permute", "blocks")},
     "reference": kronecker_linear,
 }

@@ -33,7 +33,7 @@ def permuted_store(
     bias: Tensor | None = None,
     *,
     by: Callable[..., Tensor] = at_once,
-    **config: Any,
+    **config: object,
 ) -> Tensor:
     """Our product, which stores z [k, n, (l, r')] straight in the order of the library's second.
 
