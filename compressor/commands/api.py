@@ -211,11 +211,8 @@ def evaluate(
         lm_eval.check_installed()
     use_threads(asked.threads)
     found = resolve_model(str(checkpoint), offline=asked.offline)
-<<<<<<< HEAD
     _check_files(*asked.text, asked.sts)
-=======
     dense = resolve_model(asked.against, offline=asked.offline) if asked.against else None
->>>>>>> main
     progress.loading()
     from blr.compressor.commands.evaluate import evaluate_folder
 

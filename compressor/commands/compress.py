@@ -98,13 +98,8 @@ def compress(
     with opened(output, settings, folder) as workspace:
         source = open_checked(folder, settings.allow_pickle, workspace.pickled)
         if settings.calibration is not None or settings.heal:
-<<<<<<< HEAD
             check_transformers(source, "--text and --heal take")
-        recipe, said = paced(source, recipe, settings.calibration is not None)
-=======
-            check_transformers(source, "--calibration and --heal take")
         recipe, said = sized(source, recipe, settings.calibration is not None)
->>>>>>> main
         progress.notes([said] * bool(said))
         plan = make_plan(source, recipe)
         if settings.calibration is None:
