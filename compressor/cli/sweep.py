@@ -76,6 +76,7 @@ def sweep(
         keep: Keep every checkpoint beside its figures.
     """
     from blr.compressor.base.progress import Progress
+    from blr.compressor.checkpoint.regular import read_start
     from blr.compressor.cli.signals import stop_on_signals
     from blr.compressor.commands.sweep.grid import NONE, Grid, listed, points_of
     from blr.compressor.commands.sweep.page import table
@@ -108,6 +109,8 @@ def sweep(
     with stop_on_signals() as running:
         if calibration is not None:
             check_text(calibration, offline)
+        for path in text:
+            read_start(path)  # before torch is imported
         running.kept, running.place = "finished points are", output
         found = resolve_model(model, offline=offline)
         settings = SweepSettings(

@@ -121,7 +121,7 @@ def _alike(mine: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
 def _refuse(model: BlockModel, found: str) -> None:
     raise CapabilityError(
         f"{model.source.folder}: calibration runs a model block after block; those of model type "
-        f"{model.source.model_type!r} {found}; compress it without --calibration"
+        f"{model.source.model_type!r} {found}; compress it without --text"
     )
 
 

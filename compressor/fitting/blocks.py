@@ -65,7 +65,7 @@ class BlockModel:
         if family.blocks is None:
             raise CapabilityError(
                 f"{source.folder}: calibration runs text through one list of blocks, which model type "
-                f"{source.model_type!r} has not; compress it without --calibration"
+                f"{source.model_type!r} has not; compress it without --text"
             )
         self.source, self.family, self.device = source, family, device
         self.model = meta_model(source, buffers=True).eval()

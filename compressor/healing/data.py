@@ -165,10 +165,7 @@ def reading_of(checkpoint: Checkpoint, options: HealOptions) -> Reading:
 
 def _check_encoder(options: HealOptions) -> None:
     if not options.files:
-        raise UsageError(
-            "an encoder writes no text of its own; add --data FILE, a sentence a line "
-            "(of compress --calibration FILE)"
-        )
+        raise UsageError("an encoder writes no text of its own; add --text FILE, a sentence a line")
     if options.loss != "kl" or options.top_k is not None:
         raise UsageError(
             "--loss and --top-k are for decoders; an encoder's embeddings are compared: leave them out"
@@ -266,7 +263,7 @@ def batch_windows(options: HealOptions, reading: Reading, gpu: bool, processes: 
         enough = next(b for b in count(batch) if b - _own_windows(share, b) >= texts)
         own = " and the teacher's own" if share else ""
         raise UsageError(
-            f"a batch of {batch} windows has no room for {texts} of --data{own}; "
+            f"a batch of {batch} windows has no room for {texts} of --text{own}; "
             f"give --batch {enough * window} or more, or fewer texts"
         )
     if batch < processes:
@@ -285,7 +282,7 @@ def text_digests(names: list[str]) -> list[str]:
         digest = calibration_digest(name)
         if digest in known:
             same = "given twice" if name == known[digest] else f"the same text as {known[digest]}"
-            raise UsageError(f"--data {name}: {same}; give every text once")
+            raise UsageError(f"--text {name}: {same}; give every text once")
         known[digest] = name
     return list(known)
 

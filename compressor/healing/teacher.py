@@ -134,7 +134,7 @@ def first_loss(held: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any])
         return []
     return [
         f"before training the answers are {far:.1f} nats a token from the teacher's: either the "
-        "compression lost nearly all (compress with --calibration), or it came from another model "
+        "compression lost nearly all (compress with --text TEXT), or it came from another model "
         "(check --teacher)"
     ]
 

@@ -92,7 +92,7 @@ def test_what_a_sweep_was_made_of_is_known_by_what_it_holds(
     swapped = [{"one.txt": "two.txt", "two.txt": "one.txt"}.get(part, part) for part in few]
     refuse(swapped, 5, "other settings (texts.1 has changed")
     twice = [part.replace("two.txt", "./one.txt") for part in few]
-    refuse(twice, 2, "--eval one.txt: the same text as one.txt; give every text once")
+    refuse(twice, 2, "--text one.txt: the same text as one.txt; give every text once")
     elsewhere = [f"../{part}" if part in ("model", "one.txt", "two.txt") else part for part in few]
     (tmp_path / "inside").mkdir()
     again = limited.run(*elsewhere, "--offline", cwd=tmp_path / "inside", patch=FORKED)

@@ -101,7 +101,8 @@ def _refuse_unused(points: Sequence[Point], common: dict[str, object], calibrate
     unused = [idle(recipe, common, calibrated) for recipe in recipes]
     for name in common:
         if all(name in found for found in unused):
-            refuse(name, common[name], unused[0][name])
+            # --text of a sweep is what losses are measured on
+            refuse(name, common[name], unused[0][name].replace("--text", "--calibration"))
 
 
 def _fitting(point: Point, common: dict[str, object]) -> dict[str, object]:
