@@ -232,8 +232,8 @@ def run_until(block: nn.Module, hidden: Tensor, batch: Batch, last: str) -> None
 
 
 def home(size: int, device: torch.device) -> torch.device:
-    """`device` if `size` bytes are a small part of what is free there, counting torch's own cache, else
-    the CPU."""
+    """The device that keeps a tensor of `size` bytes: `device` if that is a small part of its free
+    memory, torch's own cache included, else the CPU."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         if size <= KEPT_SHARE * (torch.cuda.mem_get_info(device)[0] + cached):

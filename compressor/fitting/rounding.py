@@ -73,12 +73,12 @@ class Metric:
 
     @cached_property
     def root(self) -> Tensor:
-        """What `compensation` needs."""
+        """The factor of H by which GPTQ spreads errors over later columns (`compensation`)."""
         return compensation(self.gram)
 
     @cached_property
     def float8(self) -> Costs:
-        """What `round_fp8` needs."""
+        """What errors in float8 cost, as `round_fp8` takes it."""
         return costs_of(self.gram, self.ease)
 
 

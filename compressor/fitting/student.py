@@ -165,9 +165,8 @@ class Student:
 def read_by(
     student: Student, states: Mapping[int, Tensor]
 ) -> tuple[dict[str, Metric], dict[int, Tensor]]:
-    """Metrics of the inputs of every layer, by name in the block, over the batches of all processes;
-    and the states behind the block. `states` enter the block: those of this process's batches, by
-    number."""
+    """Run the block on `states`, those of this process's batches by number. Returns the metric of every
+    layer's inputs, over all processes, by its name in the block, and the states behind the block."""
     run, behind = student.run, dict[int, Tensor]()
     groups = [group.modules for group in run.model.groups(student.block)]
     heads = [names[0] for names in groups]

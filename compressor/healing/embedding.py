@@ -30,7 +30,7 @@ class Nearness:
     states: float
 
     def judged(self, loss: str) -> float:
-        """The figure to lower."""
+        """The number that training minimizes."""
         return self.distance
 
 

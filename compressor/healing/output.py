@@ -85,7 +85,7 @@ def read_inputs(pair: TrainedPair, rows: Tensor) -> dict[str, Tensor]:
 
 
 def metric_of(inputs: Tensor, device: torch.device) -> Metric:
-    """The metric of a layer with the inputs [n, i]."""
+    """What errors in a layer's weight cost, by the inputs [n, i] that it reads."""
     x = inputs.to(device, torch.float64)
     return Metric(x.mT @ x / len(x))
 

@@ -119,7 +119,7 @@ def _attended(attention: HeadSlices, given: Given, at_once: int) -> Tensor:
 
 
 class _Outputs(NamedTuple):
-    """In the place of a projection: some of its outputs, for an input whose ranks are there."""
+    """Stands for a projection: makes some of its outputs from ranks that are computed already."""
 
     ranks: Tensor
     product: OfRanks
