@@ -168,8 +168,7 @@ class TrainedSet:
 
 @dataclass
 class Best:
-    """The progress of a training: the steps done, the best figure with its step, and the masters at
-    that step."""
+    """The progress of a training: steps done, the best figure, its step and its masters."""
 
     step: int = 0
     best: float = float("inf")

@@ -148,8 +148,7 @@ def summed(
 
 
 def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tensor:
-    """`relative_errors` of states [m, w, d], summed over tokens and averaged over the blocks'
-    outputs."""
+    """`relative_errors` of states [m, w, d]: summed over tokens, averaged over blocks."""
     pairs = zip(ours, theirs, strict=True)
     return torch.stack([relative_errors(mine, wanted).sum() for mine, wanted in pairs]).mean()
 
@@ -168,8 +167,7 @@ class Merit:
 
 
 class Objective:
-    """The loss of windows [m, w], summed over tokens; the first `idle` tokens of a window do not
-    count."""
+    """The loss of windows [m, w], summed over tokens but the first `idle` of each."""
 
     def __init__(self, pair: TrainedPair, options: HealOptions, probe: Tensor, idle: int = 0) -> None:
         self.student = Replies(pair.student, probe)

@@ -223,8 +223,7 @@ def _weight(pair: TrainedPair, name: str, packed: dict[str, Tensor] | None) -> T
 
 
 def check_told(checkpoint: Checkpoint) -> None:
-    """Try to update records and report as after the training. Raises InputError if `blr` did not write
-    them."""
+    """Try to update records and report. Raises InputError if `blr` did not write them."""
     folder, specs = checkpoint.source.folder, checkpoint.specs
     if (folder / CARD).is_file():
         read_text(folder / CARD, MAX_BYTES)

@@ -46,8 +46,7 @@ class StatePlace:
 
 
 class Trainer(TrainingLoop):
-    """Trains `pair` on `data`; after `run` the pair has the parameters that were best on held-back
-    windows."""
+    """Trains `pair` on `data`; `run` leaves the parameters that were best on held-back windows."""
 
     state: State
 
@@ -300,8 +299,7 @@ class Passes:
         self.captures = pair.device.type == "cuda" and not pair.slices
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """This process's share of a batch's loss. Raises CapabilityError if a single window does not
-        fit."""
+        """This process's share of the loss. Raises CapabilityError if one window does not fit."""
         while True:
             try:
                 return self._run(rows)
@@ -333,8 +331,7 @@ class Passes:
         return loss.detach()
 
     def _capture(self, part: Tensor) -> bool:
-        """Try to capture the passes of a part of this shape; after a failure nothing is captured any
-        more."""
+        """Try to capture the passes of parts of this shape; after a failure none is captured."""
         try:
             given = self.pair.parameters, part.to(self.pair.device)
             self.graphs[part.shape] = CapturedPasses(self._eager, *given)
