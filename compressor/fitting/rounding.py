@@ -72,12 +72,12 @@ class Metric:
 
     @cached_property
     def root(self) -> Tensor:
-        """What `compensation` needs."""
+        """The factor of H by which GPTQ spreads errors over later columns (`compensation`)."""
         return compensation(self.gram)
 
     @cached_property
     def float8(self) -> Costs:
-        """What `round_fp8` needs."""
+        """What errors in float8 cost, as `round_fp8` takes it."""
         return costs_of(self.gram, self.ease)
 
 
@@ -125,8 +125,7 @@ def round_layer(
 def round_factors(
     factors: dict[str, Tensor], spec: QuantizedSpec, metric: Metric | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """What `round_layer` gives, for factors that are fitted already; a dense layer has its ``weight``
-    alone."""
+    """Round factors that are fitted already, as `round_layer`; a dense layer has its ``weight``."""
     if spec.structure != DenseSpec.structure:
         found = quantize_factors(spec, factors, dtype, metric)
         return found.tensors | found.latents
@@ -190,8 +189,7 @@ def quantize_factors(
 def _corrected(
     weight: Tensor, spec: CorrectedSpec, metric: Metric | None, dtype: torch.dtype, fit: FitFactors
 ) -> dict[str, Tensor]:
-    """Round a weight and fit its correction in turn, each to what the other leaves; the best of
-    `ROUNDS`."""
+    """Round a weight and fit its correction in turn, each to what is left; the best round."""
     best, kept = float("inf"), dict[str, Tensor]()
     added, gram = torch.zeros_like(weight), None if metric is None else metric.gram.to(weight)
     for _ in range(ROUNDS):

@@ -81,8 +81,7 @@ def products(
 
 @dataclass(frozen=True)
 class Outputs:
-    """The cost of errors in a layer's outputs: Fisher information [o, o], or its diagonal [o],
-    float64."""
+    """The cost of errors in outputs: Fisher information [o, o] or its diagonal [o], float64."""
 
     information: Tensor
 

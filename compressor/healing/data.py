@@ -65,8 +65,7 @@ class TextPart:
 
 @dataclass(frozen=True)
 class Data:
-    """The training text: `parts` together make up every batch, and epochs count the windows of the
-    first."""
+    """The training text: `parts` make up every batch; an epoch reads the first one's windows."""
 
     parts: list[TextPart]
     digest: str
@@ -239,8 +238,7 @@ def _wanted_tokens(options: HealOptions, step: int, parameters: int, gpu: bool) 
 
 
 def _label(name: str, taken: dict[str, Stream]) -> str:
-    """What a text is called in the output: its name without a folder, different from the other
-    labels."""
+    """A text's label in the output: its name without a folder, unlike the others."""
     label = known = printable(Path(name).name)
     number = 1
     while label in taken or label == SELF:
@@ -298,8 +296,7 @@ def _own_windows(share: float, batch: int) -> int:
 
 
 def _shares(streams: dict[str, Stream], own: float, batch: int) -> list[int]:
-    """The windows of every stream in a batch: `own` is the share of own text; texts divide the rest by
-    size."""
+    """The windows of every stream in a batch: the share `own` is own text, sizes divide the rest."""
     texts = {name: len(stream) for name, stream in streams.items() if name != SELF}
     mine = 0 if SELF not in streams else _own_windows(own, batch) if texts else batch
     left, total = batch - mine, sum(texts.values())

@@ -89,8 +89,7 @@ def packed_factor(layer: FormulaLinear, name: str) -> Packed:
 
 
 def narrow_factor(layer: FormulaLinear, name: str) -> Narrow:
-    """A packed factor with a byte for each number, or dequantized where numbers are no multiples of
-    scales."""
+    """A packed factor with a byte a number; dequantized where scales do not divide its rows."""
     found, factor = packed_factor(layer, name), layer.held[name]
     whole = found.bits >= 4
     levels = unpack(found.packed, found.bits, found.group) if whole else found.dequantized()
@@ -190,8 +189,7 @@ def stages_of(module: nn.Module) -> Stages | None:
 
 
 def correction_of(layer: FormulaLinear) -> Corrections | None:
-    """How decoding kernels add a layer's output to that of a stage with the same input; None if they
-    cannot."""
+    """The correction that decoding kernels add to a stage with the same input; None if they cannot."""
     if layer.entry.get("fp8") or layer.entry["structure"] not in ADDED:
         return None
     first, last = STAGES[layer.entry["structure"]](layer)
