@@ -44,9 +44,11 @@ from blr.compressor.exporting.ordinary import dense_config
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.plan import ExportPlan
 from blr.compressor.exporting.tensors import Make, Tensors
+from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sidecar_files import keep_tokenizer
+from blr.compressor.loading.tokenizer import PROBE
 from blr.compressor.modeling.registry import register
-from blr.compressor.output.files import json_file
+from blr.compressor.output.files import Written, json_file
 from blr.compressor.structures.specs import Spec
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"
@@ -135,7 +137,7 @@ def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOption
         made,
         sorted(rest),
         dict,
-        lambda folder: keep_tokenizer(source.folder, folder),
+        partial(_check_loads, source),
         {"engine": "gguf", "layers": sorted(kept.specs)},
         beside={name: file.tensors.slots for name, file in files.items()},
         told=_told(kept) + window_told(native, engine()),
@@ -302,6 +304,24 @@ def load(folder: Path, dtype: Any = "auto") -> ForeignModel:
         return torch.stack(found)
 
     return ForeignModel(folder, logits)
+
+
+def _check_loads(source: Source, folder: Path) -> Written:
+    """Check the tokenizer of a written folder, by llama.cpp where that is installed. Raises
+    CapabilityError where it reads a text as other tokens."""
+    written = keep_tokenizer(source.folder, folder)
+    if not engine().missing:
+        import llama_cpp
+
+        llama_cpp.llama_log_set(_silent(), None)
+        reader = llama_cpp.Llama(str(folder / MODEL), vocab_only=True, verbose=False)
+        found = reader.tokenize(PROBE.encode(), add_bos=True, special=False)
+        if found != load_tokenizer(source.folder)(PROBE).input_ids:
+            raise CapabilityError(
+                f"--as gguf: llama.cpp reads a text as other tokens than the tokenizer of "
+                f"{source.folder}, expected the same; take --as mlx, vllm or dense"
+            )
+    return written
 
 
 @cache
