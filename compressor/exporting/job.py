@@ -207,7 +207,7 @@ class ExportRun(FolderRun):
 
         source, options = self.plan.checkpoint.source, self.options
         source = open_source(source.folder) if self.plan.checkpoint.compressed else source
-        bar = Bar(self.workspace.output, self._remedy(), options.force, self.progress.warn)
+        bar = Bar(self.workspace.output, self._remedy(), options.force, self.progress.warn, kept=False)
         text = options.text
         given = lambda: None if text is None else file_text(text, source)  # noqa: E731
         if self.engine is None:

@@ -43,7 +43,7 @@ class ExportOptions(RunSettings):
         batch: Sequences decoded at once, 1 to 16.
         context: Tokens of prompt and answer together. [the model's maximum, 8192 at most]
         dtype: Store weights in bfloat16, float16 or float32. [as stored]
-        quantize: Store weights in int8 or int4, in groups of 128.
+        quantize: Store weights in int8 or int4, in groups of 128; the output head stays.
         quantize_head: Store the output head of a decoder in int8 or int4, untied from the embedding;
             or none. [none]
         kv_quantize: Cache keys and values in int8, half the memory; or none. [as the checkpoint's cache]
