@@ -84,7 +84,7 @@ def _vocabulary(folder: Path, table: dict[str, Any], size: int) -> dict[str, Any
         return values | {"model": "gpt2", "pre": cut, "merges": merges}
     told = quote(table.get("pre_tokenizer"), 120)[1:-1]
     raise CapabilityError(
-        f"--as gguf: llama.cpp has no known form of the tokenizer of {folder} ({model['type']}, {told}), "
+        f"--as gguf: the tokenizer of {folder} ({model['type']}, {told}) is none that llama.cpp has, "
         f"expected one that cuts text as those of Llama, Qwen, GPT-2 or SmolLM; {REMEDY}"
     )
 
