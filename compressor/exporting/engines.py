@@ -308,20 +308,26 @@ def _told(engine: Engine, kept: Checkpoint) -> str:
 
 # Types of models, and scalings of rotary positions, that MLX and llama.cpp compute as transformers does
 TYPES, ROTARY = ("llama", "mistral", "qwen2", "qwen3"), ("default", "linear", "llama3")
+ACTIVATION = "silu"
 
 
 def check_decoder(source: Source, engine: Engine, rotary: Collection[str] = ROTARY) -> Any:
     """The configuration of a model that `engine` computes as transformers does. Raises CapabilityError
-    for other types, and for other scalings of rotary positions than `rotary`."""
+    for other types and activations, and for scalings of rotary positions that are not in `rotary`."""
     config = meta_model(source).config
     kind = config.rope_parameters["rope_type"] if source.model_type in TYPES else None
-    found = f"a {source.model_type}" if kind is None else f"rotary positions of type {kind}"
-    if kind not in rotary:
-        raise CapabilityError(
-            f"--as {engine.name}: {source.folder} has {found}, expected one of "
-            f"{', '.join(TYPES if kind is None else rotary)}; take --as vllm or --as dense"
-        )
-    return config
+    known: Collection[str] = rotary
+    found = f"rotary positions of type {kind}"
+    if kind is None:
+        known, found = TYPES, f"a model of type {source.model_type}"
+    elif config.hidden_act != ACTIVATION:
+        known, found = (ACTIVATION,), f"the activation {config.hidden_act}"
+    elif kind in rotary:
+        return config
+    raise CapabilityError(
+        f"--as {engine.name}: {source.folder} has {found}, expected {' or '.join(known)}; "
+        "take --as vllm or --as dense"
+    )
 
 
 def window_told(config: Any, engine: Engine) -> tuple[str, ...]:
