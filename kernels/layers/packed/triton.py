@@ -21,9 +21,9 @@ BEND = tl.constexpr(CURVE[3])
 WHOLE = tl.constexpr(0x4B000000)  # 2^23 in float32, whose last bit is worth 1
 ROWS = 16  # of a program, which has one group of each
 PART = 1024  # columns that a program of `prepare_kernel` puts in order
-STEP = 256  # columns of a step of V x
+STEP = 128  # columns of a step of V x
 PROGRAMS = 528  # of V x at most, in MOST parts
-MOST = 8
+MOST = 16
 
 
 @triton.jit
