@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from blr.compressor.base.quoting import quote
 from blr.compressor.base.tables import aligned
 from blr.compressor.cli.from_fields import (
     Checkpoint,
@@ -16,9 +17,14 @@ from blr.compressor.cli.from_fields import (
 )
 from blr.compressor.recipe.eval_settings import EvalSettings
 
+FIRST = "text against tasks sts window max_tokens dtype device quiet format"
+TAIL = {"50": "median", "90": "90%", "99": "99%", "99.9": "99.9%", "100": "most"}
+FLIPS = {"from right": "lost", "to right": "gained", "between others": "between"}
+
 
 @taking(
-    setting_options(EvalSettings), first="text tasks sts window max_tokens dtype device quiet format"
+    setting_options(EvalSettings),
+    first="text against tasks sts window max_tokens dtype device quiet format",
 )
 def evaluate(
     checkpoint: Checkpoint,
@@ -26,7 +32,8 @@ def evaluate(
     format: FormatOption = Format.text,
     **options: Any,
 ) -> None:
-    """Measure a model: perplexity (--text) and tasks (--tasks) of a decoder, or an encoder's --sts."""
+    """Measure a model, alone or --against the dense one: a decoder's perplexity (--text) and --tasks, or
+    an encoder's --sts."""
     from blr.compressor.base.progress import Progress
     from blr.compressor.commands.api import evaluate as run
 
@@ -42,16 +49,67 @@ def _text(result: dict[str, Any]) -> str:
     if texts := result.get("texts"):
         rows = [(r["text"], _number(r["perplexity"]), str(r["tokens"])) for r in texts]
         lines.append(aligned([("text", "perplexity", "tokens"), *rows], {1, 2}))
+    for row in texts or [result]:
+        if far := row.get("against"):
+            lines += [f"{row['text']}:"] if texts else []
+            lines += _embeddings(far) if "cosine" in far else _distance(far)
     if texts or "counted" in result:
         lines.append(f"counted: {(texts or [result])[0]['counted']}")
     if scores := result.get("tasks"):
-        scored = [
-            (task, metric, _number(value), str(result["samples"].get(task, "")))
-            for task, metrics in scores.items()
-            for metric, value in metrics.items()
-        ]
-        lines.append(aligned([("task", "metric", "value", "documents"), *scored], {2, 3}))
+        lines += _tasks(scores, result["samples"], result.get("tasks_against"))
     return "\n".join(lines)
+
+
+def _distance(far: dict[str, Any]) -> list[str]:
+    """How far a decoder is from the dense one in a text, with standard errors behind ±."""
+    kl, shares = far["kl"], far["kl"]["percentiles"]
+    figures = far["perplexities"].items()
+    three = ", ".join(f"{name} {one['value']:.4f} ± {one['error']:.4f}" for name, one in figures)
+    tail = ", ".join(f"{name} {shares[n]:.4g}" for n, name in TAIL.items())
+    flips = ", ".join(f"{n} {far['flips'][key]}" for n, key in FLIPS.items())
+    worst = ", ".join(f"{window['token']:,} ({window['kl']:.3g})" for window in kl["worst"])
+    rows = [
+        (
+            *(f"{one['token']:,}", f"{one['kl']:.3g}", quote(one["before"][-24:]), quote(one["text"])),
+            " -> ".join(f"{p:.3f}" for p in one["probabilities"]),
+            " -> ".join(map(quote, one["likeliest"])),
+        )
+        for one in far["tokens"]
+    ]
+    head = ("token", "KL", "behind", "is", "probability", "likeliest")
+    return [
+        f"perplexities: {three}",
+        f"KL: mean {kl['mean']:.4g} ± {kl['error']:.2g}, {tail}",
+        f"same top-1 token: {far['agreement']:.2%}; flips {flips}",
+        f"RMS change of the right token's probability: {far['rms_dp']:.2%}",
+        f"worst windows begin at tokens: {worst}",
+        aligned([head, *rows], {0, 1}),
+    ]
+
+
+def _embeddings(far: dict[str, Any]) -> list[str]:
+    """How far an encoder is from the dense one."""
+    return [
+        f"cosine to the dense embeddings: {far['cosine']:.4f}, of 1 in 100 below {far['lowest']:.4f}",
+        f"spearman of the dense model: {_number(far['dense_spearman'])}; of the output with it: "
+        f"{_number(far['spearman_to_dense'])}",
+    ]
+
+
+def _tasks(scores: dict[str, Any], documents: dict[str, int], far: dict[str, Any] | None) -> list[str]:
+    """Scores as a table; beside a dense model also its scores, what is recovered, and the items whose
+    score changed."""
+    rows, more = [], ("dense", "recovery", "lost", "gained") if far else ()
+    for task, metrics in scores.items():
+        for metric, value in metrics.items():
+            row = [task, metric, _number(value), str(documents.get(task, ""))]
+            if far:
+                recovered = far["recovery"][task].get(metric)
+                row += [_number(far["dense"][task][metric])]
+                row += ["" if recovered is None else f"{recovered:.1f}%"]
+                row += [str(far[name].get(task, "")) for name in ("lost", "gained")]
+            rows.append(row)
+    return [aligned([("task", "metric", "value", "documents", *more), *rows], range(2, 8))]
 
 
 def _number(value: object) -> str:

@@ -18,8 +18,10 @@ from blr.compressor.cli.from_fields import (
     taking,
 )
 from blr.compressor.cli.summary import (
+    PROMPT,
     Line,
     check_lines,
+    generates,
     laid_out,
     next_line,
     size_line,
@@ -62,6 +64,7 @@ def _export_text(summary: dict[str, Any]) -> str:
     head = f"{summary['quantize_head']} head" if summary["quantize_head"] else None
     kinds = " and ".join(filter(None, (summary["quantize"], head)))
     errors = ", ".join(f"{kind} {error:.4f}" for kind, error in summary["errors"].items())
+    runs = summary["kind"] in ("folder", "dense", "plain") and generates(summary["check"])
     added = f"{summary['untied_bytes']:,} bytes beside the embedding it was tied to"
     return laid_out(
         (
@@ -73,7 +76,7 @@ def _export_text(summary: dict[str, Any]) -> str:
             ("error", f"of {kinds}, by layer type: {errors}" if errors else ""),
             time_line(summary),
             *(("run", command) for command in summary["commands"]),
-            *([] if summary["commands"] else [next_line("generate", summary["output"], '"A prompt"')]),
+            *([next_line("generate", summary["output"], PROMPT)] if runs else []),
         )
     )
 

@@ -189,10 +189,11 @@ def evaluate(
 
     Args:
         checkpoint: a folder or hub id. text: text files or .jsonl.
-        settings: fields of `recipe.eval_settings.EvalSettings` (sts, tasks, window, …), by name.
+        settings: fields of `recipe.eval_settings.EvalSettings` (sts, tasks, against, …), by name.
 
     Returns JSON-ready `checkpoint`, and `perplexity` with `tokens` (or a list `texts` of them), `tasks`
-    with a score for each metric, or `spearman` in percent.
+    with a score for each metric, or `spearman` in percent. With `against` each has the distance from the
+    dense model beside it (`against`, and `tasks_against`), and `dense` names that.
     """
     from blr.compressor.base.threads import use_threads
     from blr.compressor.integrations import lm_eval
@@ -207,11 +208,13 @@ def evaluate(
         lm_eval.check_installed()
     use_threads(asked.threads)
     found = resolve_model(str(checkpoint), offline=asked.offline)
+    dense = resolve_model(asked.against, offline=asked.offline) if asked.against else None
     progress.loading()
     from blr.compressor.commands.evaluate import evaluate_folder
 
     judged = {"name": found.name, "digest": computing_digest(found.folder)}  # for `blr push`
-    return {"checkpoint": judged, **evaluate_folder(found.folder, asked, progress)}
+    told = {"checkpoint": judged, **({"dense": dense.name} if dense else {})}
+    return told | evaluate_folder(found.folder, asked, progress, dense.folder if dense else None)
 
 
 def _several(names: str | Path | Sequence[str | Path] | None) -> Sequence[str | Path]:

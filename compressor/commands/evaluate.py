@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import CapabilityError, InputError, NumericsError
 from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import is_numeral, quote
@@ -21,15 +22,18 @@ from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.extras import MODULES
 from blr.compressor.checkpoint.regular import read_start, read_text
-from blr.compressor.integrations.lm_eval import Asked, run_tasks
+from blr.compressor.commands.against import EmbeddingDistance, check_alike, distance
+from blr.compressor.commands.dense_states import DenseStates, kept_at
+from blr.compressor.commands.text_scores import ScoredWindow, divided, text_scores
+from blr.compressor.integrations.lm_eval import Asked, compared, run_tasks
 from blr.compressor.loading.load import EMBEDS, GENERATES, load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
-from blr.compressor.loading.tokenizer import check_ids, encode_padded, taken_by
+from blr.compressor.loading.tokenizer import PROBE, check_ids, encode_padded, taken_by
+from blr.compressor.output.loss import percentiles
 from blr.compressor.recipe.eval_settings import USUAL_WINDOW, EvalSettings
-from blr.compressor.text.reading import Beginning, beginning_of, begun, read_whole_text, room_in
+from blr.compressor.text.reading import Beginning, beginning_of, read_whole_text
 
 MAX_BYTES = 64 * 2**20  # of a text; all of it is tokenized at once
-MAX_LOSS = 700  # nats; exp of more is beyond a float, and no vocabulary has so many tokens
 Pair: TypeAlias = tuple[str, str, float]  # two sentences and their score
 
 
@@ -51,8 +55,11 @@ class Spearman:
     pairs: int
 
 
-def evaluate_folder(folder: Path, asked: EvalSettings, progress: Progress) -> dict[str, object]:
-    """Measure what `asked` says, JSON-ready; texts and pairs are checked before the model is loaded."""
+def evaluate_folder(
+    folder: Path, asked: EvalSettings, progress: Progress, against: Path | None = None
+) -> dict[str, object]:
+    """Measure what `asked` says, JSON-ready, and how far it is from the dense model in the folder
+    `against`. Texts and pairs are checked before a model is loaded."""
     pairs = read_pairs(asked.sts) if asked.sts else []
     if asked.sts:
         name = str((read_config(folder).get("architectures") or [""])[0])
@@ -62,38 +69,98 @@ def evaluate_folder(folder: Path, asked: EvalSettings, progress: Progress) -> di
                 "take --text"
             )
     data, trust = [*asked.text, *filter(None, [asked.sts])], asked.trust_remote_code
-    tokenizer = load_tokenizer(folder, trust=trust, text=read_start(data[0]) if data else "")
+    start = read_start(data[0]) if data else ""
+    tokenizer = load_tokenizer(folder, trust=trust, text=start)
     part = asked.max_tokens, asked.skip_tokens or 0
     tokens = [read_tokens(path, tokenizer, *part) for path in asked.text]
-    task, how = EMBEDS if asked.sts else GENERATES, {"trust": trust, "verify": asked.verify}
-    model = load_model(folder, task, dtype=asked.dtype, device=asked.device, progress=progress, **how)
+    if against is not None:
+        theirs = load_tokenizer(against, trust=trust, text=start)
+        check_alike((folder, against), (tokenizer, theirs), (PROBE, start))
+    evaluation = Evaluation(folder, against, asked, progress, tokenizer)
+    evaluation.model(folder)
     if pairs:
-        head = read_sentences(folder)
-        return asdict(sts_spearman(model, tokenizer, pairs, asked.batch, progress, head))
-    result = _of_texts(model, tokenizer, tokens, asked, progress) if tokens else {}
-    if asked.tasks:
-        wanted = Asked(asked.task_names, asked.tasks_path, asked.shots, asked.limit)
-        result |= asdict(run_tasks(model, tokenizer, wanted, asked.batch))
-    return result
+        return evaluation.of_pairs(pairs)
+    result = evaluation.of_texts(tokens) if tokens else {}
+    return result | evaluation.of_tasks() if asked.tasks else result
 
 
-def _of_texts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tokens: list[Tensor],
-    asked: EvalSettings,
-    progress: Progress,
-) -> dict[str, Any]:
-    """The result on one text, or those on several."""
-    size = asked.window or min(USUAL_WINDOW, context_of(model.config.to_dict()))
-    begins = beginning_of(tokenizer)
-    how = size, asked.stride or size, asked.batch, progress, begins
-    counted = _counted(size, asked.stride, list(tokenizer.convert_ids_to_tokens(list(begins))))
-    found = [
-        {"text": str(path), **asdict(perplexity(model, ids, *how)), "counted": counted}
-        for path, ids in zip(asked.text, tokens, strict=True)
-    ]
-    return found[0] if len(found) == 1 else {"texts": found}
+@dataclass(frozen=True)
+class Evaluation:
+    """The checkpoint in `folder`, perhaps beside the dense one in `against`; both have one tokenizer."""
+
+    folder: Path
+    against: Path | None
+    asked: EvalSettings
+    progress: Progress
+    tokenizer: PreTrainedTokenizerBase
+    loaded: dict[Path, PreTrainedModel] = field(default_factory=dict)
+
+    def model(self, folder: Path) -> PreTrainedModel:
+        """The model in one of the folders, loaded when it is first asked for."""
+        if folder not in self.loaded:
+            asked, task = self.asked, EMBEDS if self.asked.sts else GENERATES
+            how: dict[str, Any] = {"trust": asked.trust_remote_code, "verify": asked.verify}
+            how |= {"dtype": asked.dtype, "device": asked.device, "progress": self.progress}
+            self.loaded[folder] = load_model(folder, task, **how)
+        return self.loaded[folder]
+
+    def of_pairs(self, pairs: list[Pair]) -> dict[str, Any]:
+        """The result on pairs of sentences."""
+        found, ours = self._correlation(self.folder, pairs)
+        if self.against is None:
+            return asdict(found)
+        dense, theirs = self._correlation(self.against, pairs)
+        near = torch.nn.functional.cosine_similarity(ours, theirs)
+        to_dense = rank_correlation(_of_each_pair(ours), _of_each_pair(theirs))
+        lowest = percentiles(near, [1])[0]
+        far = EmbeddingDistance(float(near.mean()), lowest, dense.spearman, to_dense)
+        return {**asdict(found), "against": asdict(far)}
+
+    def _correlation(self, folder: Path, pairs: list[Pair]) -> tuple[Spearman, Tensor]:
+        how = self.asked.batch, self.progress, read_sentences(folder)
+        return sts_spearman(self.model(folder), self.tokenizer, pairs, *how)
+
+    def of_tasks(self) -> dict[str, Any]:
+        """The scores in tasks."""
+        asked = self.asked
+        wanted = Asked(asked.task_names, asked.tasks_path, asked.shots, asked.limit, bool(self.against))
+        found = run_tasks(self.model(self.folder), self.tokenizer, wanted, asked.batch)
+        if self.against is None:
+            return asdict(found.scores)
+        dense = run_tasks(self.model(self.against), self.tokenizer, wanted, asked.batch)
+        return {**asdict(found.scores), "tasks_against": asdict(compared(found, dense))}
+
+    def of_texts(self, tokens: list[Tensor]) -> dict[str, Any]:
+        """The result on one text, or those on several."""
+        asked, tokenizer = self.asked, self.tokenizer
+        size = asked.window or min(USUAL_WINDOW, context_of(self.model(self.folder).config.to_dict()))
+        begins = beginning_of(tokenizer)
+        counted = _counted(size, asked.stride, list(tokenizer.convert_ids_to_tokens(list(begins))))
+        found = [
+            {"text": str(path), **self._of_text(ids, size, begins), "counted": counted}
+            for path, ids in zip(asked.text, tokens, strict=True)
+        ]
+        return found[0] if len(found) == 1 else {"texts": found}
+
+    def _of_text(self, ids: Tensor, window: int, beginning: Beginning) -> dict[str, Any]:
+        how = window, self.asked.stride or window, self.asked.batch
+        dense = None if self.against is None else self._dense(self.against, ids, beginning, *how)
+        model = self.model(self.folder)
+        found = text_scores(model, ids, *how, self.progress, beginning, dense)
+        told = asdict(_perplexity(found, window, beginning))
+        if dense is None:
+            return told
+        dense.write(self.progress)
+        first = self.asked.skip_tokens or 0
+        return {**told, "against": asdict(distance(found, ids, first, self.tokenizer))}
+
+    def _dense(self, folder: Path, ids: Tensor, beginning: Beginning, *how: int) -> DenseStates:
+        """The dense model's states on a text, which `--keep-dense` keeps."""
+        asked, path = self.asked, None
+        if asked.keep_dense is not None:
+            key = ids.tolist(), beginning, how, asked.dtype, str(pick_device(asked.device))
+            path = kept_at(asked.keep_dense, folder, *key)
+        return DenseStates(lambda: divided(self.model(folder), ids, beginning), path, len(ids))
 
 
 def _counted(window: int, stride: int | None, begins: list[str]) -> str:
@@ -116,7 +183,6 @@ def read_tokens(
     return torch.tensor(ids)
 
 
-@torch.inference_mode()
 def perplexity(
     model: PreTrainedModel,
     ids: Tensor,
@@ -126,59 +192,16 @@ def perplexity(
     progress: Progress,
     beginning: Beginning = (),
 ) -> Perplexity:
-    """exp of the mean negative log-likelihood of `ids` [n], in windows every `stride` tokens.
-
-    A token is scored in the first window that has something before it. Raises InputError for a window
-    that does not fit or unknown ids, NumericsError for a loss that is not finite.
-    """
-    limit = context_of(model.config.to_dict())
-    if window > limit:
-        remedy = "take a shorter one, or leave --window out"
-        raise InputError(f"window {window} is longer than the model's context of {limit}; {remedy}")
-    check_ids(model, torch.cat([ids.new_tensor(beginning), ids]))
-    room = room_in(window, beginning)
-    stride = min(stride, room)
-    starts = list(range(0, max(len(ids) - room, 0) + 1, stride))
-    if starts[-1] + room < len(ids):
-        starts.append(starts[-1] + stride)
-    total, count = 0.0, 0
-    groups = [starts[n : n + batch] for n in range(0, len(starts), batch)]
-    with progress.layers(len(groups), "evaluating") as advance:
-        for group in groups:
-            advance("")
-            for rows, fresh in _stack(ids, group, room, stride, bool(beginning)):
-                losses = _losses(model, begun(rows, beginning))[:, -fresh:]
-                total, count = total + float(losses.double().sum()), count + losses.numel()
-    loss = total / count
-    if not loss < MAX_LOSS:  # NaN is not
-        raise NumericsError(
-            f"the mean negative log-likelihood is {loss:g}: expected a finite number below {MAX_LOSS}; "
-            "evaluate in --dtype float32, or repair the checkpoint"
-        )
-    return Perplexity(math.exp(loss), count, window, beginning)
+    """exp of the mean negative log-likelihood of `ids` [n], in windows every `stride` tokens. Raises as
+    `text_scores`."""
+    return _perplexity(
+        text_scores(model, ids, window, stride, batch, progress, beginning), window, beginning
+    )
 
 
-def _stack(
-    ids: Tensor, starts: list[int], room: int, stride: int, begins: bool
-) -> list[tuple[Tensor, int]]:
-    """Rows of equal length and count of new tokens together, as ([m, w], new)."""
-    groups: dict[tuple[int, int], list[Tensor]] = {}
-    for start in starts:
-        row = ids[start : start + room]
-        alone = start == 0 or stride == room
-        fresh = len(row) - (not begins) if alone else len(row) - (room - stride)
-        if fresh > 0:
-            groups.setdefault((len(row), fresh), []).append(row)
-    return [(torch.stack(rows), fresh) for (_, fresh), rows in groups.items()]
-
-
-def _losses(model: PreTrainedModel, rows: Tensor) -> Tensor:
-    """Negative log-likelihood [m, w-1] of every token but the first of each row."""
-    rows = rows.to(model.device)
-    logits = model(rows, use_cache=False).logits[:, :-1].float()
-    return torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none"
-    ).view(len(rows), -1)
+def _perplexity(found: list[ScoredWindow], window: int, beginning: Beginning) -> Perplexity:
+    losses = torch.cat([scores.loss for _, scores in found]).double()
+    return Perplexity(math.exp(float(losses.mean())), len(losses), window, beginning)
 
 
 @torch.inference_mode()
@@ -189,14 +212,20 @@ def sts_spearman(
     batch: int,
     progress: Progress,
     head: Sentences | None = None,
-) -> Spearman:
-    """Spearman correlation on `pairs`, whose sentences `head` embeds (None: by their mean states)."""
+) -> tuple[Spearman, Tensor]:
+    """Spearman correlation on `pairs`, whose sentences `head` embeds (None: by their mean states), and
+    the embeddings [2 n, d]."""
     sentences = [s for first, second, _ in pairs for s in (first, second)]
     head = head or Sentences()
     embeddings = embed(model, tokenizer, sentences, batch, progress, head).double()
-    cosine = torch.nn.functional.cosine_similarity(embeddings[0::2], embeddings[1::2])
     gold = torch.tensor([score for *_, score in pairs], dtype=torch.float64)
-    return Spearman(rank_correlation(cosine, gold), len(pairs))
+    found = rank_correlation(_of_each_pair(embeddings), gold)
+    return Spearman(found, len(pairs)), embeddings
+
+
+def _of_each_pair(embeddings: Tensor) -> Tensor:
+    """Cosine similarities [n] of embeddings [2 n, d], two by two."""
+    return torch.nn.functional.cosine_similarity(embeddings[0::2], embeddings[1::2])
 
 
 def rank_correlation(cosine: Tensor, gold: Tensor) -> float:

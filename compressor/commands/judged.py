@@ -11,11 +11,26 @@ from blr.compressor.workspace.strict_json import Told
 Figure = Annotated[float, Field(gt=0)]
 
 
+class JudgedMean(Told):
+    """A mean without its standard error."""
+
+    mean: float
+
+
+class JudgedDistance(Told):
+    """How far an output is from the dense model: a decoder in a text, or an encoder."""
+
+    kl: JudgedMean | None = None
+    agreement: float | None = None
+    cosine: float | None = None
+
+
 class JudgedText(Told):
     """The perplexity measured on one text, by the name of that text."""
 
     text: str
     perplexity: Figure
+    against: JudgedDistance | None = None
 
 
 class JudgedOutput(Told):
@@ -35,9 +50,11 @@ class Judged(Told):
     texts: list[JudgedText] = Field(default_factory=list)
     tasks: dict[str, dict[str, float]] = Field(default_factory=dict)
     spearman: float | None = None
+    against: JudgedDistance | None = None
 
     @property
     def perplexities(self) -> list[JudgedText]:
         """The perplexities as a list with one entry for each text."""
-        alone = self.perplexity
-        return self.texts or ([] if alone is None else [JudgedText(text=self.text, perplexity=alone)])
+        if self.perplexity is None or self.texts:
+            return self.texts
+        return [JudgedText(text=self.text, perplexity=self.perplexity, against=self.against)]

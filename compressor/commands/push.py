@@ -218,12 +218,18 @@ def _index(repository: str, path: Path, folder: Path) -> list[dict[str, object]]
 def _measured(found: Judged) -> Iterator[tuple[str, str, str, float]]:
     """Task, data, metric and value of each figure of `blr eval`."""
     for row in found.perplexities:
-        yield "text-generation", Path(row.text).name, "perplexity", row.perplexity
+        text, far = ("text-generation", Path(row.text).name), row.against
+        yield *text, "perplexity", row.perplexity
+        if far is not None and far.kl is not None and far.agreement is not None:
+            yield *text, "kl_to_dense", far.kl.mean
+            yield *text, "same_top1_as_dense", far.agreement
     for task, metrics in found.tasks.items():
         for metric, value in metrics.items():
             yield "text-generation", task, metric, value
     if found.spearman is not None:
         yield "sentence-similarity", "sts", "spearman", found.spearman
+    if found.against is not None and found.against.cosine is not None:
+        yield "sentence-similarity", "sts", "cosine_to_dense", found.against.cosine
 
 
 def printed(push: Push) -> dict[str, object]:

@@ -7,16 +7,19 @@ there is refused, or written dense with `--dense-rest`. To add an engine, write 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.modeling_outputs import CausalLMOutput
 
 from blr.compressor import __version__
-from blr.compressor.base.errors import UsageError
+from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.exhaustion import is_missing
 from blr.compressor.checkpoint.extras import CARD, LAYERS
 from blr.compressor.checkpoint.header import TensorEntry
@@ -26,12 +29,20 @@ from blr.compressor.exporting.ordinary import is_pair
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.plan import ExportPlan
 from blr.compressor.exporting.tensors import LINEAR, Tensors, plan_tensors, unpacked_factor
-from blr.compressor.loading.native import continues_text, meta_model
+from blr.compressor.loading.native import continues_text, meta_model, native_class
 from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.output.card import TAGS, card_front
-from blr.compressor.output.files import carried_files, json_file
+from blr.compressor.output.files import carried_files, check_fills, json_file
 from blr.compressor.output.loss_messages import MARK
-from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, QuantizedSpec, Spec, stored_names
+from blr.compressor.structures.specs import (
+    CorrectedSpec,
+    DenseSpec,
+    LowRankSpec,
+    QuantizedSpec,
+    Spec,
+    stored_names,
+)
+from blr.kernels.decode.quantized.formats import GROUPS
 from blr.kernels.decode.quantized.reference import unpack
 
 CARD_TEXT = """# {name}, for {title} by blr
@@ -44,6 +55,7 @@ CARD_TEXT = """# {name}, for {title} by blr
 
 Written by blr {version}; `blr verify` checks the files against `blr_manifest.json`.
 """
+IMPORTED = {"llama-cpp-python": "llama_cpp"}  # packages that are imported by another name
 PLACE = "OUT"  # stands for the folder in the commands of a card
 
 
@@ -73,7 +85,8 @@ class Engine:
     @property
     def missing(self) -> list[str]:
         """The packages that are not installed."""
-        return [name for name in self.packages if is_missing(name.replace("-", "_"))]
+        imported = {name: IMPORTED.get(name, name.replace("-", "_")) for name in self.packages}
+        return [name for name, module in imported.items() if is_missing(module)]
 
 
 def engine_of(kind: str) -> Engine | None:
@@ -133,15 +146,28 @@ def base_of(spec: Spec) -> QuantizedSpec | None:
     return base
 
 
+def integers_of(spec: Spec) -> QuantizedSpec:
+    """`base_of` a layer that `refusal` lets pass."""
+    base = base_of(spec)
+    assert base is not None
+    return base
+
+
 def correction_of(spec: Spec) -> Spec | None:
     """The structure that is added to a weight in few bits; None if there is none."""
     return spec.correction if isinstance(spec, CorrectedSpec) else None
 
 
+def rank_of(correction: Spec) -> int:
+    """The rank of a correction that `refusal` lets pass."""
+    whole = correction.plain.low_rank()
+    assert isinstance(whole, LowRankSpec)
+    return whole.rank
+
+
 def levels_of(source: Source, module: str, spec: Spec) -> tuple[Tensor, Tensor]:
     """Integer levels int8 [o, i] and scales [o, groups] of the weight of a layer in few bits."""
-    base = base_of(spec)
-    assert base is not None
+    base = integers_of(spec)
     packed, scale = map(source.load_tensor, _stored_base(source, module, spec))
     return unpack(packed, base.bits, base.group)[:, : base.in_features], scale
 
@@ -155,6 +181,18 @@ def _stored_base(source: Source, module: str, spec: Spec) -> list[TensorEntry]:
     part = spec.parts()[0][0]
     prefix = f"{module}.{part}." if part else f"{module}."
     return [source.entries[f"{prefix}{name}"] for name in stored_names("weight")]
+
+
+def pack(levels: Tensor, bits: int) -> Tensor:
+    """Levels int8 [o, i] as words int32 [o, i·bits/32]: fields of `bits`, the lowest bits first, which
+    hold level + 2^(bits - 1)."""
+    codes = levels.to(torch.int16) + 2 ** (bits - 1)
+    codes = torch.nn.functional.pad(codes, (0, -levels.shape[1] % 32)).to(torch.uint8)
+    stream = (codes.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8) & 1).flatten(-2)
+    weights = 1 << torch.arange(8, dtype=torch.uint8)
+    octets = (stream.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
+    words = -(-levels.shape[1] * bits // 32)
+    return octets.contiguous().view(torch.int32)[:, :words]
 
 
 def adapter_factor(source: Source, module: str, spec: Spec, factor: str, dtype: str) -> Tensor:
@@ -180,12 +218,19 @@ def other_tensors(checkpoint: Checkpoint, rest: Mapping[str, Spec], dtype: str |
     return plan_tensors(replace(source, entries=others), {}, dtype, None, rest)
 
 
+def check_kept(kept: Checkpoint, config: Mapping[str, Any], others: Tensors) -> None:
+    """Raise InputError if the layers in few bits and the tensors beside them do not fill the model."""
+    dense = {f"{m}.weight": (s.out_features, s.in_features) for m, s in kept.specs.items()}
+    check_fills(kept.source, native_class(kept.source), config, others.shapes | dense)
+
+
 def stored_bits(plan: ExportPlan) -> dict[str, float]:
     """By layer in few bits, the bits a weight of all that is written for it but its bias."""
     slots = [slot for each in (plan.tensors.slots, *plan.beside.values()) for slot in each]
     found = {}
     for module, spec in plan.checkpoint.specs.items():
-        own = [s for s in slots if f"{module}." in s.name and not s.name.endswith(".bias")]
+        name = plan.names.get(module, module)
+        own = [s for s in slots if f"{name}." in s.name and not s.name.endswith(".bias")]
         found[module] = 8 * sum(slot.origin.nbytes for slot in own) / spec.dense_parameters
     return found
 
@@ -211,3 +256,49 @@ def engine_files(
         LAYERS: json_file(records),
         CARD: (card_front(source.folder, name, TAGS[:1]) + card).encode(),
     }
+
+
+# Types of models, and scalings of rotary positions, that MLX and llama.cpp compute as transformers does
+TYPES, ROTARY = ("llama", "mistral", "qwen2", "qwen3"), ("default", "linear", "llama3")
+
+
+def check_decoder(source: Source, engine: Engine, rotary: Collection[str] = ROTARY) -> Any:
+    """The configuration of a model that `engine` computes as transformers does. Raises CapabilityError
+    for other types, and for other scalings of rotary positions than `rotary`."""
+    config = meta_model(source).config
+    kind = config.rope_parameters["rope_type"] if source.model_type in TYPES else None
+    found = f"a {source.model_type}" if kind is None else f"rotary positions of type {kind}"
+    if kind not in rotary:
+        raise CapabilityError(
+            f"--as {engine.name}: {source.folder} has {found}, expected one of "
+            f"{', '.join(TYPES if kind is None else rotary)}; take --as vllm or --as dense"
+        )
+    return config
+
+
+def window_told(config: Any, engine: Engine) -> tuple[str, ...]:
+    """A note on a sliding window of attention, which `engine` does not have in these model types."""
+    window = getattr(config, "sliding_window", None)
+    if window is None or window >= config.max_position_embeddings:
+        return ()
+    said = f"{engine.title} attends to all tokens before, the model to the last {window}"
+    return (f"{said}: they agree up to {window} tokens",)
+
+
+def finest(group: int, inputs: int) -> int:
+    """The largest group of 128, 64 or 32 that divides both `group` and `inputs`; 0 if there is none."""
+    return next((each for each in GROUPS if each <= group and inputs % each == 0), 0)
+
+
+class ForeignModel:
+    """A model of another library that is called as those of transformers are.
+
+    `logits` computes them, [batch, tokens, vocabulary], from tokens [batch, tokens].
+    """
+
+    def __init__(self, folder: Path, logits: Callable[[Tensor], Tensor]) -> None:
+        self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        self.logits = logits
+
+    def __call__(self, input_ids: Tensor, return_dict: bool = True) -> CausalLMOutput:
+        return CausalLMOutput(logits=self.logits(input_ids))

@@ -188,13 +188,15 @@ class ExportRun(FolderRun):
         from blr.compressor.workspace.shards import assign_shards
 
         source, tensors = self.plan.checkpoint.source, self.plan.tensors
-        shards = assign_shards(tensors.slots, self.options.max_shard_size)
+        limit = self.options.max_shard_size
+        shards = assign_shards(tensors.slots, limit) if tensors.slots else {}
         return FolderContents(
             {name: in_order(group, tensors.slots) for name, group in shards.items()},
             lambda entry: read_tensor(source, tensors, entry),
             self.plan.small_files(),
             later=(COMPILED, GRAPH, GRAPH_WEIGHTS),
             beside=self.plan.beside,
+            headers=self.plan.headers,
         )
 
     def make_check(self) -> OutputCheck:
@@ -205,7 +207,7 @@ class ExportRun(FolderRun):
 
         source, options = self.plan.checkpoint.source, self.options
         source = open_source(source.folder) if self.plan.checkpoint.compressed else source
-        bar = Bar(self.workspace.output, self._remedy(), options.force, self.progress.warn)
+        bar = Bar(self.workspace.output, self._remedy(), options.force, self.progress.warn, kept=False)
         text = options.text
         given = lambda: None if text is None else file_text(text, source)  # noqa: E731
         if self.engine is None:

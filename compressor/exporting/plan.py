@@ -81,7 +81,9 @@ class ExportPlan:
         small_files: everything but weights and manifest. check_loads: of the written folder, with the
             files that it rewrote. described: what a run that goes on must agree on.
         settings: what it was made for; None for an ordinary dense checkpoint.
-        beside: tensors in files of their own, that no index lists. told: notes on what is written.
+        beside: tensors in files of their own, that no index lists. headers: of
+            those that are no safetensors, by file. names: of layers in few bits there, where they are
+            others. told: notes on what is written.
     """
 
     checkpoint: Checkpoint
@@ -96,6 +98,8 @@ class ExportPlan:
     quantizer: Quantizer | None = None
     beside: Mapping[str, list[Slot]] = field(default_factory=dict)
     told: tuple[str, ...] = ()
+    headers: Mapping[str, bytes] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

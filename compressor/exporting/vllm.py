@@ -24,11 +24,14 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.engines import (
     Engine,
     adapter_factor,
-    base_of,
+    check_kept,
     correction_of,
     engine_files,
+    integers_of,
     levels_of,
     other_tensors,
+    pack,
+    rank_of,
     scale_entry,
     without,
 )
@@ -37,12 +40,12 @@ from blr.compressor.exporting.ordinary import dense_config
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.plan import ExportPlan
 from blr.compressor.exporting.tensors import STORED, Tensors
-from blr.compressor.loading.native import meta_model, native_class, quiet_transformers
+from blr.compressor.loading.native import meta_model, quiet_transformers
 from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.modeling.registry import register
-from blr.compressor.output.files import check_fills, json_file
-from blr.compressor.structures.specs import LowRankSpec, QuantizedSpec, Spec
+from blr.compressor.output.files import json_file
+from blr.compressor.structures.specs import Spec
 
 BITS = {8: 8, 4: 4, 3: 3, 2: 3}  # of our formats to those of the integers that hold their values
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank of vLLM 0.33 takes
@@ -63,26 +66,14 @@ def engine() -> Engine:
 
 def refusal(spec: Spec) -> str:
     """Why vLLM has no exact form of a weight in few bits, or its correction; "" if it has one."""
-    base, correction = _base(spec), correction_of(spec)
+    base, correction = integers_of(spec), correction_of(spec)
     if base.bits == 3 and base.curved:
         return "int3 on curved levels; --grid uniform of blr compress has even ones"
     if base.in_features % base.group:
         return f"{base.in_features} inputs are no whole groups of {base.group}; take a smaller --group"
-    if correction is not None and _rank(correction) > RANKS[-1]:
-        return f"an adapter of rank {_rank(correction)}, over {RANKS[-1]}"
+    if correction is not None and rank_of(correction) > RANKS[-1]:
+        return f"an adapter of rank {rank_of(correction)}, over {RANKS[-1]}"
     return ""
-
-
-def _base(spec: Spec) -> QuantizedSpec:
-    base = base_of(spec)
-    assert base is not None
-    return base
-
-
-def _rank(correction: Spec) -> int:
-    whole = correction.plain.low_rank()
-    assert isinstance(whole, LowRankSpec)
-    return whole.rank
 
 
 def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOptions) -> ExportPlan:
@@ -93,8 +84,7 @@ def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOption
     _check_fused(kept)
     tensors = other_tensors(checkpoint, rest, options.dtype)
     config = dense_config(source, options.dtype)
-    dense = {f"{m}.weight": (s.out_features, s.in_features) for m, s in kept.specs.items()}
-    check_fills(source, native_class(source), config, tensors.shapes | dense)
+    check_kept(kept, config, tensors)
     adapter = Tensors([], tensors.make)
     for module, spec in kept.specs.items():
         _add_packed(tensors, source, module, spec, options.dtype)
@@ -132,12 +122,12 @@ def _check_fused(kept: Checkpoint) -> None:
 
 def scheme(spec: Spec) -> tuple[int, int]:
     """Bits and group of the integers that a layer is written in."""
-    base = _base(spec)
+    base = integers_of(spec)
     return BITS[base.bits], base.group
 
 
 def _told(kept: Checkpoint) -> tuple[str, ...]:
-    wider = sum(_base(spec).bits == 2 for spec in kept.specs.values())
+    wider = sum(integers_of(spec).bits == 2 for spec in kept.specs.values())
     said = f"{wider} layers in int2 are written in 3 bits: vLLM's 2 bits have no half-integers"
     return (said,) if wider else ()
 
@@ -161,29 +151,17 @@ def _packed_part(source: Source, module: str, spec: Spec, name: str, dtype: str)
     if name == "shape":
         return torch.tensor([spec.out_features, spec.in_features])
     levels, scale = levels_of(source, module, spec)
-    doubled = _base(spec).bits == 2
+    doubled = integers_of(spec).bits == 2
     if name == "scale":
         return (scale / 2 if doubled else scale).to(getattr(torch, dtype))
     return pack(2 * levels + 1 if doubled else levels, scheme(spec)[0])
-
-
-def pack(levels: Tensor, bits: int) -> Tensor:
-    """Levels int8 [o, i] as words int32 [o, i·bits/32]: fields of `bits`, the lowest bits first, which
-    hold level + 2^(bits - 1)."""
-    codes = levels.to(torch.int16) + 2 ** (bits - 1)
-    codes = torch.nn.functional.pad(codes, (0, -levels.shape[1] % 32)).to(torch.uint8)
-    stream = (codes.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8) & 1).flatten(-2)
-    weights = 1 << torch.arange(8, dtype=torch.uint8)
-    octets = (stream.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
-    words = -(-levels.shape[1] * bits // 32)
-    return octets.contiguous().view(torch.int32)[:, :words]
 
 
 def _add_adapter(tensors: Tensors, source: Source, module: str, spec: Spec, dtype: str | None) -> None:
     """Add the factors of a correction, as peft names them; nothing for a layer without one."""
     if (correction := correction_of(spec)) is None:
         return
-    rank = _rank(correction)
+    rank = rank_of(correction)
     stored = STORED[dtype] if dtype else scale_entry(source, module, spec).dtype
     for factor, part, shape in (
         ("V", "lora_A", (rank, spec.in_features)),
@@ -225,7 +203,7 @@ def adapter_config(kept: Checkpoint) -> dict[str, Any]:
     """The configuration of the corrections for peft. Each is as large as its rank says: alpha is the
     rank, so nothing scales them."""
     corrections = {module: correction_of(spec) for module, spec in kept.specs.items()}
-    ranks = {module: _rank(spec) for module, spec in corrections.items() if spec is not None}
+    ranks = {module: rank_of(spec) for module, spec in corrections.items() if spec is not None}
     most = max(ranks.values())
     smaller = {module: rank for module, rank in ranks.items() if rank != most}
     return {
@@ -270,7 +248,7 @@ def load(folder: Path, dtype: Any = "auto") -> Any:
 def commands(folder: str, made: ExportPlan) -> list[str]:
     """The command that serves a folder."""
     corrections = [correction_of(spec) for spec in made.checkpoint.specs.values()]
-    ranks = [_rank(spec) for spec in corrections if spec is not None]
+    ranks = [rank_of(spec) for spec in corrections if spec is not None]
     serve = f"vllm serve {quote(folder)}"
     if ranks:
         room = next(rank for rank in RANKS if rank >= max(ranks))

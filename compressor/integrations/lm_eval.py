@@ -15,12 +15,14 @@ from blr.compressor.base.quoting import named_line, quote
 
 @dataclass(frozen=True)
 class Asked:
-    """`names` of tasks, also in files of `path`; `shots` in a prompt, a `limit` of documents."""
+    """`names` of tasks, also in files of `path`; `shots` in a prompt, a `limit` of documents; whether to
+    give every item's score, too."""
 
     names: list[str]
     path: Path | None = None
     shots: int | None = None
     limit: int | None = None
+    items: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,48 @@ class Scores:
     harness: str
 
 
+@dataclass(frozen=True)
+class TaskRun:
+    """The scores of a model, and by task and item what the first metric of the task gave it."""
+
+    scores: Scores
+    items: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class TaskDistance:
+    """By task: the scores of the dense model, the percentage of each that is recovered (if it is not
+    0), and how many items score less than by the dense model (`lost`), and more (`gained`)."""
+
+    dense: dict[str, dict[str, float]]
+    recovery: dict[str, dict[str, float]]
+    lost: dict[str, int]
+    gained: dict[str, int]
+
+
+def compared(found: TaskRun, dense: TaskRun) -> TaskDistance:
+    """How a model does beside its dense one."""
+    wanted = dense.scores.tasks
+    recovery = {
+        task: {n: 100 * v / wanted[task][n] for n, v in metrics.items() if wanted[task].get(n)}
+        for task, metrics in found.scores.tasks.items()
+    }
+    pairs = {
+        task: [(value, dense.items[task][item]) for item, value in items.items()]
+        for task, items in found.items.items()
+    }
+    lost, gained = (
+        {task: sum(worse * (a - b) < 0 for a, b in items) for task, items in pairs.items()}
+        for worse in (1, -1)
+    )
+    return TaskDistance(wanted, recovery, lost, gained)
+
+
 def check_installed() -> None:
     check_packages("--tasks", "lm_eval", extra="eval")
 
 
-def run_tasks(model: object, tokenizer: object, asked: Asked, batch: int = 8) -> Scores:
+def run_tasks(model: object, tokenizer: object, asked: Asked, batch: int = 8) -> TaskRun:
     """Score a causal model. Raises CapabilityError without lm_eval, InputError for unknown or broken
     tasks, HubError without data."""
     check_installed()
@@ -52,7 +91,7 @@ def run_tasks(model: object, tokenizer: object, asked: Asked, batch: int = 8) ->
         "num_fewshot": asked.shots,
         "limit": asked.limit,
         "bootstrap_iters": 0,
-        "log_samples": False,
+        "log_samples": asked.items,
     }
     try:
         found: Any = lm_eval.simple_evaluate(subject, tasks=names, task_manager=manager, **options)
@@ -73,7 +112,15 @@ def run_tasks(model: object, tokenizer: object, asked: Asked, batch: int = 8) ->
     }
     samples = {task: int(n["effective"]) for task, n in (found.get("n-samples") or {}).items()}
     shots = {task: int(n) for task, n in (found.get("n-shot") or {}).items()}
-    return Scores(tasks, samples, shots, lm_eval.__version__)
+    items = {task: _items(logged) for task, logged in (found.get("samples") or {}).items()}
+    return TaskRun(Scores(tasks, samples, shots, lm_eval.__version__), items)
+
+
+def _items(logged: list[dict[str, Any]]) -> dict[str, float]:
+    """By document and filter the number that a task's first metric gave; metrics of other kinds are left
+    out."""
+    first = {f"{row['doc_id']} {row['filter']}": row.get(row["metrics"][0]) for row in logged}
+    return {item: float(value) for item, value in first.items() if isinstance(value, int | float)}
 
 
 def _manager(names: list[str], path: Path | None) -> object:

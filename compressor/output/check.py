@@ -32,17 +32,19 @@ from blr.compressor.output.loss_messages import LARGE, MARK, MOST, number, round
 from blr.compressor.output.report import report_pages
 from blr.compressor.planning.plan import Plan
 from blr.compressor.structures.specs import spec_from_dict
+from blr.compressor.workspace.ownership import sibling
 
 
 @dataclass(frozen=True)
 class Bar:
     """The limit on a loss: over `MOST` nats `output` is refused without `force`, from `LARGE` on `warn`
-    is called. `remedy`: options that lose less."""
+    is called. `remedy`: options that lose less. `kept`: what was computed stays for the next run."""
 
     output: Path
     remedy: str
     force: bool
     warn: Callable[[str], None]
+    kept: bool = True
 
     def hold(self, loss: Loss) -> None:
         """Raise NumericsError for a loss over `MOST`, without `force`."""
@@ -51,9 +53,12 @@ class Bar:
         lost = f"{loss.nats:.2f} nats a token lost (perplexity {number(loss.before)} -> "
         lost += f"{number(loss.after)} on {loss.read})"
         if loss.nats > MOST and not self.force:
+            then, partial = "add --force to write it all the same", sibling(self.output, "partial")
+            if self.kept:
+                then = f"repeat the command with --force, which writes what {partial} keeps, and train "
+                then += "that (blr heal)"
             raise NumericsError(
-                f"{self.output}: {lost}, expected at most {MOST:g}; {self.remedy}, or add --force to "
-                "write it all the same"
+                f"{self.output}: {lost}, expected at most {MOST:g}; {self.remedy}; or {then}"
             )
         self.warn(f"{lost}; {self.remedy}")
 

@@ -175,13 +175,14 @@ Written = dict[str, tuple[int, str]]  # file to its size and SHA-256
 class FolderContents:
     """What a folder is to hold: `shards` by file, `read` for the bytes of a tensor, `small` files or
     paths of files to carry over, names of files that the check may add `later`, and tensors in files
-    `beside` the shards, which no index lists."""
+    `beside` the shards, which no index lists; `headers` of files that are no safetensors."""
 
     shards: Mapping[str, list[Slot]]
     read: Callable[[TensorEntry], Iterable[Bytes]]
     small: Mapping[str, bytes | Path]
     later: tuple[str, ...] = ()
     beside: Mapping[str, list[Slot]] = field(default_factory=dict)
+    headers: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def write_whole(
@@ -203,7 +204,7 @@ def write_whole(
     names = {
         *contents.shards,
         *contents.beside,
-        index_name(contents.shards),
+        *([index_name(contents.shards)] if contents.shards else []),
         *contents.small,
         TOKENIZER,
         *contents.later,
@@ -230,7 +231,7 @@ def _write_shards(folder: Path, contents: FolderContents, progress: Progress) ->
             advance(entry.name)
             return contents.read(entry)
 
-        written = [write_shards(folder, each, read) for each in groups]
+        written = [write_shards(folder, each, read, contents.headers) for each in groups]
     return {name: found for each in written for name, found in each.items()}
 
 

@@ -15,6 +15,8 @@ then that of its own choice, and the loss is the Kullback-Leibler divergence of 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,24 +41,27 @@ from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.own import OwnText, continued
 from blr.compressor.text.reading import (
+    HELD_SHARE,
     HELD_TOKENS,
     Beginning,
     beginning_of,
     begun,
     idle_predictions,
+    read_documents,
     read_first_text,
     room_in,
 )
-from blr.compressor.text.windows import check_known
+from blr.compressor.text.windows import Stream, check_known, tokenize
 
 WINDOW = 512  # tokens, as of `blr eval`
+WHOLE = 1 << 24  # bytes of a text file that is read to its end
 WORK = 2e12  # parameters times tokens of a pass: about a minute of a few cores
 LEAST = 128  # tokens that say anything
 OWN = 1024  # tokens of the model's own text
 LENGTHS = {True: 64, False: 16}  # of its samples, by whether the model is small: every token is a pass
 OWN_BYTES = 1 << 32  # of weights, which every pass reads: larger models write none
 OWN_LOGITS = 1 << 26  # of the dense model that are kept
-TAIL = (50, 90, 99, 100)  # percentiles of the divergence that are told
+TAIL = (50, 90, 99, 99.9, 100)  # percentiles of the divergence that are told
 WORST = 3  # windows that are named
 LOGITS = 1 << 26  # of all windows that run at once
 MOST_NATS = 600.0  # of a mean loss that a perplexity is told of: exp of 710 is beyond a float
@@ -85,31 +90,71 @@ def most_tokens(source: Source) -> int:
     return most if most >= LEAST else 0
 
 
+@dataclass(frozen=True)
+class Unread:
+    """`tokens` [n] of a text that no fit and no training reads; the first one is number `first`."""
+
+    tokens: Tensor
+    first: int
+
+    def end(self, least: int) -> Unread:
+        """The last twentieth of the text, `least` tokens at least, as far as it is unread."""
+        last = max(int((self.first + len(self.tokens)) * HELD_SHARE), least)
+        return self.last(min(last, len(self.tokens)))
+
+    def last(self, count: int) -> Unread:
+        """The last `count` tokens."""
+        left_out = len(self.tokens) - count
+        return Unread(self.tokens[left_out:], self.first + left_out)
+
+
 def calibration_text(source: Source, recipe: Recipe, name: str | None, offline: bool) -> Text | None:
-    """The part of a decoder's calibration text that no fit reads; None if there is none, if it is the
-    model's own or too short. Raises as `fitting.engine.read_text`."""
+    """The part of a decoder's calibration text that judges it: the end of a file, which `blr heal`
+    reports as well, else what lies behind the tokens that fits read. None if there is none, if the text
+    is the model's own or too short. Raises as `fitting.engine.read_text`."""
     if name is None:
         return None
     seq_len = min(recipe.seq_len, read_context(source))
     tokenizer, found = read_text(source, recipe.samples, seq_len, name, True, offline)
     if found is None or found.held is None:
         return None
-    beginning = beginning_of(tokenizer)
-    return held_text(_rows(found.held, source, beginning), beginning, name, source, found.first)
+    beginning, unread = beginning_of(tokenizer), Unread(found.held, found.first)
+    if os.path.exists(name) and os.path.getsize(name) <= WHOLE:
+        tokens = tokenize(read_documents(name), tokenizer)
+        unread = Unread(tokens[found.first :], found.first).end(_room(source, beginning))
+    return held_text({name: unread}, source, beginning)
 
 
-def held_text(
-    windows: Tensor, beginning: Beginning, name: str, source: Source, first: int | None = None
-) -> Text | None:
-    """`windows` [n, w] from token `first` of the text `name`; None for too few tokens. Raises InputError
-    for unknown tokens."""
+def healing_text(streams: Mapping[str, Stream], source: Source, beginning: Beginning) -> Text | None:
+    """The ends of the texts that train a decoder; None without a text, or if they are too short."""
+    tails = {name: s.held[:, len(beginning) :].flatten() for name, s in streams.items()}
+    unread = {n: Unread(tail, streams[n].length - len(tail)) for n, tail in tails.items()}
+    room = _room(source, beginning)
+    return held_text({n: part.end(room) for n, part in unread.items()}, source, beginning)
+
+
+def held_text(parts: Mapping[str, Unread], source: Source, beginning: Beginning) -> Text | None:
+    """The last tokens of every part, as many as a pass may read, in windows of one length. None for too
+    few tokens. Raises InputError for unknown tokens."""
+    most = max(most_tokens(source) // max(len(parts), 1), LEAST)
+    room = min(_room(source, beginning), most, *(len(part.tokens) for part in parts.values()))
+    if not parts or room < 1:
+        return None
+    used = [part.last(min(len(part.tokens), most) // room * room) for part in parts.values()]
+    windows = torch.cat([_rows(part.tokens, room, beginning) for part in used])
     if windows.numel() < LEAST:
         return None
+    name, first = " and ".join(parts), used[0].first if len(parts) == 1 else None
     check_known((windows,), of_text(source.config).get("vocab_size"), name)
-    found = Text(windows.long(), "", beginning, first)
+    found = Text(windows, "", beginning, first)
     place = "" if first is None else f", from token {first:,} on"
     what = f"{found.tokens:,} held-back tokens of {printable(Path(name).name)}{place}"
-    return Text(windows.long(), what, beginning, first)
+    return Text(windows, what, beginning, first)
+
+
+def _room(source: Source, beginning: Beginning) -> int:
+    """The tokens of text in a window that judges."""
+    return room_in(max(min(WINDOW, read_context(source)), 1 + len(beginning)), beginning)
 
 
 def file_text(path: Path, source: Source) -> Text:
@@ -120,18 +165,16 @@ def file_text(path: Path, source: Source) -> Text:
     if len(ids) < 2:
         raise InputError(f"{path}: {len(ids)} tokens, expected at least 2; give a longer text")
     beginning = beginning_of(tokenizer)
-    windows = _rows(torch.tensor(ids), source, beginning)
+    tokens = torch.tensor(ids[: max(most_tokens(source), LEAST)])
+    windows = _rows(tokens, min(_room(source, beginning), len(tokens)), beginning)
     check_known((windows,), of_text(source.config).get("vocab_size"), str(path))
     found = Text(windows, "", beginning)
     what = f"the first {found.tokens:,} tokens of {printable(path.name)}"
     return Text(windows, what, beginning, 0)
 
 
-def _rows(tokens: Tensor, source: Source, beginning: Beginning) -> Tensor:
-    """Windows [n, w] of the start of a text [n], each behind the `beginning`."""
-    tokens = tokens[: max(most_tokens(source), LEAST)]
-    window = min(WINDOW, read_context(source), len(tokens) + len(beginning))
-    room = room_in(max(window, 1 + len(beginning)), beginning)
+def _rows(tokens: Tensor, room: int, beginning: Beginning) -> Tensor:
+    """Windows [n, w] of `room` tokens of a text [n], each behind the `beginning`."""
     return begun(tokens[: len(tokens) // room * room].view(-1, room), beginning).long()
 
 
@@ -212,20 +255,32 @@ class Predictions:
     kl: Tensor
 
 
-def divergence(kl: Tensor, room: int, first: int | None) -> dict[str, Any]:
-    """Mean and percentiles of divergences [m, w], and the places of the worst windows, which begin every
-    `room` tokens from `first` on."""
-    found = kl.double().clamp(min=0.0)
-    shares = torch.tensor([n / 100 for n in TAIL], dtype=torch.float64)
-    tail = found.flatten().quantile(shares).tolist()
-    means = found.mean(-1)
+def divergence(windows: Sequence[Tensor], places: Sequence[int], decimals: int = 6) -> dict[str, Any]:
+    """The mean of divergences with its standard error, their percentiles, and the worst windows, which
+    begin at these of the `places`."""
+    found = [window.double().clamp(min=0.0) for window in windows]
+    every, means = torch.cat(found), torch.stack([window.mean() for window in found])
     worst = means.argsort(descending=True, stable=True)[:WORST].tolist()
+    told = zip(TAIL, percentiles(every, TAIL), strict=True)
     return {
-        "mean": round(float(found.mean()), 6),
-        "tokens": kl.numel(),
-        "percentiles": {str(n): round(value, 6) for n, value in zip(TAIL, tail, strict=True)},
-        "worst": [{"token": (first or 0) + n * room, "kl": round(float(means[n]), 6)} for n in worst],
+        "mean": round(float(every.mean()), decimals),
+        "error": round(standard_error(every), decimals),
+        "tokens": every.numel(),
+        "percentiles": {f"{n:g}": round(value, decimals) for n, value in told},
+        "worst": [{"token": places[n], "kl": round(float(means[n]), decimals)} for n in worst],
     }
+
+
+def percentiles(values: Tensor, shares: Sequence[float]) -> list[float]:
+    """The values [n] that so many percent do not exceed, between two of them by a straight line."""
+    ordered = values.double().sort().values
+    at = torch.tensor(shares, dtype=torch.float64) / 100 * (len(ordered) - 1)
+    return torch.lerp(ordered[at.long()], ordered[at.ceil().long()], at.frac()).tolist()
+
+
+def standard_error(values: Tensor) -> float:
+    """Of the mean of independent values [n]; 0 for a single one."""
+    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 class Measure:
@@ -242,7 +297,8 @@ class Measure:
         same = float((found.best == self.dense.best).double().mean())
         before, after = (math.exp(min(x, MOST_NATS)) for x in (self.dense.loss, found.loss))
         window = text.windows.shape[1]
-        kl = divergence(found.kl, room_in(window, text.beginning), text.first)
+        room, first = room_in(window, text.beginning), text.first or 0
+        kl = divergence([*found.kl], [first + n * room for n in range(len(found.kl))])
         return Loss(before, after, same, kl, text.tokens, window, text.what, text.first)
 
 

@@ -98,7 +98,7 @@ def _tiles(data: Mapping[str, Any]) -> str:
     if measured := loss.get("perplexity"):
         before, after = (number(measured[name]) for name in ("before", "after"))
         tiles[1:1] = [
-            ("Perplexity", f"{before} → {after}", f"{loss['loss']:.3f} nats a token lost"),
+            ("Perplexity", f"{before} → {after}", f"{loss['loss']:z.3f} nats a token lost"),
             ("Same top-1 token", f"{loss['agreement']:.1%}", "of places"),
         ]
     items = "".join(
@@ -118,7 +118,8 @@ def _perplexity(found: Any) -> str:
 
 def _tail(kl: Mapping[str, Any], first: int | None) -> str:
     """Percentiles of the divergence from the dense model, and the worst windows."""
-    names = {"50": "half of the tokens", "90": "9 in 10", "99": "99 in 100", "100": "all"}
+    names = {"50": "half of the tokens", "90": "9 in 10", "99": "99 in 100", "99.9": "999 in 1000"}
+    names["100"] = "all"
     rows = [(f"{names[n]}, at most", v, f"{v:.4g}", 1) for n, v in kl["percentiles"].items()]
     text = f"<h3>KL to the dense model, nats a token</h3>{_bars(rows)}"
     if first is None:

@@ -21,6 +21,8 @@ class EvalSettings:
     Options:
         text: Measure the perplexity of a decoder on this text file or .jsonl; repeatable.
         sts: Measure the Spearman correlation of an encoder on this CSV of sentence pairs and scores.
+        against: Compare the output with this dense checkpoint or hub id, token by token. [none]
+        keep_dense: Keep the dense model's states in this folder for further outputs. [nowhere]
         tasks: Run these tasks of lm-evaluation-harness, as hellaswag,arc_easy (extra eval).
         tasks_path: Folder of more task files (YAML).
         shots: Examples in the prompt of a task. [as the task says]
@@ -40,6 +42,8 @@ class EvalSettings:
 
     text: tuple[Path, ...] = ()
     sts: Path | None = None
+    against: str | None = None
+    keep_dense: Path | None = None
     tasks: str | None = None
     tasks_path: Path | None = None
     shots: Annotated[int, Limits(0, 1024)] | None = None
@@ -79,7 +83,8 @@ def check_eval(settings: EvalSettings) -> None:
         raise UsageError(
             f"--stride {settings.stride} would pass tokens by; give at most --window {most}"
         )
-    _refuse_unused("--text", settings, ("stride", "max_tokens", "skip_tokens"), bool(text))
+    _refuse_unused("--against", settings, ("keep_dense",), bool(settings.against))
+    _refuse_unused("--text", settings, ("keep_dense", "stride", "max_tokens", "skip_tokens"), bool(text))
 
 
 def _refuse_unused(owner: str, settings: EvalSettings, names: tuple[str, ...], given: bool) -> None:

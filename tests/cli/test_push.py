@@ -79,7 +79,9 @@ def test_what_arrives_verifies_and_its_card_is_valid(
     output: Path, hub: dict[str, Any], tmp_path: Path
 ) -> None:
     metrics = tmp_path / "metrics.json"
-    metrics.write_text(json.dumps({"perplexity": 14.65, "tasks": {"arc_easy": {"acc": 0.5}}}))
+    far = {"kl": {"mean": 0.12, "error": 0.01}, "agreement": 0.8}
+    judged = {"perplexity": 14.65, "tasks": {"arc_easy": {"acc": 0.5}}, "against": far}
+    metrics.write_text(json.dumps(judged))
     before = {path.name: path.read_bytes() for path in output.iterdir()}
     prepared = prepare_push(output, "me/small", metrics)
     url = send(prepared, private=True, revision=None, message="m")
@@ -100,7 +102,8 @@ def test_what_arrives_verifies_and_its_card_is_valid(
     assert {"blr", "structured-compression", "blast"} <= set(data.tags)
     assert data.model_name == "small"
     found = {(r.metric_type, r.dataset_name, r.metric_value) for r in data.eval_results}
-    assert found == {("perplexity", "text", 14.65), ("acc", "arc_easy", 0.5)}
+    near = {("kl_to_dense", "text", 0.12), ("same_top1_as_dense", "text", 0.8)}
+    assert found == {("perplexity", "text", 14.65), ("acc", "arc_easy", 0.5), *near}
 
 
 def test_figures_of_another_model_are_refused(output: Path, blr: Run, tmp_path: Path) -> None:
@@ -151,6 +154,7 @@ def test_a_dry_run_sends_nothing_and_a_changed_folder_is_refused(
         {"tasks": [1]},
         {"tasks": {"arc": {"acc": "high"}}},
         {"perplexity": None},
+        {"perplexity": 2.0, "against": {"kl": 0.1}},
         {"spearman": True},
         {"spearman": 10**400},
         {"perplexity": "2.0"},

@@ -69,6 +69,7 @@ def test_a_killed_sweep_goes_on_and_a_failing_point_is_a_line(
     assert done.out.count("failed: svd-cf500: cf 500 cannot be met") == 1
     assert "blr compress" in done.out and "--method dense --quantize int4" in done.out
     assert all(len(point["losses"]) == 2 and point["bits"] > 1 for point in found["points"])
+    assert all(len(point["kl"]) == 2 and min(point["kl"]) > 0 for point in found["points"])
     assert not any((tmp_path / "out/outputs").iterdir())  # only figures are kept
     ElementTree.fromstring((tmp_path / "out/sweep.html").read_text().partition("\n")[2])
     again = limited.run(*arguments, "--format", "json", cwd=tmp_path, patch=FORKED)
@@ -302,7 +303,7 @@ def test_what_is_no_list_of_numbers_is_refused(text: str) -> None:
 
 
 def _found(name: str, bits: float, *losses: float, plain: bool = False) -> MadePoint:
-    return MadePoint(name, "", plain, 0.0, bits, losses, None, ())
+    return MadePoint(name, "", plain, 0.0, bits, losses, None, (), kl=losses)
 
 
 def test_the_frontier_is_what_nothing_beats_and_plain_is_a_line() -> None:

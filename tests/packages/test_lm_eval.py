@@ -116,6 +116,31 @@ def test_eval_of_a_task_of_ones_own(folder: Path, tasks: Path, sample: Path, inv
     assert code == 0 and row.split()[1] == "acc" and row.split()[-1] == "2"
 
 
+def test_items_are_compared_with_the_dense_model(
+    folder: Path, tiny: Path, tasks: Path, invoke: Invoke
+) -> None:
+    options = ("--tasks", "networks", "--tasks-path", tasks, "--against", tiny, "-q")
+    code, out, err = invoke("eval", folder, *options, "--format", "json")
+    assert code == 0, err
+    found = json.loads(out.splitlines()[-1])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    right = [
+        [best(model, tokenizer, document) == document["answer"] for document in DOCUMENTS]
+        for model in (
+            AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+            for place in (tiny, folder)
+        )
+    ]
+    far, pairs = found["tasks_against"], list(zip(*right, strict=True))
+    assert far["dense"]["networks"]["acc"] == pytest.approx(sum(right[0]) / 3)
+    assert far["recovery"]["networks"]["acc"] == pytest.approx(100 * sum(right[1]) / sum(right[0]))
+    lost, gained = pairs.count((True, False)), pairs.count((False, True))
+    assert (far["lost"], far["gained"]) == ({"networks": lost}, {"networks": gained})
+    code, out, err = invoke("eval", folder, *options)
+    head = next(line for line in out.splitlines() if line.startswith("task "))
+    assert head.split()[-4:] == ["dense", "recovery", "lost", "gained"], err
+
+
 def test_a_task_that_does_not_exist_is_named(tiny: Path, tasks: Path, invoke: Invoke) -> None:
     code, out, err = invoke("eval", tiny, "--tasks", "no-such", "--tasks-path", tasks, "-q")
     assert (code, out) == (4, "") and "'no-such'" in err.splitlines()[-1]

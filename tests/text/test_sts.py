@@ -40,5 +40,5 @@ def test_no_gradients_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(evaluate, "embed", embed)
     pairs = [("a", "b", 3.0), ("a", "bbb", 2.0), ("a", "bbbbbbb", 1.0)]
-    found = evaluate.sts_spearman(None, None, pairs, 2, Progress(quiet=True))
+    found, _ = evaluate.sts_spearman(None, None, pairs, 2, Progress(quiet=True))
     assert seen == [True] and found.spearman == pytest.approx(100)

@@ -227,7 +227,8 @@ class PointChain:
             if report is None:
                 raise InputError(f"{output}: found no {REPORT}; expected it of `blr compress`; {ANEW}")
             stored = sum(map(tensor_bytes, output.glob("*.safetensors")))
-            record |= {"bits": report.totals.bits, "bytes": stored}
+            far = [text.against.kl for text in found.perplexities if text.against]
+            record |= {"bits": report.totals.bits, "bytes": stored, "kl": [kl.mean for kl in far if kl]}
         spent = {"seconds": round(self.spent, 1), "kept": self.keep}
         return record | spent | {"digest": self.folder.made.get(self.name, "")}
 

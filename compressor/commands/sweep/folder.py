@@ -34,6 +34,7 @@ ABOUT: Literal["sweep of blr"] = "sweep of blr"
 REMEDY = "move it away, or choose another --output"
 ANEW = "remove it, and the point is made again"
 Seconds = Annotated[float, Field(ge=0)]
+Divergence = Annotated[float, Field(ge=0)]
 RESULT, PAGE = "sweep.json", "sweep.html"
 LOCK = "sweep.lock"
 NOTES, OUTPUTS = ("points", "logs"), "outputs"
@@ -53,6 +54,7 @@ class Record(Kept):
     """``points/NAME.json``: what a finished point has come to; `digest` is that of `SweepNote.made`."""
 
     perplexities: Annotated[list[Figure], Field(min_length=1)]
+    kl: list[Divergence] = Field(default_factory=list)  # of the dense model's record none
     bits: Figure | None = None
     bytes: Annotated[int, Field(gt=0)] | None = None
     seconds: Seconds
@@ -239,8 +241,9 @@ class Folder:
         path = self.path / "points" / f"{name}.json"
         if (found := read_kept(path, Record, ANEW)) is None:
             return None
-        sized, digest = found.bits is not None and found.bytes is not None, self.made.get(name, "")
         texts = len(self.common.get("texts", found.perplexities))
+        sized = found.bits is not None and found.bytes is not None and len(found.kl) == texts
+        digest = self.made.get(name, "")
         if len(found.perplexities) != texts or found.digest != digest or (digest and not sized):
             raise OutputError(f"{path}: found the record of another point or sweep; {ANEW}")
         return found

@@ -20,9 +20,9 @@ CODE = "\npre{white-space:pre-wrap;overflow-wrap:anywhere}\n"
 
 @dataclass(frozen=True)
 class MadePoint:
-    """A finished point: `bits` a weight, `losses` in nats over the dense model by text, predicted tokens
-    a second (`speed`), `commands` by seed. Over seeds figures are means, `seconds` sums, `spread`
-    ranges."""
+    """A finished point: `bits` a weight, `losses` in nats over the dense model and mean divergences from
+    it (`kl`) by text, predicted tokens a second (`speed`), `commands` by seed. Over seeds figures are
+    means, `seconds` sums, `spread` ranges of losses."""
 
     name: str
     kind: str
@@ -35,6 +35,7 @@ class MadePoint:
     bytes: int = 0
     seconds: float = 0.0
     spread: tuple[float, ...] | None = None
+    kl: tuple[float, ...] = ()
 
 
 def over_seeds(found: Sequence[MadePoint], setting: str) -> MadePoint:
@@ -48,6 +49,7 @@ def over_seeds(found: Sequence[MadePoint], setting: str) -> MadePoint:
         bits=round(sum(point.bits for point in found) / len(found), 6),
         bytes=round(sum(point.bytes for point in found) / len(found)),
         losses=tuple(sum(losses) / len(losses) for losses in by_text),
+        kl=tuple(sum(kl) / len(kl) for kl in zip(*(point.kl for point in found), strict=True)),
         spread=tuple(max(losses) - min(losses) for losses in by_text) if len(found) > 1 else None,
         commands=tuple(line for point in found for line in point.commands),
         seconds=sum(point.seconds for point in found),
@@ -93,6 +95,8 @@ def page(result: dict[str, Any]) -> str:
         loss = "nats a token over dense"
         parts.append(f"<h2>Loss in {name}</h2>")
         parts.append(chart(_series(result, colours, "bits", n), "stored bits a weight", loss))
+        series = _series(result, colours, "bits", n, "kl")
+        parts.append(chart(series, "stored bits a weight", "mean KL to the dense model, nats a token"))
         if len({point["speed"] for point in result["points"]} - {None}) > 1:  # else launches decide
             title = f"tokens a second on {result['gpu']}, predicted from rooflines, not measured"
             parts.append(chart(_series(result, colours, "speed", n), title, loss))
@@ -109,14 +113,16 @@ def page(result: dict[str, Any]) -> str:
     return PAGE.format(title=title, style=STYLE + CODE, body="\n".join(filter(None, parts)))
 
 
-def _series(result: dict[str, Any], colours: dict[str, int], key: str, text: int) -> list[Series]:
+def _series(
+    result: dict[str, Any], colours: dict[str, int], key: str, text: int, what: str = "losses"
+) -> list[Series]:
     """A series of points for every kind; plain quantization and the dense model as lines."""
     found = []
     for kind, colour in colours.items():
         points = [p for p in result["points"] if p["kind"] == kind and p[key] is not None]
         points.sort(key=lambda point: point[key])
-        places = [(float(point[key]), float(point["losses"][text])) for point in points]
-        titles = [f"{p['name']}: {p['bits']:.3f} bits, {p['losses'][text]:.4f}" for p in points]
+        places = [(float(point[key]), float(point[what][text])) for point in points]
+        titles = [f"{p['name']}: {p['bits']:.3f} bits, {p[what][text]:.4f}" for p in points]
         plain = bool(points) and points[0]["plain"]
         best = [
             (*place, p["name"])
@@ -152,7 +158,7 @@ def table_rows(result: dict[str, Any]) -> list[Sequence[str]]:
     names = [Path(text).name for text in result["texts"]]
     head = ["", "point", "bits"]
     for name in names:
-        head += [f"loss in {name}", "of plain"]
+        head += [f"loss in {name}", "of plain", "KL"]
     paced = len({point["speed"] for point in result["points"]}) > 1  # else launches alone decide
     rows: list[Sequence[str]] = [[*head, *["tokens/s (predicted)"] * paced, "seconds"]]
     for point in sorted(result["points"], key=lambda point: point["bits"]):
@@ -162,9 +168,10 @@ def table_rows(result: dict[str, Any]) -> list[Sequence[str]]:
             f"{point['bits']:.3f}",
         ]
         spreads = point["spread"] or [None] * len(point["losses"])
-        for loss, wide, share in zip(point["losses"], spreads, point["of_plain"], strict=True):
+        by_text = zip(point["losses"], spreads, point["of_plain"], point["kl"], strict=True)
+        for loss, wide, share, kl in by_text:
             cells.append(f"{loss:.4f}" if wide is None else f"{loss:.4f} ({wide:.4f})")
-            cells.append("" if share is None else f"{share:.2f}")
+            cells += ["" if share is None else f"{share:.2f}", f"{kl:.4f}"]
         speed = "" if point["speed"] is None else f"{point['speed']:,.0f}"
         rows.append([*cells, *[speed] * paced, f"{point['seconds']:.0f}"])
     return rows

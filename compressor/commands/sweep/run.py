@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from blr.compressor import __version__
+from blr.compressor.base.disk import scratch_folder
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import READING, Progress
 from blr.compressor.checkpoint.regular import digest_of
@@ -62,8 +63,9 @@ def sweep(
     made = {p.name: point_digest(r.model_dump(mode="json"), p.heal) for p, r in recipes.items()}
     place = Folder(output, _common(source, settings, progress), {DENSE: "", **made})
     with place.held(settings.restart):
-        chains = _chains(place, list(recipes), settings)
-        _run(chains, settings, progress)
+        with scratch_folder() as states:
+            chains = _chains(place, list(recipes), settings, states)
+            _run(chains, settings, progress)
         calibrated = settings.calibration is not None
         speeds = {p: tokens_per_second(source, r, gpu, calibrated) for p, r in recipes.items()}
         result = _result(place, chains, speeds, settings)
@@ -99,12 +101,16 @@ def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict
     }
 
 
-def _chains(place: Folder, points: Sequence[Point], settings: SweepSettings) -> dict[str, PointChain]:
-    """The commands of every point by name, the dense model first."""
+def _chains(
+    place: Folder, points: Sequence[Point], settings: SweepSettings, states: Path
+) -> dict[str, PointChain]:
+    """The commands of every point by name, the dense model first. The folder `states` keeps what points
+    are compared with."""
     judged = tuple(part for path in settings.texts for part in ("--text", str(path)))
     here = ("--device", settings.device, *["--offline"] * settings.offline)
     evaluate = (*judged, *settings.evaluate, *here)
     found = {DENSE: PointChain(place, DENSE, settings.model, None, evaluate)}
+    evaluate = (*evaluate, "--against", settings.model, "--keep-dense", str(states))
     for point in points:
         options = (*_options(point, settings), *here)
         found[point.name] = PointChain(
@@ -160,7 +166,8 @@ def _result(
         if max(losses) > MOST:  # what `blr compress` alone would refuse
             line = command_line(settings.model, (*options, "--force"), point.name)
         facts = (point.name, point.kind, point.plain, point.heal, record.bits, tuple(losses))
-        one = MadePoint(*facts, speed, (line,), record.bytes, record.seconds)
+        sizes = record.bytes, record.seconds
+        one = MadePoint(*facts, speed, (line,), *sizes, kl=tuple(record.kl))
         made.setdefault(point.setting, []).append(one)
     found = [over_seeds(alike, setting) for setting, alike in made.items()]
     texts = range(len(settings.texts))
