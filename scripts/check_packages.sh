@@ -10,6 +10,6 @@ bash scripts/copy_tracked.sh "$work/source"
 python=$(realpath -s "${BLR_ENV:-$work/env}")/bin/python
 cd "$work/source"
 "$python" -m pip list --format freeze |
-  grep -iE '^(torch|transformers|accelerate|peft|sentence-transformers|onnx|onnxruntime|onnxscript|lm_eval|model-signing|diffusers)='
+  grep -iE '^(torch|transformers|accelerate|peft|sentence-transformers|onnx|onnxruntime|onnxscript|lm_eval|model-signing|diffusers|compressed.tensors)='
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false BLR_PACKAGES=1
 "$python" -m pytest -q -n 2 --dist loadfile tests/packages "$@"

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
-
 import pytest
+from scripting import ROOT, script
 
-ROOT = Path(__file__).parents[1]
 LONGEST = {"README.md": 150, "scripts/RESULTS.md": 200}
 GUIDE = 120
 pytestmark = pytest.mark.fast
-
-
-def script(name: str) -> ModuleType:
-    import sys
-
-    spec = spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 prose, readme = script("prose"), script("readme")
 

@@ -29,6 +29,7 @@ from blr.compressor.cli.summary import (
     next_line,
     size_line,
     time_line,
+    use_lines,
 )
 from blr.compressor.recipe.heal_settings import MINUTES
 from blr.compressor.recipe.run_settings import CompressSettings
@@ -108,6 +109,6 @@ def _compress_text(summary: dict[str, Any], teacher: str) -> str:
             time_line(summary),
             ("report", f"{output}/report.html"),
             ("note", summary["advice"] or ""),
-            next_line("export", output, "-o", quote(f"{output}-fast")) if summary["healed"] else then,
+            *(use_lines(output, summary["check"]) if summary["healed"] else [then]),
         )
     )

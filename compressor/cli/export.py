@@ -18,8 +18,10 @@ from blr.compressor.cli.from_fields import (
     taking,
 )
 from blr.compressor.cli.summary import (
+    PROMPT,
     Line,
     check_lines,
+    generates,
     laid_out,
     next_line,
     size_line,
@@ -28,7 +30,7 @@ from blr.compressor.cli.summary import (
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.planning.roofline import ASKED
 
-FIRST = """output kind quantize quantize_head kv_quantize context
+FIRST = """output kind dense_rest quantize quantize_head kv_quantize context
 batch gpu self_contained text overwrite quiet"""
 
 
@@ -62,6 +64,7 @@ def _export_text(summary: dict[str, Any]) -> str:
     head = f"{summary['quantize_head']} head" if summary["quantize_head"] else None
     kinds = " and ".join(filter(None, (summary["quantize"], head)))
     errors = ", ".join(f"{kind} {error:.4f}" for kind, error in summary["errors"].items())
+    runs = summary["kind"] in ("folder", "dense", "plain") and generates(summary["check"])
     added = f"{summary['untied_bytes']:,} bytes beside the embedding it was tied to"
     return laid_out(
         (
@@ -72,7 +75,8 @@ def _export_text(summary: dict[str, Any]) -> str:
             ("output head", added if summary["untied_bytes"] else ""),
             ("error", f"of {kinds}, by layer type: {errors}" if errors else ""),
             time_line(summary),
-            next_line("generate", summary["output"], '"A prompt"'),
+            *(("run", command) for command in summary["commands"]),
+            *([next_line("generate", summary["output"], PROMPT)] if runs else []),
         )
     )
 
@@ -83,6 +87,10 @@ def _layers_lines(summary: dict[str, Any]) -> list[Line]:
     if summary["kind"] == "plain":
         rest = f"; {summary['densified']} of other form, made dense" if summary["densified"] else ""
         return [("layers", f"{summary['layers']} low-rank, each two linear ones{rest}")]
+    if summary["commands"]:
+        rest = f"; {summary['densified']} of other form, made dense" if summary["densified"] else ""
+        kept = f"{summary['layers']} in few bits, {summary['bits']:.3f} bits a weight"
+        return [("layers", f"{kept}{rest}")]
     batch, context, chosen = (summary[name] for name in ("batch", "context", "gpu_chosen"))
     why = "" if chosen == ASKED else f" ({chosen})"
     use = f", batch {batch}, context {context} tokens" if context is not None else ""

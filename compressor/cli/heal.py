@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +19,7 @@ from blr.compressor.cli.from_fields import (
     setting_options,
     taking,
 )
-from blr.compressor.cli.summary import check_lines, healed_lines, laid_out, next_line, time_line
+from blr.compressor.cli.summary import check_lines, healed_lines, laid_out, time_line, use_lines
 from blr.compressor.recipe.heal_settings import HealOptions
 
 FIRST = "output data minutes teacher mix lora device gpus overwrite quiet"
@@ -70,6 +69,6 @@ def _heal_text(summary: dict[str, Any]) -> str:
             *(check_lines(summary["check"]) if summary["steps"] else ()),
             time_line(summary),
             ("report", f"{output}/report.html"),
-            next_line("export", output, "-o", quote(f"{output}-fast")),
+            *use_lines(output, summary["check"]),
         )
     )

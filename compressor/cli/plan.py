@@ -65,10 +65,10 @@ def plan(
     from blr.compressor.base.progress import Progress
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.planning import forecast, forecast_healing
+    from blr.compressor.planning.model_size import sized
     from blr.compressor.planning.outline import open_or_outline
     from blr.compressor.planning.plan import make_plan, unmeasured
     from blr.compressor.planning.roofline import chosen_gpu
-    from blr.compressor.planning.speed import paced
     from blr.compressor.planning.table import plan_result, plan_text
     from blr.compressor.recipe.asked import asked_recipe
     from blr.compressor.recipe.heal_settings import MINUTES, HealOptions, checked_minutes
@@ -84,7 +84,7 @@ def plan(
     found = resolve_model(model, revision=revision, offline=offline, weights=False)
     source, outlined = open_or_outline(found.folder)
     Progress().notes(source.notes())
-    resolved, said = paced(source, resolved, calibrated)
+    resolved, said = sized(source, resolved, calibrated)
     made = make_plan(source, resolved, calibrated=calibrated)
     made.notes += [*unmeasured(resolved, calibrated), *[said] * bool(said)]
     result = plan_result(made, resolved, card, found.name, outlined)

@@ -1,5 +1,7 @@
 """Stops a long command within a moment of SIGINT, SIGTERM or SIGHUP, in whatever it is doing.
 
+A training is stopped at the end of its step, once it is saved; a second signal stops it at once.
+
 A Python signal handler waits for the linear algebra call in progress, which can last minutes. So
 the interpreter writes the number of a signal into a pipe as it arrives, and a watching thread reads
 it there: everything on disk is safe against a kill at any moment by design, hence it prints how to
@@ -17,13 +19,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from blr.compressor.base import process_environment as environment
+from blr.compressor.base import stopping
 from blr.compressor.base.disk import remove_scratch
 from blr.compressor.base.progress import Progress
-from blr.compressor.cli.streams import report_now
+from blr.compressor.cli.streams import report_now, say_now
 from blr.compressor.workspace.lock import HELD_LOCKS, LOCKING
 from blr.compressor.workspace.ownership import sibling
 
@@ -105,12 +109,21 @@ def _watch(reader: int, running: Running) -> None:
     while (taken := os.read(reader, 1)) != DONE:
         if taken[0] in SIGNALS:
             number = taken[0]
-            if not environment.is_first():
-                os._exit(128 + number)
-            left = state_of(running)
-            again = "resume with" if running.resumes and left != NOTHING else "start again with"
-            message = f"stopped by {signal.Signals(number).name}; {left}"
-            leave_at_once(f"{message}; {again}: {resume_command(sys.argv)}", 128 + number)
+            leave = partial(_leave, number, running)
+            if not stopping.hold(number, leave):
+                leave()
+            if environment.is_first():
+                say_now("stopping once this step is done and saved; a second signal stops at once")
+
+
+def _leave(number: int, running: Running) -> None:
+    """End the process; the first one tells how to go on."""
+    if not environment.is_first():
+        os._exit(128 + number)
+    left = state_of(running)
+    again = "resume with" if running.resumes and left != NOTHING else "start again with"
+    message = f"stopped by {signal.Signals(number).name}; {left}"
+    leave_at_once(f"{message}; {again}: {resume_command(sys.argv)}", 128 + number)
 
 
 def leave_at_once(message: str, code: int) -> None:

@@ -145,6 +145,11 @@ def report_now(text: str, code: int) -> None:
     """`report` for a process about to end: never waits for a reader, never fails."""
     if wants_json(sys.argv):
         _write(1, json.dumps({"error": one_line(text), "exit_code": code}))
+    say_now(text)
+
+
+def say_now(text: str) -> None:
+    """Print one line on standard error; never waits for a reader, never fails."""
     _write(2, f"blr: {one_line(text)}")
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from shlex import quote
 from typing import Any
 
+from blr.compressor.base.device import installed_card
 from blr.compressor.base.tables import size_text
 from blr.compressor.output.loss_messages import number
 
 Line = tuple[str, str]
+PROMPT = '"A prompt"'
 
 
 def laid_out(lines: Iterable[Line]) -> str:
@@ -43,7 +45,7 @@ def check_lines(found: Mapping[str, object] | None) -> list[Line]:
 
 def _loss_lines(found: Mapping[str, Any]) -> list[Line]:
     before, after = (number(found["perplexity"][name]) for name in ("before", "after"))
-    lost = f"{found['loss']:.3f} nats a token, mean KL {found['kl']['mean']:.3f} and the same top-1 "
+    lost = f"{found['loss']:z.3f} nats a token, mean KL {found['kl']['mean']:.3f} and the same top-1 "
     lost += f"token in {found['agreement']:.1%}, on the perplexity's tokens"
     return [("perplexity", f"{before} -> {after} on {found['read']}"), ("loss", lost)]
 
@@ -82,6 +84,22 @@ def time_line(summary: Mapping[str, Any]) -> Line:
     spent = summary.get("spent", {})
     told = ", ".join(f"{what} {seconds:.0f}" for what, seconds in spent.items() if seconds >= 1)
     return "time", f"{summary['seconds']:.1f} s" + (f" ({told})" if told else "")
+
+
+def use_lines(output: str, check: Mapping[str, Any] | None) -> list[Line]:
+    """What to do with a finished checkpoint: export it for the GPU of this machine, or try it; a server
+    takes it as it is."""
+    exported = next_line("export", output, "-o", quote(f"{output}-fast"))
+    if not generates(check):
+        return [exported if installed_card() else next_line("inspect", output)]
+    served = f"vllm serve {quote(output)}, with blr beside vLLM; servers take no exports"
+    tried = next_line("generate", output, PROMPT)
+    return [exported if installed_card() else tried, ("server", served)]
+
+
+def generates(check: Mapping[str, Any] | None) -> bool:
+    """Whether a checked output continues text; one that was not checked may."""
+    return check is None or not {"perplexity", "unmeasured"}.isdisjoint(check)
 
 
 def next_line(command: str, output: str, *rest: str) -> Line:

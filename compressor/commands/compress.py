@@ -26,9 +26,9 @@ from blr.compressor.planning.forecast import disk_bytes
 from blr.compressor.planning.forecast_healing import kept_bytes
 from blr.compressor.planning.forecast_time import Compression
 from blr.compressor.planning.layers import what_became
+from blr.compressor.planning.model_size import sized
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.roofline import chosen_gpu
-from blr.compressor.planning.speed import paced
 from blr.compressor.recipe.heal_settings import SELF, HealOptions, check_options, healing_steps
 from blr.compressor.recipe.run_settings import CompressSettings
 from blr.compressor.recipe.run_settings import CompressSettings as Settings
@@ -99,7 +99,7 @@ def compress(
         source = open_checked(folder, settings.allow_pickle, workspace.pickled)
         if settings.calibration is not None or settings.heal:
             check_transformers(source, "--calibration and --heal take")
-        recipe, said = paced(source, recipe, settings.calibration is not None)
+        recipe, said = sized(source, recipe, settings.calibration is not None)
         progress.notes([said] * bool(said))
         plan = make_plan(source, recipe)
         if settings.calibration is None:

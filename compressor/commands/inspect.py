@@ -32,17 +32,19 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
     check_is_output(folder, "one that blr compress wrote")
     check_listed(folder, "all" if verify else "small")
     try:
-        config = read_json(folder / "config.json", MAX_BYTES)
-        if "blr" not in config:
+        path = folder / "config.json"  # a file of llama.cpp has none
+        config = read_json(path, MAX_BYTES) if path.exists() else {}
+        table = config.get("blr") or {}
+        if not table and not (folder / LAYERS).exists():
             raise ValueError("a dense checkpoint, whose config.json names no structured layers")
         saved = None if (folder / MANIFEST).exists() else saved_by(config)
-        records = {} if saved or PAIRS in config["blr"] else read_json(folder / LAYERS, MAX_BYTES)
-        records = _packed(records or _unmeasured(config), config["blr"].get("export") or {})
+        records = {} if saved or PAIRS in table else read_json(folder / LAYERS, MAX_BYTES)
+        records = _packed(records or _unmeasured(table), table.get("export") or {})
         width = 32 if config.get("dtype", config.get("torch_dtype")) == "float32" else 16
         layers = [_row(name, record, width) for name, record in records.items()]
         dense = sum(row["dense_parameters"] for row in layers)
         structured = sum(row["parameters"] for row in layers)
-        if not layers and not {"export", PAIRS} & config["blr"].keys():
+        if not layers and not {"export", PAIRS} & table.keys():
             raise ValueError("no structured layers")
         cf = dense / structured if layers else 1.0  # an export of a dense model
         bits = sum(row["bits"] * row["dense_parameters"] for row in layers) / dense if layers else None
@@ -55,9 +57,8 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
     return {"output": str(folder), "layers": layers, **totals, **({"saved": saved} if saved else {})}
 
 
-def _unmeasured(config: dict[str, Any]) -> dict[str, Any]:
+def _unmeasured(table: dict[str, Any]) -> dict[str, Any]:
     """Records of the layers in config.json, without errors; pairs are of an export as plain."""
-    table = config["blr"]
     if PAIRS in table:
         layers = {name: {"structure": LowRankSpec.structure, **s} for name, s in table[PAIRS].items()}
     else:

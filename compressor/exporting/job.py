@@ -15,6 +15,7 @@ from blr.compressor.base.errors import OutputError, UsageError
 from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
 from blr.compressor.exporting.options import (
     COMPILED,
+    ENGINES,
     GRAPH,
     GRAPH_WEIGHTS,
     ExportOptions,
@@ -29,6 +30,7 @@ from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
+    from blr.compressor.exporting.engines import Engine
     from blr.compressor.exporting.plan import ExportPlan
     from blr.compressor.output.check import OutputCheck
     from blr.compressor.output.files import FolderContents
@@ -41,7 +43,8 @@ class ExportSummary:
     gpu_chosen: why `gpu` is the target. densified: how many layers are faster dense there. untied_bytes:
     the size of a quantized output head beside the embedding it was tied to. plain: how many layers
     quantization would not make smaller. errors: mean relative errors of quantization by layer type.
-    check: the measured loss (`output/check.py`)."""
+    check: the measured loss (`output/check.py`). Of an export for an engine of others: the commands that
+    run it, and the bits a weight of its layers in few bits."""
 
     output: str
     kind: str
@@ -62,6 +65,8 @@ class ExportSummary:
     seconds: float
     errors: dict[str, float] = field(default_factory=dict)
     check: dict[str, Any] | None = None
+    commands: list[str] = field(default_factory=list)
+    bits: float | None = None
 
 
 def export(folder: Path, output: Path, options: ExportOptions, progress: Progress) -> ExportSummary:
@@ -94,7 +99,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         layers=len(plan.checkpoint.specs),
         densified=len(plan.densified),
         bytes_before=before,
-        bytes_after=plan.tensors.nbytes,
+        bytes_after=plan.nbytes,
         dtype=options.dtype,
         quantize=options.quantize,
         quantize_head=options.quantize_head,
@@ -104,6 +109,8 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         seconds=monotonic() - started,
         errors=run.errors(),
         check=run.checked,
+        commands=run.engine.commands(str(workspace.output), plan) if run.engine else [],
+        bits=run.bits(),
     )
 
 
@@ -116,7 +123,9 @@ def _planned(
     if options.text is not None and not continues_text(checkpoint.source):
         kind = checkpoint.source.model_type
         raise UsageError(f"--text: no {kind} that continues text, leave the option out")
-    if options.kind == "dense":
+    if options.kind in ENGINES:
+        from blr.compressor.exporting.engines import plan_for as planned
+    elif options.kind == "dense":
         from blr.compressor.exporting.ordinary import plan_dense as planned
     elif options.kind == "plain":
         from blr.compressor.exporting.ordinary import plan_plain as planned
@@ -144,6 +153,23 @@ class ExportRun(FolderRun):
 
         return Processes("cpu", alone=True)
 
+    @cached_property
+    def engine(self) -> Engine | None:
+        """The engine of others that it is for."""
+        from blr.compressor.exporting.engines import engine_of
+
+        return engine_of(self.options.kind)
+
+    def bits(self) -> float | None:
+        """The bits a weight of all layers in few bits of an export for an engine of others."""
+        from blr.compressor.exporting.engines import stored_bits
+
+        if self.engine is None:
+            return None
+        sizes = {m: spec.dense_parameters for m, spec in self.plan.checkpoint.specs.items()}
+        total = sum(bits * sizes[m] for m, bits in stored_bits(self.plan).items())
+        return total / sum(sizes.values())
+
     def errors(self) -> dict[str, float]:
         """The relative errors that quantization added, by layer type."""
         return read_manifest(self.workspace.output).get("quantization_errors", {})
@@ -162,12 +188,15 @@ class ExportRun(FolderRun):
         from blr.compressor.workspace.shards import assign_shards
 
         source, tensors = self.plan.checkpoint.source, self.plan.tensors
-        shards = assign_shards(tensors.slots, self.options.max_shard_size)
+        limit = self.options.max_shard_size
+        shards = assign_shards(tensors.slots, limit) if tensors.slots else {}
         return FolderContents(
             {name: in_order(group, tensors.slots) for name, group in shards.items()},
             lambda entry: read_tensor(source, tensors, entry),
             self.plan.small_files(),
             later=(COMPILED, GRAPH, GRAPH_WEIGHTS),
+            beside=self.plan.beside,
+            headers=self.plan.headers,
         )
 
     def make_check(self) -> OutputCheck:
@@ -178,10 +207,16 @@ class ExportRun(FolderRun):
 
         source, options = self.plan.checkpoint.source, self.options
         source = open_source(source.folder) if self.plan.checkpoint.compressed else source
-        bar = Bar(self.workspace.output, self._remedy(), options.force, self.progress.warn)
+        bar = Bar(self.workspace.output, self._remedy(), options.force, self.progress.warn, kept=False)
         text = options.text
         given = lambda: None if text is None else file_text(text, source)  # noqa: E731
-        return OutputCheck(source, self._check, bar, options.check, given)
+        if self.engine is None:
+            return OutputCheck(source, self._check, bar, options.check, given)
+        if missing := " ".join(self.engine.missing):
+            why = f"{missing} not installed; pip install {missing}"
+            self.progress.warn(f"not run as {self.engine.title} reads it: {why}")
+            return OutputCheck(source, self._check, bar, False, why=why)
+        return OutputCheck(source, self._check, bar, options.check, given, self.engine.load)
 
     def _remedy(self) -> str:
         """Advice on what loses less than this export."""
@@ -213,7 +248,7 @@ class ExportRun(FolderRun):
         source = self.plan.checkpoint.source
         extra = sum(path.stat().st_size for path in source.extra_files().values())
         compiled = self.plan.tensors.nbytes * {"pt2": 1, "onnx": 2}.get(self.options.kind, 0)  # float32
-        return self.plan.tensors.nbytes + compiled + extra + (4 << 20)
+        return self.plan.nbytes + compiled + extra + (4 << 20)
 
     def fingerprint(self) -> dict[str, Any]:
         options = self.options

@@ -14,12 +14,14 @@ from blr.compressor.recipe.run_settings import RunSettings
 QUANTIZED = ("int8", "int4")
 NONE = "none"
 _RUNTIME = ("batch", "context", "gpu", "quantize", "quantize_head", "kv_quantize", "self_contained")
+ENGINES = ("vllm", "mlx", "gguf")  # inference engines of others, each a module of this room
 NO_USE = {  # what is exported to the options that it has no use for
     "dense": _RUNTIME,
     "plain": _RUNTIME,
+    **dict.fromkeys(ENGINES, _RUNTIME),
     "onnx": ("gpu", "quantize", "quantize_head", "kv_quantize", "self_contained"),
 }
-KINDS = ("folder", "pt2", "dense", "plain", "onnx")
+KINDS = ("folder", "pt2", "dense", "plain", "onnx", *ENGINES)
 COMPILED = "model.pt2"
 GRAPH, GRAPH_WEIGHTS = "model.onnx", "model.onnx.data"
 GRAPH_WRITERS = ("onnx", "onnxscript")
@@ -34,12 +36,14 @@ class ExportOptions(RunSettings):
     Options:
         kind (--as): Form of the export: folder (kernels and runtime), pt2 (a compiled encoder beside
             it), onnx (a graph), dense (an ordinary checkpoint), plain (low-rank layers as two linear
-            ones).
+            ones), vllm (compressed-tensors), mlx or gguf (llama.cpp), each with an adapter
+            for corrections.
+        dense_rest: For vllm, mlx and gguf: write dense the layers that they have no form of.
         gpu: GPU to export for, a name in configs/gpus.yaml. [this machine's, else h200]
         batch: Sequences decoded at once, 1 to 16.
         context: Tokens of prompt and answer together. [the model's maximum, 8192 at most]
         dtype: Store weights in bfloat16, float16 or float32. [as stored]
-        quantize: Store weights in int8 or int4, in groups of 128.
+        quantize: Store weights in int8 or int4, in groups of 128; the output head stays.
         quantize_head: Store the output head of a decoder in int8 or int4, untied from the embedding;
             or none. [none]
         kv_quantize: Cache keys and values in int8, half the memory; or none. [as the checkpoint's cache]
@@ -48,6 +52,7 @@ class ExportOptions(RunSettings):
     """
 
     kind: str = KINDS[0]
+    dense_rest: bool = False
     gpu: str | None = None
     batch: int = 1
     context: int | None = None
@@ -100,3 +105,5 @@ def _check_meant(options: ExportOptions) -> None:
             value = getattr(options, name)
             option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
             raise UsageError(f"{option}: --as {options.kind} has no use for it; leave one of them out")
+    if options.dense_rest and options.kind not in ENGINES:
+        raise UsageError(f"--dense-rest: it is for --as {' and '.join(ENGINES)}; leave it out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from blr.compressor.modeling.settings import ExportSettings
 from blr.compressor.output.files import check_fills, check_loads
 from blr.compressor.runtime.failures import CACHES
 from blr.compressor.structures.specs import KroneckerSpec, Shape, Spec, families
+from blr.compressor.workspace.shards import Slot
 
 
 def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> int | None:
@@ -80,6 +81,9 @@ class ExportPlan:
         small_files: everything but weights and manifest. check_loads: of the written folder, with the
             files that it rewrote. described: what a run that goes on must agree on.
         settings: what it was made for; None for an ordinary dense checkpoint.
+        beside: tensors in files of their own, that no index lists. headers: of
+            those that are no safetensors, by file. names: of layers in few bits there, where they are
+            others. told: notes on what is written.
     """
 
     checkpoint: Checkpoint
@@ -92,6 +96,16 @@ class ExportPlan:
     described: dict[str, Any]
     settings: ExportSettings | None = None
     quantizer: Quantizer | None = None
+    beside: Mapping[str, list[Slot]] = field(default_factory=dict)
+    told: tuple[str, ...] = ()
+    headers: Mapping[str, bytes] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        beside = (slot.origin.nbytes for slots in self.beside.values() for slot in slots)
+        return self.tensors.nbytes + sum(beside)
 
     @property
     def context(self) -> int | None:
@@ -103,7 +117,7 @@ class ExportPlan:
         """Notes that the user must see."""
         slow = sum(map(without_kernels, self.checkpoint.specs.values()))
         said = f"{slow} layers of formats without kernels are unpacked by torch wherever they compute"
-        return [said] if slow and self.settings is not None else []
+        return [said] if slow and self.settings is not None else list(self.told)
 
     @property
     def plain(self) -> int:

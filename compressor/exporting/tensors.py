@@ -72,14 +72,14 @@ class Tensors:
             self.slots.append(Slot(name, entry))
             return
         shape = tuple(entry.shape[axis] for axis in order) if order else entry.shape
-        self._made(name, dtype, shape, entry.file, partial(_convert, source, entry, order, dtype))
+        self.add_made(name, dtype, shape, entry.file, partial(_convert, source, entry, order, dtype))
 
     def add_packed(self, quantizer: Quantizer, module: str, factor: str, dtype: str) -> None:
         """Add a factor or dense weight, packed, with scales of `dtype`."""
         file = quantizer.source.shards[0]
         for part, (stored, shape) in quantizer.parts(module, factor, dtype).items():
             make = partial(quantizer.tensor, module, part)
-            self._made(f"{module}.{part}", stored, shape, file, make)
+            self.add_made(f"{module}.{part}", stored, shape, file, make)
 
     def add_dense(
         self, source: Source, module: str, spec: Spec, dtype: str, transposed: bool = False
@@ -89,7 +89,7 @@ class Tensors:
         shape = (spec.out_features, spec.in_features)
         if transposed:
             make, shape = partial(lambda whole: whole().mT, make), shape[::-1]
-        self._made(f"{module}.weight", dtype, shape, source.shards[0], make)
+        self.add_made(f"{module}.weight", dtype, shape, source.shards[0], make)
 
     def add_paired(
         self, source: Source, module: str, spec: Spec, entry: TensorEntry, dtype: str
@@ -104,10 +104,11 @@ class Tensors:
         if not spec.quantized and whole.shapes()[factor] == spec.shapes()[factor]:
             self.add(source, f"{module}.{factor}.weight", entry, dtype, LINEAR[factor])
             return
-        make = partial(_unpacked, source, module, spec, factor, TORCH_NAMES[dtype])
-        self._made(f"{module}.{factor}.weight", dtype, shape, entry.file, make)
+        make = partial(unpacked_factor, source, module, spec, factor, TORCH_NAMES[dtype])
+        self.add_made(f"{module}.{factor}.weight", dtype, shape, entry.file, make)
 
-    def _made(self, name: str, dtype: str, shape: tuple[int, ...], file: Path, make: Make) -> None:
+    def add_made(self, name: str, dtype: str, shape: tuple[int, ...], file: Path, make: Make) -> None:
+        """Add a tensor that `make` computes; `file` is one that it is made from."""
         entry = TensorEntry(name, dtype, shape, file, 0, prod(shape) * BITS[dtype] // 8)
         self.slots.append(Slot(name, entry))
         self.make[entry] = make
@@ -258,7 +259,8 @@ def _check_stored(source: Source, name: str, stored: Stored) -> None:
         refuse(source.folder, f"{found} under {quote(name)}", expected, "compress the model again")
 
 
-def _unpacked(source: Source, module: str, spec: Spec, factor: str, dtype: str) -> Tensor:
+def unpacked_factor(source: Source, module: str, spec: Spec, factor: str, dtype: str) -> Tensor:
+    """A factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i], in `dtype`."""
     tensors = {name: source.load_tensor(source.entries[f"{module}.{name}"]) for name in spec.stored()}
     found = factors_of(spec, tensors, getattr(torch, dtype))
     if spec.structure == PivotedSpec.structure:

@@ -9,7 +9,6 @@ from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from blr.compressor.base.errors import UsageError
@@ -125,17 +124,10 @@ class Reading:
         return found
 
     def held(self, options: HealOptions, source: Source) -> Text | None:
-        """The last windows of the user's texts, which no training reads; None without a text."""
-        from blr.compressor.output.loss import held_text, most_tokens
+        """The ends of the user's texts, which no training reads; None without a text."""
+        from blr.compressor.output.loss import healing_text
 
-        texts = self.texts(options)
-        each = max(most_tokens(source) // (self.window * max(len(texts), 1)), 1)
-        rows = [stream.held[-each:] for stream in texts.values()]
-        if not rows:
-            return None
-        first = [s.length - min(each, len(s.held)) * s.text for s in texts.values()]
-        place = " and ".join(texts), source, first[0] if len(texts) == 1 else None
-        return held_text(torch.cat(rows), self.beginning, *place)
+        return healing_text(self.texts(options), source, self.beginning)
 
     def _stream(self, name: str, options: HealOptions, briefly: bool) -> Stream:
         documents, long = read_documents(name, options.offline), is_dataset(name)

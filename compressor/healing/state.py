@@ -46,8 +46,9 @@ class _Line(TypedDict):
 
 @dataclass
 class State(Best):
-    """The progress of a run. `worse` counts evaluations since the best one, `log` has the lines of
-    metrics.jsonl, `texts` the labels of the texts, in order."""
+    """The progress of a run. `worse` counts evaluations since the best one. `log` has the lines of
+    metrics.jsonl; the losses of `loss_steps` steps since the last one add up to `loss_sum`. `texts` are
+    the labels of the texts, in order."""
 
     __pydantic_config__ = STRICT
     step: Natural = 0
@@ -56,6 +57,8 @@ class State(Best):
     before: Merits = field(default_factory=dict)
     best_merits: Merits = field(default_factory=dict)
     worse: Natural = 0
+    loss_sum: float = 0.0
+    loss_steps: Natural = 0
     done: bool = False
     log: list[_Line] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blr.compressor.base import stopping
 from blr.compressor.base.errors import CapabilityError, NumericsError
 from blr.compressor.base.processes import Processes
 from blr.compressor.base.progress import HEALING, Progress
@@ -89,7 +90,7 @@ class Trainer(TrainingLoop):
         if self.state.values is None:
             self.consider()
             self.state.before = self.state.best_merits
-        with self.progress.training(HEALING, self.spent) as self.show:
+        with self.progress.training(HEALING, self.spent) as self.show, stopping.holding():
             self.train()
         return self.state
 
@@ -110,6 +111,7 @@ class Trainer(TrainingLoop):
         self.state, masters, moments = found
         self.pair.restore(masters)
         self.optimizer.load([moments.get(name, {}) for name in self.pair.masters])
+        self.meter.go_on(self.state.loss_sum, self.state.loss_steps)
 
     def free(self) -> None:
         self.passes.graphs.clear()
@@ -137,7 +139,8 @@ class Trainer(TrainingLoop):
         self.state.seconds = self.earlier + monotonic() - self.started
         before = self.spent
         now_late = monotonic() - self.saved >= 60 * self.options.save_minutes
-        self.spent, late = self.processes.agreed(self._share(), now_late)
+        agreed = self.processes.agreed(self._share(), now_late, stopping.waiting())
+        self.spent, late, stop = agreed
         if math.floor(self.spent * LOGGED) > math.floor(before * LOGGED):
             loss, speed = self.meter.read()
             self.speeds.append(speed)
@@ -148,8 +151,11 @@ class Trainer(TrainingLoop):
         patience = self.options.patience
         stale = patience is not None and self.state.worse >= patience
         self.state.done = self.spent >= 1 or stale
-        if late or self.state.done:
-            self._save()
+        if late or stop or self.state.done:
+            with stopping.holding(False):  # a disk may hang
+                self._save()
+        if stop:
+            stopping.leave(int(stop))
 
     def _check(self) -> None:
         """Raise NumericsError if the previous step failed; its figures have arrived by now."""
@@ -212,6 +218,7 @@ class Trainer(TrainingLoop):
 
     def _save(self) -> None:
         self._flush()
+        self.state.loss_sum, self.state.loss_steps = float(self.meter.total), self.meter.steps
         if self.processes.first or self.pair.slices:
             place = self.saved_at.journal, self.saved_at.key
             save_state(*place, self.state, self.pair, self.optimizer, self.processes.first)
@@ -232,6 +239,11 @@ class Meter:
     def _restart(self) -> None:
         self.total = torch.zeros((), device=self.device)
         self.steps, self.tokens, self.at = 0, 0, monotonic()
+
+    def go_on(self, total: float, steps: int) -> None:
+        """Count the `steps` of an earlier run, whose losses add up to `total`, in the next line."""
+        self.total += total
+        self.steps = steps
 
     def add(self, loss: Tensor, norm: Tensor, tokens: int) -> None:
         self.last.copy_(torch.stack([loss, norm.detach().float()]), non_blocking=True)

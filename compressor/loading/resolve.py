@@ -119,7 +119,8 @@ def default_output(model: str, recipe: Recipe) -> Path:
     base = f"-int{own.stored.base}" if own.stored.base else ""
     kind = f"-{own.stored.kind}" if own.stored.bits else ""
     sized = f"-bpw{own.stored.bpw:g}" if own.stored.bpw else f"-r{own.rank}" if own.rank else ""
-    size = f"-cf{recipe.cf:g}" if recipe.sized_by_cf else sized
+    factor = f"-model-cf{recipe.model_cf:g}" if recipe.model_cf else f"-cf{recipe.cf:g}"
+    size = factor if recipe.sized_by_cf else sized
     rest = f"-{own.method}{size}{kind}" if own.method != DENSE or kind or not recipe.caches_ranks else ""
     return Path(f"{name}{base}{rest}{_cache(recipe)}")
 

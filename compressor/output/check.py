@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from blr.compressor.base.disk import write_stream
 from blr.compressor.base.errors import NumericsError, OutputError
 from blr.compressor.base.exhaustion import raise_exhausted
@@ -25,22 +27,24 @@ from blr.compressor.loading.vendor import DIFFUSION
 from blr.compressor.modeling.modeling_blr import FORMAT
 from blr.compressor.output import files
 from blr.compressor.output.files import Written
-from blr.compressor.output.loss import Loss, Measure, Text, Unmeasured, measure_of, measured
+from blr.compressor.output.loss import Loss, Measure, Text, Unmeasured, measure_of
 from blr.compressor.output.loss_messages import LARGE, MARK, MOST, number, rounded, told
 from blr.compressor.output.report import report_pages
 from blr.compressor.planning.plan import Plan
 from blr.compressor.structures.specs import spec_from_dict
+from blr.compressor.workspace.ownership import sibling
 
 
 @dataclass(frozen=True)
 class Bar:
     """The limit on a loss: over `MOST` nats `output` is refused without `force`, from `LARGE` on `warn`
-    is called. `remedy`: options that lose less."""
+    is called. `remedy`: options that lose less. `kept`: what was computed stays for the next run."""
 
     output: Path
     remedy: str
     force: bool
     warn: Callable[[str], None]
+    kept: bool = True
 
     def hold(self, loss: Loss) -> None:
         """Raise NumericsError for a loss over `MOST`, without `force`."""
@@ -49,9 +53,12 @@ class Bar:
         lost = f"{loss.nats:.2f} nats a token lost (perplexity {number(loss.before)} -> "
         lost += f"{number(loss.after)} on {loss.read})"
         if loss.nats > MOST and not self.force:
+            then, partial = "add --force to write it all the same", sibling(self.output, "partial")
+            if self.kept:
+                then = f"repeat the command with --force, which writes what {partial} keeps, and train "
+                then += "that (blr heal)"
             raise NumericsError(
-                f"{self.output}: {lost}, expected at most {MOST:g}; {self.remedy}, or add --force to "
-                "write it all the same"
+                f"{self.output}: {lost}, expected at most {MOST:g}; {self.remedy}; or {then}"
             )
         self.warn(f"{lost}; {self.remedy}")
 
@@ -64,6 +71,8 @@ class OutputCheck:
         reload: loads a written folder, checks its tensors and returns the files that it wrote.
         runs: whether both models run; otherwise only `reload` is called.
         text: returns the text to measure a decoder's loss on; None for text of its own.
+        load: loads a written folder, in a dtype of torch; None for the library of the source.
+        why: why nothing runs.
 
     Raises InputError or NumericsError for a source whose model does not run.
     """
@@ -75,9 +84,12 @@ class OutputCheck:
         bar: Bar,
         runs: bool = True,
         text: Callable[[], Text | None] = lambda: None,
+        load: Callable[..., Any] | None = None,
+        why: str = "--no-check",
     ) -> None:
         self.reload, self.bar = reload, bar
         self.door = door_of(source)
+        self.load = load or self.door.written
         self.distance: float | None = None
         self.loss: Loss | Unmeasured | None = None
         self.trial: Trial | None = None
@@ -86,7 +98,7 @@ class OutputCheck:
             self.trial = self.door.trial(self.door.dense(source), source.folder)
             self.measure = measure_of(source, text() if continues_text(source) else None)
         elif continues_text(source):
-            self.measure = Unmeasured("--no-check")
+            self.measure = Unmeasured(why)
 
     def __call__(self, folder: Path) -> Written:
         """Check `folder`, and set `facts`. Raises OutputError for a model that does not load or run,
@@ -118,9 +130,10 @@ class OutputCheck:
 
     def _run(self, trial: Trial, folder: Path) -> tuple[float, Loss | Unmeasured | None]:
         try:
-            distance = trial.distance(self.door.written(folder), folder)
-            known = self.measure
-            return distance, measured(known, folder) if isinstance(known, Measure) else known
+            distance = trial.distance(self.load(folder), folder)
+            if not isinstance(self.measure, Measure):
+                return distance, self.measure
+            return distance, self.measure(self.load(folder, torch.float32), folder)
         except Exception as error:  # a model may raise anything
             raise_exhausted(error)
             reason = first_line(error)
@@ -194,7 +207,7 @@ class Door:
     check_fits: Callable[[Source, Plan], None]
     check_reload: Callable[[Source, Path], Written]
     dense: Callable[[Source], Any]
-    written: Callable[[Path], Any]
+    written: Callable[..., Any]
     trial: Callable[[Any, object], smoke_run.Trial]
     code: Callable[[], dict[str, bytes]]
 

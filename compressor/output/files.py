@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -174,12 +174,15 @@ Written = dict[str, tuple[int, str]]  # file to its size and SHA-256
 @dataclass(frozen=True)
 class FolderContents:
     """What a folder is to hold: `shards` by file, `read` for the bytes of a tensor, `small` files or
-    paths of files to carry over, and names of files that the check may add `later`."""
+    paths of files to carry over, names of files that the check may add `later`, and tensors in files
+    `beside` the shards, which no index lists; `headers` of files that are no safetensors."""
 
     shards: Mapping[str, list[Slot]]
     read: Callable[[TensorEntry], Iterable[Bytes]]
     small: Mapping[str, bytes | Path]
     later: tuple[str, ...] = ()
+    beside: Mapping[str, list[Slot]] = field(default_factory=dict)
+    headers: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def write_whole(
@@ -200,7 +203,8 @@ def write_whole(
     """
     names = {
         *contents.shards,
-        index_name(contents.shards),
+        *contents.beside,
+        *([index_name(contents.shards)] if contents.shards else []),
         *contents.small,
         TOKENIZER,
         *contents.later,
@@ -220,13 +224,15 @@ def write_whole(
 
 
 def _write_shards(folder: Path, contents: FolderContents, progress: Progress) -> Written:
-    with progress.layers(sum(map(len, contents.shards.values())), WRITING) as advance:
+    groups = [contents.shards, *({name: slots} for name, slots in contents.beside.items())]
+    with progress.layers(sum(len(s) for each in groups for s in each.values()), WRITING) as advance:
 
         def read(entry: TensorEntry) -> Iterable[Bytes]:
             advance(entry.name)
             return contents.read(entry)
 
-        return write_shards(folder, contents.shards, read)
+        written = [write_shards(folder, each, read, contents.headers) for each in groups]
+    return {name: found for each in written for name, found in each.items()}
 
 
 def slots_of(

@@ -15,7 +15,8 @@ then that of its own choice, and the loss is the Kullback-Leibler divergence of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,17 +41,20 @@ from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.own import OwnText, continued
 from blr.compressor.text.reading import (
+    HELD_SHARE,
     HELD_TOKENS,
     Beginning,
     beginning_of,
     begun,
     idle_predictions,
+    read_documents,
     read_first_text,
     room_in,
 )
-from blr.compressor.text.windows import check_known
+from blr.compressor.text.windows import Stream, check_known, tokenize
 
 WINDOW = 512  # tokens, as of `blr eval`
+WHOLE = 1 << 24  # bytes of a text file that is read to its end
 WORK = 2e12  # parameters times tokens of a pass: about a minute of a few cores
 LEAST = 128  # tokens that say anything
 OWN = 1024  # tokens of the model's own text
@@ -86,31 +90,71 @@ def most_tokens(source: Source) -> int:
     return most if most >= LEAST else 0
 
 
+@dataclass(frozen=True)
+class Unread:
+    """`tokens` [n] of a text that no fit and no training reads; the first one is number `first`."""
+
+    tokens: Tensor
+    first: int
+
+    def end(self, least: int) -> Unread:
+        """The last twentieth of the text, `least` tokens at least, as far as it is unread."""
+        last = max(int((self.first + len(self.tokens)) * HELD_SHARE), least)
+        return self.last(min(last, len(self.tokens)))
+
+    def last(self, count: int) -> Unread:
+        """The last `count` tokens."""
+        left_out = len(self.tokens) - count
+        return Unread(self.tokens[left_out:], self.first + left_out)
+
+
 def calibration_text(source: Source, recipe: Recipe, name: str | None, offline: bool) -> Text | None:
-    """The part of a decoder's calibration text that no fit reads; None if there is none, if it is the
-    model's own or too short. Raises as `fitting.engine.read_text`."""
+    """The part of a decoder's calibration text that judges it: the end of a file, which `blr heal`
+    reports as well, else what lies behind the tokens that fits read. None if there is none, if the text
+    is the model's own or too short. Raises as `fitting.engine.read_text`."""
     if name is None:
         return None
     seq_len = min(recipe.seq_len, read_context(source))
     tokenizer, found = read_text(source, recipe.samples, seq_len, name, True, offline)
     if found is None or found.held is None:
         return None
-    beginning = beginning_of(tokenizer)
-    return held_text(_rows(found.held, source, beginning), beginning, name, source, found.first)
+    beginning, unread = beginning_of(tokenizer), Unread(found.held, found.first)
+    if os.path.exists(name) and os.path.getsize(name) <= WHOLE:
+        tokens = tokenize(read_documents(name), tokenizer)
+        unread = Unread(tokens[found.first :], found.first).end(_room(source, beginning))
+    return held_text({name: unread}, source, beginning)
 
 
-def held_text(
-    windows: Tensor, beginning: Beginning, name: str, source: Source, first: int | None = None
-) -> Text | None:
-    """`windows` [n, w] from token `first` of the text `name`; None for too few tokens. Raises InputError
-    for unknown tokens."""
+def healing_text(streams: Mapping[str, Stream], source: Source, beginning: Beginning) -> Text | None:
+    """The ends of the texts that train a decoder; None without a text, or if they are too short."""
+    tails = {name: s.held[:, len(beginning) :].flatten() for name, s in streams.items()}
+    unread = {n: Unread(tail, streams[n].length - len(tail)) for n, tail in tails.items()}
+    room = _room(source, beginning)
+    return held_text({n: part.end(room) for n, part in unread.items()}, source, beginning)
+
+
+def held_text(parts: Mapping[str, Unread], source: Source, beginning: Beginning) -> Text | None:
+    """The last tokens of every part, as many as a pass may read, in windows of one length. None for too
+    few tokens. Raises InputError for unknown tokens."""
+    most = max(most_tokens(source) // max(len(parts), 1), LEAST)
+    room = min(_room(source, beginning), most, *(len(part.tokens) for part in parts.values()))
+    if not parts or room < 1:
+        return None
+    used = [part.last(min(len(part.tokens), most) // room * room) for part in parts.values()]
+    windows = torch.cat([_rows(part.tokens, room, beginning) for part in used])
     if windows.numel() < LEAST:
         return None
+    name, first = " and ".join(parts), used[0].first if len(parts) == 1 else None
     check_known((windows,), of_text(source.config).get("vocab_size"), name)
-    found = Text(windows.long(), "", beginning, first)
+    found = Text(windows, "", beginning, first)
     place = "" if first is None else f", from token {first:,} on"
     what = f"{found.tokens:,} held-back tokens of {printable(Path(name).name)}{place}"
-    return Text(windows.long(), what, beginning, first)
+    return Text(windows, what, beginning, first)
+
+
+def _room(source: Source, beginning: Beginning) -> int:
+    """The tokens of text in a window that judges."""
+    return room_in(max(min(WINDOW, read_context(source)), 1 + len(beginning)), beginning)
 
 
 def file_text(path: Path, source: Source) -> Text:
@@ -121,18 +165,16 @@ def file_text(path: Path, source: Source) -> Text:
     if len(ids) < 2:
         raise InputError(f"{path}: {len(ids)} tokens, expected at least 2; give a longer text")
     beginning = beginning_of(tokenizer)
-    windows = _rows(torch.tensor(ids), source, beginning)
+    tokens = torch.tensor(ids[: max(most_tokens(source), LEAST)])
+    windows = _rows(tokens, min(_room(source, beginning), len(tokens)), beginning)
     check_known((windows,), of_text(source.config).get("vocab_size"), str(path))
     found = Text(windows, "", beginning)
     what = f"the first {found.tokens:,} tokens of {printable(path.name)}"
     return Text(windows, what, beginning, 0)
 
 
-def _rows(tokens: Tensor, source: Source, beginning: Beginning) -> Tensor:
-    """Windows [n, w] of the start of a text [n], each behind the `beginning`."""
-    tokens = tokens[: max(most_tokens(source), LEAST)]
-    window = min(WINDOW, read_context(source), len(tokens) + len(beginning))
-    room = room_in(max(window, 1 + len(beginning)), beginning)
+def _rows(tokens: Tensor, room: int, beginning: Beginning) -> Tensor:
+    """Windows [n, w] of `room` tokens of a text [n], each behind the `beginning`."""
     return begun(tokens[: len(tokens) // room * room].view(-1, room), beginning).long()
 
 
@@ -323,8 +365,3 @@ def _crossed(logs: Tensor, expected: Tensor) -> Tensor:
     """Cross entropies [m, w] with `expected` log-probabilities, in which -inf counts as 0."""
     weighed = expected.exp() * logs
     return -torch.where(expected == -torch.inf, 0.0, weighed).sum(-1)
-
-
-def measured(measure: Measure, folder: Path) -> Loss:
-    """What the model in an output loses. Raises as `Measure`, and what a model raises."""
-    return measure(load_written(folder, torch.float32), folder)

@@ -26,7 +26,7 @@ def told(facts: Mapping[str, Any]) -> str:
     windows = "" if facts.get("first") is None else f", in windows of {facts['window']}"
     kl = f", mean KL {facts['kl']['mean']:.3f}" if "kl" in facts else ""  # not of earlier versions
     return (
-        f"{before} -> {after} on {facts['read']}{windows}: {facts['loss']:.3f} nats a token lost{kl}, "
+        f"{before} -> {after} on {facts['read']}{windows}: {facts['loss']:z.3f} nats a token lost{kl}, "
         f"the same top-1 token in {facts['agreement']:.1%} of places"
     )
 

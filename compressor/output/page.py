@@ -98,7 +98,7 @@ def _tiles(data: Mapping[str, Any]) -> str:
     if measured := loss.get("perplexity"):
         before, after = (number(measured[name]) for name in ("before", "after"))
         tiles[1:1] = [
-            ("Perplexity", f"{before} → {after}", f"{loss['loss']:.3f} nats a token lost"),
+            ("Perplexity", f"{before} → {after}", f"{loss['loss']:z.3f} nats a token lost"),
             ("Same top-1 token", f"{loss['agreement']:.1%}", "of places"),
         ]
     items = "".join(

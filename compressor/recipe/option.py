@@ -2,10 +2,10 @@
 
 Behind ``Options:`` a docstring has an entry for each field that is an option. It has the field, the
 option's names if they are not the field's, one sentence, and in brackets the default if that is no
-value::
+value. ``{values}`` stands for the values that its type allows::
 
     Options:
-        method (--method, -m): svd, monarch, blast or ks. [svd; dense for --quantize alone]
+        method (--method, -m): The structure: {values}. [svd; dense for --quantize alone]
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def options_of(owner: object) -> dict[str, Option]:
     for part in getattr(owner, "__mro__", (owner,)):
         for name, names, said, default in _entries(part.__doc__ or ""):
             dashed = tuple(names.split(", ")) if names else (f"--{name.replace('_', '-')}",)
+            said = said.replace("{values}", ", ".join(map(str, get_args(hints[name]))))
             limits = _limits(hints[name]) or Limits()
             found.setdefault(name, Option(plain_type(hints[name]), said, default, dashed, limits))
     return found

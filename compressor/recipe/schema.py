@@ -31,7 +31,7 @@ KINDS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, FP8: 8, NONE: None}  # to b
 PIVOTED = "pivoted"  # the structure of method svd with `pivot`
 CORRECTING = ("svd", "monarch", "blast")  # methods that can correct a base
 # Settings that `tokens_per_second` takes the place of
-PACED = ("cf", "rank", "quantize", "base", "bpw", "kv_rank", "kv_cf", "kv_quantize", "pivot")
+PACED = ("cf", "model_cf", "rank", "quantize", "base", "bpw", "kv_rank", "kv_cf", "kv_quantize", "pivot")
 CORRECTION_KIND = "int4"  # how a correction's factors are stored by default
 if TYPE_CHECKING:
     Method: TypeAlias = str
@@ -105,6 +105,7 @@ class RecipeFields(_Settings):
     extends: Annotated[str, Field(min_length=1)] | None = None
     method: Method = "svd"
     cf: fields.Factor = 2.0
+    model_cf: fields.Factor | None = None
     heads: fields.Heads = "whole"
     rules: Annotated[list[Rule], Field(max_length=MAX_GLOBS)] = []
     include: Globs = []
@@ -144,9 +145,11 @@ class Recipe(RecipeFields):
         sequential: fit each layer to the inputs that the compressed layers before it give.
 
     Options:
-        method (--method, -m): Structure of the replaced layers: svd, monarch, blast or ks
-            (Kronecker-sparse); dense changes only the storage. [svd; dense for --quantize alone]
+        method (--method, -m): Structure of the replaced layers: {values}. ks is Kronecker-sparse; dense
+            changes only the storage. [svd; dense for --quantize alone]
         cf: Make the replaced layers this many times smaller, counted in parameters. [2]
+        model_cf: Make the whole model this many times smaller, counted in bytes, in place of --cf.
+            [none]
         rank: Give every replaced layer this rank, in place of --cf.
         blocks: Divide Monarch and BLAST layers into this many blocks. [4 for Monarch, 16 for BLAST]
         pattern: Factors of Kronecker-sparse layers: '(1,192,48,2)(2,48,192,1)' or butterfly.
@@ -365,9 +368,12 @@ def _refuse_sizes(recipe: Recipe, resolved: list[LayerSettings]) -> None:
         raise ValueError("a correction is sized by rank or bpw, not both")
     if recipe.bpw is not None and all(layer.stored.base is None for layer in resolved):
         raise ValueError("bpw sizes the correction of a base; give base, as int2")
-    if "cf" in recipe.model_fields_set and (recipe.method == DENSE or recipe.base not in (None, NONE)):
+    factors = ["cf"] * ("cf" in recipe.model_fields_set) + ["model_cf"] * (recipe.model_cf is not None)
+    if factors and (recipe.method == DENSE or recipe.base not in (None, NONE)):
         base = "" if recipe.method == DENSE else f"base {recipe.base}, which rank or bpw size"
-        raise ValueError(f"cf does not belong to {base or 'method dense'}; leave it out")
+        raise ValueError(f"{factors[0]} does not belong to {base or 'method dense'}; leave it out")
+    if recipe.model_cf is not None and (factors[1:] or recipe.rank is not None):
+        raise ValueError("the layers are sized by model_cf, cf or rank; give one of them")
 
 
 def _refuse_unfit(layer: LayerSettings) -> None:

@@ -21,7 +21,7 @@ RULE_KEYS = (
     *("method", "blocks", "pattern", "pivot", "heads", "solver", "rounds"),
     *("quantize", "group", "grid", "couplings", "base"),
 )
-SIZES = {"cf", "rank", "bpw"}  # one of them replaces the others
+SIZES = {"cf", "model_cf", "rank", "bpw"}  # one of them replaces the others
 CACHES = {"kv_rank", "kv_cf"}
 BOUND_KEYS = ("pattern", "pivot", "solver", "rounds")  # have no meaning under another method
 
@@ -54,7 +54,7 @@ def load_recipe(
     gone = {*BOUND_KEYS} if overrides.get("method", resolved.method) != resolved.method else set()
     gone |= SIZES if SIZES & overrides.keys() else set()
     corrected = overrides.get("base", NONE) != NONE
-    gone |= {"cf"} if corrected or overrides.get("method") == DENSE else set()
+    gone |= {"cf", "model_cf"} if corrected or overrides.get("method") == DENSE else set()
     kept = {key: value for key, value in data.items() if key not in gone}
     return make_recipe(**{**kept, "rules": rules, **overrides})
 

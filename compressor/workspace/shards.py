@@ -61,11 +61,13 @@ def write_shards(
     folder: Path,
     shards: Mapping[str, list[Slot]],
     read: Callable[[TensorEntry], Iterable[Bytes]],
+    headers: Mapping[str, bytes] | None = None,
 ) -> dict[str, tuple[int, str]]:
-    """Write every shard, then the index if there are several. Returns file name to (bytes, SHA-256)."""
+    """Write every shard, then the index if there are several. Returns file name to (bytes, SHA-256).
+    headers: by file, in the place of that of safetensors."""
     written = {}
     for name, slots in shards.items():
-        written[name] = write_stream(folder / name, _shard_bytes(slots, read))
+        written[name] = write_stream(folder / name, _shard_bytes(slots, read, (headers or {}).get(name)))
     if len(shards) > 1:
         name = index_name(shards)
         weight_map = {slot.name: name for name, slots in shards.items() for slot in slots}
@@ -75,8 +77,10 @@ def write_shards(
     return written
 
 
-def _shard_bytes(slots: list[Slot], read: Callable[[TensorEntry], Iterable[Bytes]]) -> Iterator[Bytes]:
-    yield _header(slots)
+def _shard_bytes(
+    slots: list[Slot], read: Callable[[TensorEntry], Iterable[Bytes]], header: bytes | None
+) -> Iterator[Bytes]:
+    yield _header(slots) if header is None else header
     for slot in slots:
         yield from read(slot.origin)
 

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from blr.compressor.cli import app
 from blr.compressor.cli.from_fields import ADVANCED
+from blr.compressor.recipe.schema import PIVOTED
+from blr.compressor.structures.registry import STRUCTURES
 
 pytestmark = pytest.mark.fast
 
@@ -128,6 +130,12 @@ def test_blr_alone_shows_what_to_start_with(invoke: Invoke) -> None:
     code, out, err = invoke()
     assert (code, out) == (2, "")
     assert all(f"  blr {name} " in err for name in ("compress", "heal", "eval")) and err.count("\n") < 10
+
+
+def test_the_method_lists_the_structures_of_the_registry(shown: dict[tuple[str, ...], str]) -> None:
+    """All but the one that method svd becomes by another option."""
+    listed = ", ".join(name for name in STRUCTURES if name != PIVOTED)
+    assert flat(f"Structure of the replaced layers: {listed}, dense. ks is") in shown["compress",]
 
 
 def test_compress_shows_few_options_first() -> None:

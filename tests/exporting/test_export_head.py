@@ -183,9 +183,23 @@ def test_the_command_reports_the_loss_and_the_bytes(
     assert "error:       of int4 and int8 head, by layer type: " in out and "lm_head 0.00" in out
     assert "output head has int8 weights" in (tmp_path / "out" / "README.md").read_text()
     assert invoke("verify", tmp_path / "out")[0] == 0
-    code, out, _ = invoke(*arguments, "--quantize", "int4", "--quantize-head", "none")
-    assert code == 0 and "head" not in out
-    assert "head" not in json.loads((tmp_path / "out" / "config.json").read_bytes())["blr"]["export"]
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "int4"])
+def test_the_head_stays_unless_asked(
+    kind: str | None, sources: dict[str, Path], tmp_path: Path, invoke: Invoke
+) -> None:
+    """Whatever `--quantize` says. "none" says the same; `--as dense` takes that, too."""
+    quantize = ("--quantize", kind) if kind else ("--as", "dense")
+    for head in ((), ("--quantize-head", "none")):
+        output = tmp_path / f"out{len(head)}"
+        how = ("--quiet", "--format", "json", *quantize, *head)
+        code, out, _ = invoke("export", sources["dense"], *how, "-o", output)
+        assert code == 0 and json.loads(out)["quantize_head"] is None
+        stored = load_file(output / "model.safetensors")
+        assert not any(name.startswith("lm_head.weight_") for name in stored)
+    files = [(tmp_path / f"out{n}" / "model.safetensors").read_bytes() for n in (0, 2)]
+    assert files[0] == files[1]
 
 
 @pytest.mark.parametrize("name", ["bert", "bert-mlm"])

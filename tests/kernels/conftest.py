@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from driver import Compiled
 from torch import Tensor
+
+from blr.kernels.common import replay
 
 
 @pytest.fixture
@@ -20,3 +23,13 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor.fill_(float("nan")) if real else tensor
 
     monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    """A driver that only notes; the CPU is the current GPU, Triton a release that replays ran with."""
+    monkeypatch.setattr(replay, "_is_known", lambda: True)
+    monkeypatch.setattr(replay, "_is_profiled", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # of the CPU
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
+    return Compiled()

@@ -13,27 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from driver import Compiled
 from torch import Tensor
 
 from blr.kernels.common import launching, replay, tables
 from blr.kernels.common.launching import run_kernel
 from blr.kernels.layers.blast import variants as blast
 from blr.kernels.layers.monarch import variants as monarch
-
-
-class Compiled:
-    """What Triton compiles, as far as replays know it."""
-
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self) -> None:
-        self.ran: list[tuple[Any, ...]] = []
-
-    def run(self, *arguments: Any) -> None:
-        self.ran.append(arguments)
-
-    def __getitem__(self, grid: Any) -> Any:
-        return lambda *arguments: None  # the way of Triton
 
 
 class Kernel:
@@ -46,16 +32,6 @@ class Kernel:
 
     def __getitem__(self, grid: Any) -> Any:
         return lambda *arguments, **options: self.compiled
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
-    """A driver that only notes; the CPU is the current GPU, Triton a release that replays ran with."""
-    monkeypatch.setattr(replay, "_is_known", lambda: True)
-    monkeypatch.setattr(replay, "_is_profiled", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # of the CPU
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
-    return Compiled()
 
 
 def variant(kernel: Kernel) -> Any:

@@ -16,6 +16,7 @@ from running import Invoke
 
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
+from blr.compressor.cli.summary import check_lines
 from blr.compressor.commands import evaluate
 from blr.compressor.loading import streamed
 from blr.compressor.loading.load import load_model, load_tokenizer
@@ -63,9 +64,8 @@ def test_the_loss_of_a_calibrated_output_is_that_of_blr_eval(
     assert code == 0, err
     found = json.loads(out)["check"]
     facts = json.loads((tmp_path / "out/report.json").read_bytes())["facts"]["calibration"]
-    windows = facts["tokens"] // 64
-    assert windows == 16 and found["first"] == windows * (64 - around.index("$"))
-    assert found["tokens"] >= 1024
+    assert facts["tokens"] // 64 == 16 and found["first"] + found["tokens"] == len(text.read_text())
+    assert found["tokens"] >= 200
     for name, folder in (("before", dense), ("after", tmp_path / "out")):
         assert found["perplexity"][name] == pytest.approx(judged(folder, text, found), rel=0.01)
     ratio = found["perplexity"]["after"] / found["perplexity"]["before"]
@@ -75,6 +75,38 @@ def test_the_loss_of_a_calibrated_output_is_that_of_blr_eval(
     assert "Perplexity" in page and number(found["perplexity"]["after"]) in page
     assert json.loads((tmp_path / "out/report.json").read_bytes())["loss"]["tokens"] == found["tokens"]
     assert invoke("verify", tmp_path / "out")[0] == 0
+
+
+@pytest.mark.parametrize("around", ["$A", "{|$A"])
+@pytest.mark.parametrize("samples", [16, 256])
+def test_compress_and_heal_report_the_same_tokens(
+    samples: int, around: str, text: Path, tmp_path: Path, invoke: Invoke
+) -> None:
+    """A person compares the two lines: both are of the end of the text, in windows of one length,
+    whatever windows the fits and the training read."""
+    dense, small = save_dense(tmp_path / "dense", around=around), tmp_path / "small"
+    given = ("--method", "svd", "--cf", 1.5, "--text", text, "--samples", samples)
+    code, out, err = invoke("compress", dense, *given, "-o", small, *QUICK)
+    assert code == 0, err
+    fitted = json.loads(out)["check"]
+    given = ("--teacher", dense, "--text", text, "--mix", 0, "--steps", 1, "--window", 16, "--batch", 32)
+    code, out, err = invoke("heal", small, *given, "-o", tmp_path / "healed", *QUICK)
+    assert code == 0, err
+    healed = json.loads(out)["check"]
+    for name in ("read", "tokens", "first", "window"):
+        assert healed[name] == fitted[name]
+    assert healed["perplexity"]["before"] == fitted["perplexity"]["before"]
+
+
+def test_of_a_long_text_what_lies_behind_the_fits_is_read(
+    dense: Path, text: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss, "WHOLE", 100)
+    given = ("--method", "svd", "--cf", 1.5, "--text", text, "--samples", 16)
+    code, out, err = invoke("compress", dense, *given, "-o", tmp_path / "out", *QUICK)
+    assert code == 0, err
+    found = json.loads(out)["check"]
+    assert found["first"] >= 16 * 64 and found["tokens"] >= 1024
 
 
 def test_an_export_says_the_loss_on_the_text_it_is_given(
@@ -130,7 +162,9 @@ def test_what_loses_over_a_nat_is_not_written_and_goes_on_with_force(
     code, _, err = invoke(*given, "-q")
     assert code == 7 and not (tmp_path / "out").exists()
     assert "nats a token lost (perplexity " in err and "expected at most 1" in err
-    assert "--text TEXT" in err and "--force" in err
+    partial = tmp_path / "out.blr-partial"
+    assert "--text TEXT" in err and f"--force, which writes what {partial} keeps" in err
+    assert "train that (blr heal)" in err and partial.is_dir()
     fitted = []
     from blr.compressor.structures import lowrank
 
@@ -247,6 +281,12 @@ def test_from_a_quarter_of_a_nat_on_a_warning_names_what_loses_less(tmp_path: Pa
     bar.hold(LOST)
     bar.hold(replace(LOST, after=20.0 * math.exp(0.2)))
     assert said == ["0.38 nats a token lost (perplexity 20.00 -> 29.25 on text); take --quantize int8"]
+
+
+def test_next_to_no_loss_has_no_minus() -> None:
+    facts = replace(LOST, after=20.0 - 1e-6).facts
+    assert ": 0.000 nats a token lost" in told(facts)
+    assert dict(check_lines({**facts, "ran": "x", "distance": 0.0}))["loss"].startswith("0.000 nats")
 
 
 @pytest.mark.parametrize(

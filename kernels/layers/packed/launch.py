@@ -50,6 +50,7 @@ def even_split(steps: int, split: int) -> int:
     return split
 
 
+@functools.cache
 def default_tile(rows: int, K: int, bits: int, group: int, tokens: int) -> ProductTile:
     """The sizes that were the fastest on one H200 (scripts/log, 2026-11-27) for a weight [rows, K]."""
     slots = 8

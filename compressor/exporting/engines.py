@@ -1,0 +1,304 @@
+"""Exports for inference engines of others (`--as vllm`): what one engine is, and what all share.
+
+An engine takes a weight in few bits, and low rank that corrects it as an adapter. What has no exact form
+there is refused, or written dense with `--dense-rest`. To add an engine, write a module with a function
+`engine` that returns its `Engine`, and name the module in `options.ENGINES`: that is what `--as` takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.modeling_outputs import CausalLMOutput
+
+from blr.compressor import __version__
+from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.base.exhaustion import is_missing
+from blr.compressor.checkpoint.extras import CARD, LAYERS
+from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.exporting.options import ENGINES, ExportOptions
+from blr.compressor.exporting.ordinary import is_pair
+from blr.compressor.exporting.origin import Checkpoint
+from blr.compressor.exporting.plan import ExportPlan
+from blr.compressor.exporting.tensors import LINEAR, Tensors, plan_tensors, unpacked_factor
+from blr.compressor.loading.native import continues_text, meta_model, native_class
+from blr.compressor.modeling.modeling_blr import module_names
+from blr.compressor.output.card import TAGS, card_front
+from blr.compressor.output.files import carried_files, check_fills, json_file
+from blr.compressor.output.loss_messages import MARK
+from blr.compressor.structures.specs import (
+    CorrectedSpec,
+    DenseSpec,
+    LowRankSpec,
+    QuantizedSpec,
+    Spec,
+    stored_names,
+)
+from blr.kernels.decode.quantized.formats import GROUPS
+from blr.kernels.decode.quantized.reference import unpack
+
+CARD_TEXT = """# {name}, for {title} by blr
+
+{what}
+{loss}
+```sh
+{commands}
+```
+
+Written by blr {version}; `blr verify` checks the files against `blr_manifest.json`.
+"""
+IMPORTED = {"llama-cpp-python": "llama_cpp"}  # packages that are imported by another name
+PLACE = "OUT"  # stands for the folder in the commands of a card
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An inference engine, and how a folder for it is planned, run and checked.
+
+    Attributes:
+        name: of `--as`. title: as its authors write it.
+        packages: what `load` imports, as pip names them; where one is missing nothing is run.
+        refusal: why a layer has no exact form there, "" if it has one. It gets only layers of
+            `base_of` a weight in few bits and `correction_of` a plain low rank.
+        plan: plans the folder, from headers, with some layers of the checkpoint made dense.
+        load: loads a written folder in a dtype of torch, or "auto". The result is called and asked as a
+            causal language model of transformers is: ``model(input_ids=ids).logits``, ``model.config``.
+        commands: the shell commands that run a folder, given its path and its plan.
+    """
+
+    name: str
+    title: str
+    packages: tuple[str, ...]
+    refusal: Callable[[Spec], str]
+    plan: Callable[[Checkpoint, Mapping[str, Spec], ExportOptions], ExportPlan]
+    load: Callable[[Path, Any], Any]
+    commands: Callable[[str, ExportPlan], list[str]]
+
+    @property
+    def missing(self) -> list[str]:
+        """The packages that are not installed."""
+        imported = {name: IMPORTED.get(name, name.replace("-", "_")) for name in self.packages}
+        return [name for name, module in imported.items() if is_missing(module)]
+
+
+def engine_of(kind: str) -> Engine | None:
+    """The engine that `--as kind` names; None for the other forms."""
+    if kind not in ENGINES:
+        return None
+    return import_module(f"blr.compressor.exporting.{kind}").engine()  # type: ignore[no-any-return]
+
+
+def plan_for(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
+    """Plan an export for the engine of `--as`. Raises UsageError for layers without a form there, unless
+    they are to be dense, and where none has one; as `engine.plan`."""
+    source, engine = checkpoint.source, engine_of(options.kind)
+    assert engine is not None
+    strange = _strange_modules(checkpoint)
+    reasons = {m: strange.get(m) or refusal(engine, spec) for m, spec in checkpoint.specs.items()}
+    rest = {module: checkpoint.specs[module] for module, reason in reasons.items() if reason}
+    if rest and not options.dense_rest:
+        module = next(iter(rest))
+        raise UsageError(
+            f"--as {engine.name}: {len(rest)} layers have no form in {engine.title}, as {module} "
+            f"({reasons[module]}); add --dense-rest to write those dense, or take --as dense"
+        )
+    if not continues_text(source):
+        raise UsageError(f"--as {engine.name}: {source.model_type} writes no text; take --as onnx")
+    if len(rest) == len(checkpoint.specs):
+        raise UsageError(
+            f"--as {engine.name}: {source.folder} has no layer in few bits that {engine.title} takes; "
+            "compress with --quantize int4 first, or take --as dense"
+        )
+    return engine.plan(checkpoint, rest, options)
+
+
+def refusal(engine: Engine, spec: Spec) -> str:
+    """Why a layer has no exact form in `engine`; "" if it has one."""
+    base, correction = base_of(spec), correction_of(spec)
+    if base is None:
+        return f"{spec.structure} {spec.describe()} in the place of a weight"
+    if correction is not None and not is_pair(correction):
+        return f"a correction by {correction.structure}, which is no adapter of low rank"
+    return engine.refusal(spec)
+
+
+def _strange_modules(checkpoint: Checkpoint) -> dict[str, str]:
+    """The layers that are no linear layer of their own in the model, such as experts, and why."""
+    model = meta_model(checkpoint.source)
+    modules, names = dict(model.named_modules()), module_names(model, checkpoint.specs)
+    kinds = {module: type(modules.get(names[module])) for module in checkpoint.specs}
+    return {m: f"a {kind.__name__}" for m, kind in kinds.items() if kind is not nn.Linear}
+
+
+def base_of(spec: Spec) -> QuantizedSpec | None:
+    """How the weight of a layer is stored in integers of few bits; None if it is not."""
+    base = spec.parts()[0][1].packing
+    if base is None or base.fp8 or base.structure != DenseSpec.structure:
+        return None
+    return base
+
+
+def integers_of(spec: Spec) -> QuantizedSpec:
+    """`base_of` a layer that `refusal` lets pass."""
+    base = base_of(spec)
+    assert base is not None
+    return base
+
+
+def correction_of(spec: Spec) -> Spec | None:
+    """The structure that is added to a weight in few bits; None if there is none."""
+    return spec.correction if isinstance(spec, CorrectedSpec) else None
+
+
+def rank_of(correction: Spec) -> int:
+    """The rank of a correction that `refusal` lets pass."""
+    whole = correction.plain.low_rank()
+    assert isinstance(whole, LowRankSpec)
+    return whole.rank
+
+
+def levels_of(source: Source, module: str, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Integer levels int8 [o, i] and scales [o, groups] of the weight of a layer in few bits."""
+    base = integers_of(spec)
+    packed, scale = map(source.load_tensor, _stored_base(source, module, spec))
+    return unpack(packed, base.bits, base.group)[:, : base.in_features], scale
+
+
+def scale_entry(source: Source, module: str, spec: Spec) -> TensorEntry:
+    """The stored scales of the weight of a layer in few bits; their dtype is the model's."""
+    return _stored_base(source, module, spec)[1]
+
+
+def _stored_base(source: Source, module: str, spec: Spec) -> list[TensorEntry]:
+    part = spec.parts()[0][0]
+    prefix = f"{module}.{part}." if part else f"{module}."
+    return [source.entries[f"{prefix}{name}"] for name in stored_names("weight")]
+
+
+def pack(levels: Tensor, bits: int) -> Tensor:
+    """Levels int8 [o, i] as words int32 [o, i·bits/32]: fields of `bits`, the lowest bits first, which
+    hold level + 2^(bits - 1)."""
+    codes = levels.to(torch.int16) + 2 ** (bits - 1)
+    codes = torch.nn.functional.pad(codes, (0, -levels.shape[1] % 32)).to(torch.uint8)
+    stream = (codes.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8) & 1).flatten(-2)
+    weights = 1 << torch.arange(8, dtype=torch.uint8)
+    octets = (stream.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
+    words = -(-levels.shape[1] * bits // 32)
+    return octets.contiguous().view(torch.int32)[:, :words]
+
+
+def adapter_factor(source: Source, module: str, spec: Spec, factor: str, dtype: str) -> Tensor:
+    """The factor "V" [r, i] or "U" [o, r] of the correction of a layer, in a dtype of torch."""
+    correction = correction_of(spec)
+    assert correction is not None and factor in LINEAR
+    return unpacked_factor(source, f"{module}.correction", correction, factor, dtype)
+
+
+def without(checkpoint: Checkpoint, rest: Mapping[str, Spec]) -> Checkpoint:
+    """`checkpoint` with only those of its structured layers that are not in `rest`."""
+    kept = {module: spec for module, spec in checkpoint.specs.items() if module not in rest}
+    return replace(checkpoint, specs=kept)
+
+
+def other_tensors(checkpoint: Checkpoint, rest: Mapping[str, Spec], dtype: str | None) -> Tensors:
+    """The tensors beside the layers in few bits, with the layers `rest` dense. Raises InputError for
+    factors that are missing or of another shape."""
+    kept, source = without(checkpoint, rest).specs, checkpoint.source
+    plan_tensors(source, kept, None)  # checks that they are stored
+    taken = {f"{module}.{name}" for module, spec in kept.items() for name in spec.stored()}
+    others = {name: entry for name, entry in source.entries.items() if name not in taken}
+    return plan_tensors(replace(source, entries=others), {}, dtype, None, rest)
+
+
+def check_kept(kept: Checkpoint, config: Mapping[str, Any], others: Tensors) -> None:
+    """Raise InputError if the layers in few bits and the tensors beside them do not fill the model."""
+    dense = {f"{m}.weight": (s.out_features, s.in_features) for m, s in kept.specs.items()}
+    check_fills(kept.source, native_class(kept.source), config, others.shapes | dense)
+
+
+def stored_bits(plan: ExportPlan) -> dict[str, float]:
+    """By layer in few bits, the bits a weight of all that is written for it but its bias."""
+    slots = [slot for each in (plan.tensors.slots, *plan.beside.values()) for slot in each]
+    found = {}
+    for module, spec in plan.checkpoint.specs.items():
+        name = plan.names.get(module, module)
+        own = [s for s in slots if f"{name}." in s.name and not s.name.endswith(".bias")]
+        found[module] = 8 * sum(slot.origin.nbytes for slot in own) / spec.dense_parameters
+    return found
+
+
+def engine_files(
+    engine: Engine, plan: ExportPlan, what: str, options: ExportOptions
+) -> dict[str, bytes | Path]:
+    """Card, record of the layers and carried files of an export for `engine`.
+
+    `what` says in the card what is written. The caller adds config.json and files of the engine.
+    """
+    source, name = plan.checkpoint.source, options.source_name
+    told = {"name": name, "title": engine.title, "what": what, "loss": MARK, "version": __version__}
+    card = CARD_TEXT.format(**told, commands="\n".join(engine.commands(PLACE, plan)))
+    records: dict[str, Any] = {
+        module: {"type": module.rpartition(".")[2], "spec": spec.to_dict(), "error": None, "notes": []}
+        for module, spec in plan.checkpoint.specs.items()
+    }
+    for module, bits in stored_bits(plan).items():
+        records[module]["bits"] = bits
+    return {
+        **carried_files(source),
+        LAYERS: json_file(records),
+        CARD: (card_front(source.folder, name, TAGS[:1]) + card).encode(),
+    }
+
+
+# Types of models, and scalings of rotary positions, that MLX and llama.cpp compute as transformers does
+TYPES, ROTARY = ("llama", "mistral", "qwen2", "qwen3"), ("default", "linear", "llama3")
+
+
+def check_decoder(source: Source, engine: Engine, rotary: Collection[str] = ROTARY) -> Any:
+    """The configuration of a model that `engine` computes as transformers does. Raises CapabilityError
+    for other types, and for other scalings of rotary positions than `rotary`."""
+    config = meta_model(source).config
+    kind = config.rope_parameters["rope_type"] if source.model_type in TYPES else None
+    found = f"a {source.model_type}" if kind is None else f"rotary positions of type {kind}"
+    if kind not in rotary:
+        raise CapabilityError(
+            f"--as {engine.name}: {source.folder} has {found}, expected one of "
+            f"{', '.join(TYPES if kind is None else rotary)}; take --as vllm or --as dense"
+        )
+    return config
+
+
+def window_told(config: Any, engine: Engine) -> tuple[str, ...]:
+    """A note on a sliding window of attention, which `engine` does not have in these model types."""
+    window = getattr(config, "sliding_window", None)
+    if window is None or window >= config.max_position_embeddings:
+        return ()
+    said = f"{engine.title} attends to all tokens before, the model to the last {window}"
+    return (f"{said}: they agree up to {window} tokens",)
+
+
+def finest(group: int, inputs: int) -> int:
+    """The largest group of 128, 64 or 32 that divides both `group` and `inputs`; 0 if there is none."""
+    return next((each for each in GROUPS if each <= group and inputs % each == 0), 0)
+
+
+class ForeignModel:
+    """A model of another library that is called as those of transformers are.
+
+    `logits` computes them, [batch, tokens, vocabulary], from tokens [batch, tokens].
+    """
+
+    def __init__(self, folder: Path, logits: Callable[[Tensor], Tensor]) -> None:
+        self.config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        self.logits = logits
+
+    def __call__(self, input_ids: Tensor, return_dict: bool = True) -> CausalLMOutput:
+        return CausalLMOutput(logits=self.logits(input_ids))

@@ -1,0 +1,318 @@
+"""Plans folders for llama.cpp (`--as gguf`): one file in GGUF, and corrections as an adapter in another.
+
+A weight in 8 bits becomes Q8_0, one in 4, 3 or 2 bits Q4_0, with the values that it had. That takes 8.5
+and 4.5 bits a weight. Their groups are of 32; larger groups repeat their scale. Scales are in float16
+there: those of bfloat16 are exact down to 6e-5, others are rounded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blr.compressor.base.errors import CapabilityError, NumericsError
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.exporting.engines import (
+    Engine,
+    ForeignModel,
+    adapter_factor,
+    check_decoder,
+    check_kept,
+    correction_of,
+    engine_files,
+    finest,
+    integers_of,
+    levels_of,
+    other_tensors,
+    rank_of,
+    window_told,
+    without,
+)
+from blr.compressor.exporting.gguf_file import BF16, BLOCK, F16, F32, Q4_0, Q8_0, File, blocks
+from blr.compressor.exporting.gguf_values import ARCHITECTURES, model_values, tokenizer_values
+from blr.compressor.exporting.options import ExportOptions
+from blr.compressor.exporting.ordinary import dense_config
+from blr.compressor.exporting.origin import Checkpoint
+from blr.compressor.exporting.plan import ExportPlan
+from blr.compressor.exporting.tensors import Make, Tensors
+from blr.compressor.loading.sidecar_files import keep_tokenizer
+from blr.compressor.modeling.registry import register
+from blr.compressor.output.files import json_file
+from blr.compressor.structures.specs import Spec
+
+MODEL, ADAPTER = "model.gguf", "adapter.gguf"
+CONTEXT = 2048  # tokens that a check reads at most
+TENSORS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+KINDS = {"F16": F16, "BF16": BF16}  # of matrices by their stored dtype; others are F32
+WHAT = """{count} linear layers are in few bits in `{model}` ({kinds}), with the values that blr
+gave them; all other tensors are those of the model type {type}.{adapter}"""
+CORRECTED = f" The adapter `{ADAPTER}` corrects {{count}} of them."
+
+
+def engine() -> Engine:
+    """llama.cpp by llama-cpp-python."""
+    return Engine("gguf", "llama.cpp", ("llama-cpp-python",), refusal, plan, load, commands)
+
+
+def refusal(spec: Spec) -> str:
+    """Why llama.cpp has no exact form of a weight in few bits; "" if it has one."""
+    base = integers_of(spec)
+    if base.bits == 3 and base.curved:
+        return "int3 on curved levels; --grid uniform of blr compress has even ones"
+    if not finest(base.group, base.in_features):
+        return f"{base.in_features} inputs, which 32 does not divide"
+    return ""
+
+
+@dataclass(frozen=True)
+class Writing:
+    """What is written: the layers in few bits, the configuration of the model, and both files."""
+
+    kept: Checkpoint
+    config: Any
+    model: File
+    adapter: File
+
+    @property
+    def source(self) -> Source:
+        """The checkpoint."""
+        return self.kept.source
+
+
+def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOptions) -> ExportPlan:
+    """Plan the folder with the layers `rest` dense. Raises CapabilityError for models and tokenizers
+    that llama.cpp does not have; InputError for tensors that would not load."""
+    source, kept = checkpoint.source, without(checkpoint, rest)
+    register(source.model_type)  # tokenizers of the source are loaded by its model type
+    native = check_decoder(source, engine(), _rotary(source.model_type))
+    others = other_tensors(checkpoint, rest, options.dtype)
+    config = dense_config(source, options.dtype)
+    check_kept(kept, config, others)
+    values = model_values(native, options.source_name)
+    values |= tokenizer_values(source.folder, native.vocab_size)
+    values["general.file_type"] = _file_type(kept)
+    made = Tensors([], others.make)
+    writing = Writing(
+        kept,
+        native,
+        File(values, Tensors([], made.make)),
+        File(_adapter_values(native.model_type), Tensors([], made.make)),
+    )
+    _add_others(writing, others)
+    for module, spec in kept.specs.items():
+        _add_packed(writing, module, spec)
+        _add_adapter(writing, module, spec)
+    files = {MODEL: writing.model, ADAPTER: writing.adapter}
+    files = {name: file for name, file in files.items() if file.infos}
+    plan = ExportPlan(
+        kept,
+        checkpoint.specs,
+        config,
+        made,
+        sorted(rest),
+        dict,
+        lambda folder: keep_tokenizer(source.folder, folder),
+        {"engine": "gguf", "layers": sorted(kept.specs)},
+        beside={name: file.tensors.slots for name, file in files.items()},
+        told=_told(kept) + window_told(native, engine()),
+        headers={name: file.header() for name, file in files.items()},
+        names={module: name_of(f"{module}.weight").removesuffix(".weight") for module in kept.specs},
+    )
+    return replace(plan, small_files=partial(_small_files, plan, options))
+
+
+def _rotary(model_type: str) -> tuple[str, ...]:
+    """The scalings of rotary positions that llama.cpp has for a model type."""
+    known = ("default", "linear")
+    return (*known, "llama3") if ARCHITECTURES.get(model_type) == "llama" else known
+
+
+def _adapter_values(model_type: str) -> dict[str, Any]:
+    """What the file of an adapter says; alpha 0 leaves its product as it is, at any rank."""
+    architecture = {"general.architecture": ARCHITECTURES[model_type], "general.type": "adapter"}
+    return {**architecture, "adapter.type": "lora", "adapter.lora.alpha": 0.0}
+
+
+def _file_type(kept: Checkpoint) -> int:
+    """The number by which llama.cpp names the type of most weights."""
+    eight = sum(integers_of(spec).bits == 8 for spec in kept.specs.values())
+    return 7 if 2 * eight > len(kept.specs) else 2
+
+
+def _told(kept: Checkpoint) -> tuple[str, ...]:
+    fewer = sum(integers_of(spec).bits < 4 for spec in kept.specs.values())
+    said = (
+        f"{fewer} layers of under 4 bits are written as Q4_0, with the same values in 4.5 bits a weight"
+    )
+    return (said,) if fewer else ()
+
+
+def name_of(stored: str) -> str:
+    """What llama.cpp calls a tensor; "" if it has no such. A block's is ``blk.3.attn_q.weight``."""
+    module, _, part = stored.rpartition(".")
+    if block := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module):
+        name = TENSORS.get(block[2])
+        return f"blk.{block[1]}.{name}.{part}" if name else ""
+    return f"{TENSORS[module]}.{part}" if module in TENSORS else ""
+
+
+def row_order(config: Any, name: str) -> Tensor | None:
+    """The order of the rows of a tensor in llama.cpp; None if it is ours. Its Llama rotates neighbours,
+    where transformers rotates halves of a head."""
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    layer = name.split(".")[-2]
+    if ARCHITECTURES[config.model_type] != "llama" or layer not in heads:
+        return None
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows = torch.arange(heads[layer] * width)
+    return rows.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten()
+
+
+def _add_others(writing: Writing, others: Tensors) -> None:
+    """Add the tensors beside the layers in few bits, and the factors of rotary positions."""
+    source, config = writing.source, writing.config
+    for slot in others.slots:
+        name, entry = name_of(slot.name), slot.origin
+        if slot.name.endswith("rotary_emb.inv_freq") or (
+            slot.name == "lm_head.weight" and config.tie_word_embeddings
+        ):
+            continue
+        if not name:
+            raise CapabilityError(
+                f"--as gguf: llama.cpp has no place for {slot.name} of a {config.model_type}; "
+                "take --as mlx, vllm or dense"
+            )
+        kind = KINDS.get(entry.dtype, F32) if len(entry.shape) > 1 else F32
+        read = others.make.get(entry) or partial(source.load_tensor, entry)
+        make = partial(_plain, read, kind, row_order(config, name))
+        writing.model.add(name, kind, entry.shape, entry.file, make)
+    if config.rope_parameters["rope_type"] == "llama3":
+        factors = rotary_factors(config)
+        shape, origin = tuple(factors.shape), source.shards[0]
+        writing.model.add("rope_freqs.weight", F32, shape, origin, lambda: factors)
+
+
+def _plain(read: Make, kind: int, order: Tensor | None) -> Tensor:
+    """A tensor in a plain type, its rows in `order`."""
+    found = read() if order is None else read()[order]
+    return found.float() if kind == F32 else found
+
+
+def rotary_factors(config: Any) -> Tensor:
+    """By what llama.cpp divides the frequencies of rotary positions, for a Llama 3."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    places = torch.arange(len(scaled), dtype=torch.float32) / len(scaled)
+    return config.rope_parameters["rope_theta"] ** -places / scaled
+
+
+def _add_packed(writing: Writing, module: str, spec: Spec) -> None:
+    """Add the weight of a layer in few bits."""
+    name, shape = name_of(f"{module}.weight"), (spec.out_features, spec.in_features)
+    kind = Q8_0 if integers_of(spec).bits == 8 else Q4_0
+    make = partial(_blocks, writing.source, module, spec, row_order(writing.config, name))
+    writing.model.add(name, kind, shape, writing.source.shards[0], make)
+
+
+def _blocks(source: Source, module: str, spec: Spec, order: Tensor | None) -> Tensor:
+    base, (levels, scale) = integers_of(spec), levels_of(source, module, spec)
+    each = scale.repeat_interleave(base.group // BLOCK, 1)[:, : base.in_features // BLOCK]
+    if not each.to(torch.float16).isfinite().all():
+        raise NumericsError(
+            f"{source.folder}: scales of {module} beyond float16, which GGUF holds; take --as mlx"
+        )
+    rows = slice(None) if order is None else order
+    return blocks(levels[rows], each[rows], base.bits)
+
+
+def _add_adapter(writing: Writing, module: str, spec: Spec) -> None:
+    """Add the factors of a correction; nothing for a layer without one."""
+    if (correction := correction_of(spec)) is None:
+        return
+    source, rank = writing.source, rank_of(correction)
+    name = name_of(f"{module}.weight")
+    for factor, part, shape in (
+        ("V", "lora_a", (rank, spec.in_features)),
+        ("U", "lora_b", (spec.out_features, rank)),
+    ):
+        read = partial(adapter_factor, source, module, spec, factor, "float32")
+        order = row_order(writing.config, name) if factor == "U" else None
+        make = partial(_plain, read, F32, order)
+        writing.adapter.add(f"{name}.{part}", F32, shape, source.shards[0], make)
+
+
+def _small_files(made: ExportPlan, options: ExportOptions) -> dict[str, bytes | Path]:
+    kept = made.checkpoint
+    eight = sum(integers_of(spec).bits == 8 for spec in kept.specs.values())
+    counts = {"Q8_0": eight, "Q4_0": len(kept.specs) - eight}
+    corrected = sum(correction_of(spec) is not None for spec in kept.specs.values())
+    what = WHAT.format(
+        count=len(kept.specs),
+        model=MODEL,
+        kinds=", ".join(f"{n} {kind}" for kind, n in counts.items() if n),
+        type=kept.source.model_type,
+        adapter=CORRECTED.format(count=corrected) if corrected else "",
+    )
+    files = engine_files(engine(), made, what, options)
+    return {**files, "config.json": json_file(made.config)}
+
+
+def load(folder: Path, dtype: Any = "auto") -> ForeignModel:
+    """The model in a written folder, by llama-cpp-python alone, which computes in types of its own."""
+    import llama_cpp
+
+    llama_cpp.llama_log_set(_silent(), None)
+    context = min(json.loads((folder / "config.json").read_bytes())["max_position_embeddings"], CONTEXT)
+    size = {"n_ctx": context, "n_batch": context, "n_ubatch": context}
+    adapter = str(folder / ADAPTER) if (folder / ADAPTER).is_file() else None
+    how = {"lora_path": adapter, "logits_all": True, "verbose": False}
+    model = llama_cpp.Llama(str(folder / MODEL), **size, **how)
+
+    def logits(ids: Tensor) -> Tensor:
+        found = []
+        for row in ids.tolist():
+            model.reset()
+            model.eval(row)
+            found.append(torch.tensor(model.scores[: len(row)]))
+        return torch.stack(found)
+
+    return ForeignModel(folder, logits)
+
+
+@cache
+def _silent() -> Any:
+    """A function for the messages of llama.cpp, which says nothing; llama.cpp keeps it."""
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda level, text, data: None)
+
+
+def commands(folder: str, made: ExportPlan) -> list[str]:
+    """The command that generates from a folder."""
+    adapter = f" --lora {quote(f'{folder}/{ADAPTER}')}" if ADAPTER in made.beside else ""
+    return [f'llama-cli -m {quote(f"{folder}/{MODEL}")}{adapter} -p "A prompt"']

@@ -1,0 +1,110 @@
+"""What a GGUF file says of a model and its tokenizer, by the keys that llama.cpp reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.quoting import quote
+from blr.compressor.checkpoint.extras import MAX_JSON_BYTES
+from blr.compressor.checkpoint.regular import inside, read_whole
+from blr.compressor.loading.load import load_tokenizer
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
+REMEDY = "take --as mlx, vllm or dense"
+# How llama.cpp calls the ways in which text is cut into words, by regular expression or by kind
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+_WORDS += r"|\s+(?!\S)|\s+"
+CUTS = {
+    _WORDS % r"\p{N}{1,3}": "llama-bpe",
+    _WORDS % r"\p{N}": "qwen2",
+    "ByteLevel": "gpt-2",
+    "Digits ByteLevel": "smollm",
+}
+WHOLE_WORDS = ("llama-bpe",)  # those where a word that is a token is not cut
+
+
+def model_values(config: Any, name: str) -> dict[str, Any]:
+    """The sizes of a decoder. name: of the model."""
+    kind, heads = ARCHITECTURES[config.model_type], config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rotary = config.rope_parameters
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "rope.dimension_count": width,
+        "rope.freq_base": float(rotary["rope_theta"]),
+        "attention.head_count": heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": width,
+        "attention.value_length": width,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+    }
+    if rotary["rope_type"] == "linear":
+        sizes |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rotary["factor"])}
+    general = {"architecture": kind, "type": "model", "name": name, "quantization_version": 2}
+    return {f"general.{k}": v for k, v in general.items()} | {f"{kind}.{k}": v for k, v in sizes.items()}
+
+
+def tokenizer_values(folder: Path, size: int) -> dict[str, Any]:
+    """The tokenizer in `folder`, of a model with `size` tokens, with its chat template. Raises
+    CapabilityError for one that llama.cpp does not have."""
+    tokenizer = load_tokenizer(folder)
+    table = json.loads(bytes(read_whole(inside(folder, "tokenizer.json"), MAX_JSON_BYTES)))
+    model = table["model"]
+    tokens, kinds = _tokens(table, size)
+    found: dict[str, Any] = {"tokens": tokens, "token_type": kinds}
+    if model["type"] == "BPE" and model.get("byte_fallback"):
+        found |= {"model": "llama", "scores": [float(-n) for n in range(size)]}
+        found["add_space_prefix"] = tokenizer.tokenize("a")[:1] == ["▁a"]
+    elif model["type"] == "BPE" and (cut := _cut(table)):
+        pairs = (pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])
+        found |= {"model": "gpt2", "pre": cut, "merges": list(pairs)}
+    else:
+        told = quote(table.get("pre_tokenizer"), 120)[1:-1]
+        raise CapabilityError(
+            f"--as gguf: the tokenizer of {folder} ({model['type']}, {told}) has no known form in "
+            f"llama.cpp, expected byte-level BPE as Llama 3, Qwen, GPT-2 or SmolLM cut text; {REMEDY}"
+        )
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {name: getattr(tokenizer, f"{short}_token_id") for short, name in names.items()}
+    found |= {f"{name}_token_id": token for name, token in ids.items() if token is not None}
+    read = tokenizer("a").input_ids
+    found["add_bos_token"] = ids["bos"] is not None and read[:1] == [ids["bos"]]
+    found["add_eos_token"] = ids["eos"] is not None and read[-1:] == [ids["eos"]]
+    template = tokenizer.chat_template
+    template = template.get("default") if isinstance(template, dict) else template
+    chat = {"tokenizer.chat_template": template} if template else {}
+    return {f"tokenizer.ggml.{key}": value for key, value in found.items()} | chat
+
+
+def _cut(table: dict[str, Any]) -> str | None:
+    """llama.cpp's name for how a byte-level tokenizer cuts text; None if it has none."""
+    before = table.get("pre_tokenizer") or {}
+    steps = before.get("pretokenizers", [before])
+    kinds = " ".join(step.get("type", "") for step in steps)
+    pattern = steps[0].get("pattern", {}).get("Regex")
+    cut = CUTS.get(pattern if kinds == "Split ByteLevel" else kinds)
+    return cut if bool(table["model"].get("ignore_merges")) == (cut in WHOLE_WORDS) else None
+
+
+def _tokens(table: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """The text and type of each of `size` tokens."""
+    texts = [f"[PAD{n}]" for n in range(size)]
+    kinds = [UNUSED] * size
+    unknown = table["model"].get("unk_token")
+    fallback = table["model"].get("byte_fallback")
+    for text, n in table["model"]["vocab"].items():
+        is_byte = fallback and len(text) == 6 and text.startswith("<0x")
+        texts[n], kinds[n] = text, BYTE if is_byte else UNKNOWN if text == unknown else NORMAL
+    for added in table.get("added_tokens", []):
+        n = added["id"]
+        if kinds[n] != UNKNOWN:
+            texts[n], kinds[n] = added["content"], CONTROL if added["special"] else USER
+    return texts, kinds
