@@ -283,7 +283,12 @@ class QuantizedLinear(KernelLinear):
 
 
 class CorrectedLinear(modeling_blr.SummedLinear):
-    """The sum of a dense weight in few bits and a structure."""
+    """The sum of a dense weight in few bits and a structure.
+
+    plain: what the factors of a low-rank correction were made from, and both in plain numbers.
+    """
+
+    plain: tuple[object, tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, spec: CorrectedSpec, bias: bool, exported: bool = False) -> None:
         self.spec = self.described = spec
@@ -292,6 +297,50 @@ class CorrectedLinear(modeling_blr.SummedLinear):
     def make(self, part: str, exported: bool) -> KernelLinear:
         """The layer called `part`, base or correction."""
         return layer_of(dict(self.spec.parts())[part], False, exported)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output [..., o] of x [..., i]; of few bits with low rank by one operator."""
+        if not self._is_one_operator(x):
+            return super().forward(x)
+        assert isinstance(self.base, QuantizedLinear)
+        w, factors = self.base.packed(), self._plain_factors(x)
+        return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group, w.curved, *factors)
+
+    def _is_one_operator(self, x: Tensor) -> bool:
+        """Whether base and correction are as they were made, on one GPU, and of kinds that add up."""
+        base, low = self.base, self.correction
+        if type(base) is not QuantizedLinear or type(low) is not StructuredLinear or is_float8(base):
+            return False
+        if low.spec.structure != "svd" or is_float8(low) or low.entry.get("groups", 1) > 1:
+            return False
+        w, stored = base.packed(), self._stored_factors()
+        trained = torch.is_grad_enabled() and any(t.requires_grad for t in stored)
+        same = x.dtype == w.scale.dtype and all(t.device == x.device for t in stored)
+        return same and not trained and w.runs_kernels()
+
+    def _stored_factors(self) -> list[Tensor]:
+        return [t for f in self.correction.held.values() for t in self.correction.stored(f)]
+
+    def _plain_factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """U [o, r] and Vᵀ [r, i] of the correction, kept from call to call where nothing traces them."""
+        if not is_unwatched(x):
+            return self._made_plain(x)
+        stored = self._stored_factors()
+        key = x.dtype, *[(t.data_ptr(), 0 if t.is_inference() else t._version) for t in stored]
+        if self.plain is None or self.plain[0] != key:
+            made = key, self._made_plain(x)
+            if torch.cuda.is_current_stream_capturing():  # they have values in replays alone
+                return made[1]
+            self.plain = made
+        return self.plain[1]
+
+    def _made_plain(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        u, v = (self.correction.factor(name).to(x.dtype) for name in ("U", "V"))
+        return u.contiguous(), v.mT.contiguous()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.plain = None
+        return super()._apply(fn, recurse)
 
 
 Replaced = KernelLinear | CorrectedLinear

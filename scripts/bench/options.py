@@ -168,8 +168,8 @@ class PrefillOptions(StructuredOptions):
 
     Options:
         models: Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders.
-        arms: Comma-separated: dense, lowrank, monarch, blast, each also with -fp8, pivoted; for a
-            checkpoint, own. [all]
+        arms: Comma-separated: dense, lowrank, monarch, blast, each also with -fp8, -int8, -int4, -int3
+            or -int2; corrected with bits; for a checkpoint, own. [dense and structured, bf16 and fp8]
         tokens: Tokens of the prompt.
         batch: Sequences at once.
         compiling (--compile): Arms with decoder layers compiled, too. [compile on a GPU]

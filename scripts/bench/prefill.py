@@ -22,7 +22,17 @@ from torch import Tensor
 
 from blr.bench.checks import WrongResult, relative_error
 from blr.bench.harness import Case, Checked, Harness, free_models
-from blr.bench.models import FP8, OWN, STRUCTURES, BenchModel, Models, find_models, prompt
+from blr.bench.models import (
+    CORRECTED,
+    FEW_BITS,
+    FP8,
+    OWN,
+    STRUCTURES,
+    BenchModel,
+    Models,
+    find_models,
+    prompt,
+)
 from blr.bench.options import PrefillOptions
 from blr.bench.results import REST, TIMES, BenchReport, Column, Timed, nested
 from blr.bench.timing import wall_ms
@@ -39,6 +49,10 @@ from blr.kernels.fp8.op import STRUCTURES as FLOAT8
 DENSE = "dense"
 COMPILED, GRAPH, RUNTIME = "compiled", "graph", "runtime"  # ways beside eager, which is ""
 SHAPE_ARMS = (DENSE, *STRUCTURES, *(f"{name}-{FP8}" for name in FLOAT8))
+FEW_BITS_ARMS = (
+    *(f"{name}-{kind}" for name in (DENSE, *STRUCTURES) for kind in FEW_BITS),
+    *(f"{CORRECTED}-{kind}" for kind in FEW_BITS),
+)
 FOLDER_ARMS = (OWN,)
 # Relative error of logits above which an arm is wrong: of bfloat16 as in `bench decode`; float8 rounds
 # inputs of every layer to 2.6%, which some two hundred layers of random weights add up.
@@ -56,10 +70,12 @@ def ways(options: PrefillOptions, cuda: bool) -> list[str]:
 
 def chosen_arms(model: BenchModel, asked: Sequence[str]) -> list[str]:
     """The arms that fit a model. Raises UsageError for unknown ones, and if none does."""
-    known = SHAPE_ARMS if model.folder is None else FOLDER_ARMS
-    if wrong := set(asked) - {*SHAPE_ARMS, *FOLDER_ARMS}:
-        raise UsageError(f"arm {min(wrong)!r}: expected some of {', '.join((*SHAPE_ARMS, OWN))}")
-    arms = [arm for arm in asked or known if arm in known]
+    usual, known = SHAPE_ARMS, (*SHAPE_ARMS, *FEW_BITS_ARMS)
+    if wrong := set(asked) - {*known, *FOLDER_ARMS}:
+        raise UsageError(f"arm {min(wrong)!r}: expected some of {', '.join((*known, OWN))}")
+    if model.folder is not None:
+        usual = known = FOLDER_ARMS
+    arms = [arm for arm in asked or usual if arm in known]
     if not arms:
         raise UsageError(f"none of the arms fits {model.name}: expected {', '.join(known)}")
     return arms

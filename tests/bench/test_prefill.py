@@ -45,9 +45,16 @@ def test_a_wrong_arm_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_arms_that_there_are_not_are_named() -> None:
-    with pytest.raises(UsageError, match="lowrank-int4"):
-        run_prefill(options(arms=("lowrank-int4",)), Progress(quiet=True))
+    with pytest.raises(UsageError, match="lowrank-int5"):
+        run_prefill(options(arms=("lowrank-int5",)), Progress(quiet=True))
     assert set(prefill.SHAPE_ARMS) > set(ARMS)
+
+
+def test_arms_in_few_bits_are_timed() -> None:
+    """Alone, as factors, and with a correction, eager and as an export takes prompts."""
+    arms = ("dense-int4", "lowrank-int3", "corrected-int2")
+    report, code = run_prefill(options(arms=arms, runtime=True), Progress(quiet=True))
+    assert code == 0 and {(r.arm, r.status) for r in report.rows} == {(arm, "ok") for arm in arms}
 
 
 def run_again(run: Callable[[], Any]) -> Callable[[], Any]:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from tolerances import TOLERANCES
 
+from blr.compressor.modeling.layers import layer_of
+from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, LowRankSpec, QuantizedSpec
 from blr.kernels.decode.quantized.reference import dequantize, quantize
 from blr.kernels.layers.packed import launch
 from blr.kernels.layers.packed.op import packed_linear
@@ -47,9 +49,58 @@ def test_fused_products(bits: int, group: int, curved: bool, dtype: torch.dtype)
         bias = torch.randn(rows, device="cuda").to(dtype) if tokens % 2 else None
         dense = dequantize(packed, scale, bits, columns, torch.float32, group, curved)
         expected = torch.nn.functional.linear(x.float(), dense, None if bias is None else bias.float())
-        found = launch.product(x, packed, scale, bias, bits, group, curved)
+        found = launch.fused_product(x, packed, scale, bias, bits=bits, group=group, curved=curved)
         error = (found.float() - expected).norm() / expected.norm()
         assert error <= TOLERANCES[dtype], (rows, columns, tokens)
+
+
+@pytest.mark.parametrize("ranks", [1, 16, 40, 64])
+@pytest.mark.parametrize("bits, group, curved", FORMATS)
+def test_corrected_products(bits: int, group: int, curved: bool, ranks: int) -> None:
+    """The same with a correction: by the kernel's last product, whatever the rank."""
+    if not launch.has_wgmma(torch.device("cuda", 0)):
+        pytest.skip("no Hopper GPU, or a Triton without Gluon")
+    dtype = torch.bfloat16
+    for rows, columns, tokens in SHAPES:
+        packed, scale = weight(bits, group, curved, rows, columns, dtype)
+        x = torch.randn(tokens, columns, device="cuda").to(dtype)
+        u = torch.randn(rows, ranks, device="cuda").to(dtype)
+        v = (torch.randn(ranks, columns, device="cuda") / columns**0.5).to(dtype)
+        dense = dequantize(packed, scale, bits, columns, torch.float32, group, curved)
+        expected = x.float() @ dense.T + x.float() @ v.float().T @ u.float().T
+        form = {"bits": bits, "group": group, "curved": curved}
+        for found in (
+            launch.fused_product(x, packed, scale, None, u, v, **form),
+            *[launch.product(x, packed, scale, None, u, v, *form.values()) for _ in range(3)],
+        ):
+            error = (found.float() - expected).norm() / expected.norm()
+            assert error <= TOLERANCES[dtype], (rows, columns, tokens)
+
+
+def test_a_corrected_layer() -> None:
+    """A layer of few bits with low rank gives the same by one operator, after a change of its factors
+    too, in a CUDA graph, and with gradients."""
+    base, low = QuantizedSpec(DenseSpec(512, 384), 2, 128), LowRankSpec(512, 384, 16)
+    layer = layer_of(CorrectedSpec(base, low), True).to("cuda", torch.bfloat16)
+    w = torch.randn(384, 512, device="cuda") / 512**0.5
+    layer.base.weight_q, layer.base.weight_scale = quantize(w, 2, torch.bfloat16)
+    x = torch.randn(7, 512, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        dense = layer.composed().float()
+        expected = torch.nn.functional.linear(x.float(), dense, layer.bias.float())
+        with torch.no_grad():
+            found = [layer(x)]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                again = layer(x)
+            graph.replay()
+            layer.correction.U.mul_(0.5)
+        layer.correction.U.grad = None
+        for y in (*found, again):
+            error = (y.float() - expected).norm() / expected.norm()
+            assert error <= TOLERANCES[torch.bfloat16]
+    layer(x).sum().backward()
+    assert layer.correction.U.grad is not None and layer.correction.U.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -71,6 +71,23 @@ def test_gradients(bits: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> 
         assert (one - other).norm() <= TOLERANCES[torch.float32] * other.norm()
 
 
+def test_a_correction_is_added() -> None:
+    """With u and v the product is that of W + u v, and so are the gradients of x and of the bias."""
+    torch.manual_seed(0)
+    packed, scale = weight(4, 64, 40, 96)
+    u, v, g = torch.randn(40, 5), torch.randn(5, 96), torch.randn(2, 40)
+    dense = reference(packed, scale, 4, 96, torch.float32, 64) + u @ v
+    found, expected = [], []
+    for product, into in ((lambda x, b: packed_linear(x, packed, scale, b, 4, 64, u=u, v=v), found),
+                          (lambda x, b: torch.nn.functional.linear(x, dense, b), expected)):  # fmt: skip
+        x, b = torch.ones(2, 96).requires_grad_(), torch.ones(40, requires_grad=True)
+        y = product(x, b)
+        y.backward(g)
+        into += [y.detach(), x.grad, b.grad]
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= TOLERANCES[torch.float32] * other.norm()
+
+
 def test_compiled_without_a_break() -> None:
     """`torch.compile` sees one operator."""
     packed, scale = weight(2, 32, 16, 64)
@@ -108,17 +125,34 @@ def test_a_layer_makes_few_plain_weights_at_a_time(
 def test_inputs_in_the_order_of_fields(bits: int, group: int, columns: int) -> None:
     """Field f of word j of a step meets the input of its element, and zeros past the end."""
     from blr.kernels.layers.packed.launch import steps_of
-    from blr.kernels.layers.packed.triton import ordered
+    from blr.kernels.layers.packed.triton import prepare
 
     low = PLANES[bits][0]
     words, fields = group * low // 32, 32 // low
     x = torch.arange(1.0, columns + 1).repeat(2, 1)
-    found = ordered(x, bits, group)
+    found = prepare(x, bits, group).x
     place = torch.arange(found.shape[1])
     word = place // (16 * fields) * 16 + place % 16
     element = word // words * group + place // 16 % fields * words + word % words
     assert found.shape[1] in (columns, steps_of(columns, bits, group) * 16 * fields)
     assert torch.equal(found[1], torch.where(element < columns, element + 1, 0).float())
+
+
+@pytest.mark.parametrize("tokens, columns, ranks", [(1, 512, 16), (19, 1400, 5), (40, 96, 33)])
+@pytest.mark.parametrize("bits", [4, 2])
+def test_first_factors_and_counters_are_prepared(
+    bits: int, tokens: int, columns: int, ranks: int
+) -> None:
+    """V x of a correction comes in parts that sum up to it; counters are zero; inputs are the same."""
+    from blr.kernels.layers.packed.triton import prepare
+
+    torch.manual_seed(tokens)
+    x, v = torch.randn(tokens, columns), torch.randn(ranks, columns)
+    found = prepare(x, bits, 128, v, counters=1100)
+    assert torch.equal(found.x, prepare(x, bits, 128).x)
+    assert found.z is not None and found.counter is not None and not found.counter.any()
+    expected = x @ v.T
+    assert (found.z.sum(0) - expected).norm() <= TOLERANCES[torch.float32] * expected.norm()
 
 
 def test_tiles_fit_the_gpu_and_no_part_is_empty() -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 from blr.kernels.common.launching import run_kernel
 from blr.kernels.decode.gemv.segments import Segment, Stage, shared_input
 
+FEW = 64  # rows of a stage that would leave most of the GPU idle
+
 
 def tile_shape(
     rows: int, width: int, *, norm: int = 0, size: int = 2, x_size: int = 4
@@ -29,6 +31,8 @@ def tile_shape(
         best = (64, 256, 8)
     elif norm:
         best = (4, 512, 4)
+    elif rows <= FEW and width > 2048:  # V of a correction: a program a row
+        best = (1, 2048, 8)
     elif width > 4096:
         best = (4, 1024 if x_size == 4 else 2048, 8)
     elif width > 2048:

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 
 @gluon.constexpr_function
@@ -79,12 +80,18 @@ def numbers(words, odd, factor, TEXT: gl.constexpr, OPERANDS: gl.constexpr, FIEL
 
 @gluon.jit
 def product_kernel(
-    x, x_token, w, w_row, scale, scale_row, bias, y, y_token, partial, counter, tokens, rows, K,
+    x, x_token, w, w_row, scale, scale_row, bias, u, u_row, z, y, y_token, partial, counter,
+    tokens, rows, K, ranks,
     BITS: gl.constexpr, GROUP: gl.constexpr, ASM: gl.constexpr,
     BR: gl.constexpr, NP: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, BIAS: gl.constexpr, FULL: gl.constexpr,
+    WARPS: gl.constexpr, BIAS: gl.constexpr, FULL: gl.constexpr, RANKS: gl.constexpr,
+    PARTS: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
-    """y [n, rows] = x Wᵀ + bias."""
+    """y [n, rows] = x Wᵀ + bias + z Uᵀ.
+
+    u: [rows, ranks]; z: [PARTS, n, ranks], whose sum over PARTS is meant; RANKS: ranks in whole 16s, 0
+    without them. WAIT: 0 if nothing is made by the launch before; 1 for inputs, 2 for z and counters.
+    """
     LOW: gl.constexpr = 2 if BITS == 3 else BITS
     WORDS: gl.constexpr = GROUP * LOW // 32  # of a group's lowest plane
     FIELDS: gl.constexpr = 2 if BITS == 8 else 4  # of a word, in a piece of a step
@@ -145,10 +152,15 @@ def product_kernel(
     at_s = scale + a_row.to(gl.int64) * scale_row
     by = (a_inside // (GROUP // 32))[None, :] if BITS == 3 else None
 
+    for s in gl.static_range((AHEAD + PIECES - 1) // PIECES):
+        if s < count:
+            copy_words(at_w, at_h, ws, hs, first + s, s, w_group, h_group, groups, BITS, GROUP, WORDS,
+                       FULL)  # fmt: skip
+    if WAIT == 1:
+        gdc_wait()
     for s in gl.static_range(AHEAD):
         if s < PIECES * count:
-            copy_piece(at_x, at_w, at_h, xs, ws, hs, first + s // PIECES, s, s // PIECES, s % PIECES,
-                       w_group, h_group, groups, BITS, GROUP, WORDS, FIELDS, FULL)  # fmt: skip
+            copy_inputs(at_x, xs, first * PIECES + s, s, COLUMNS)
         async_copy.commit_group()
     factor = load_factor(at_s, a_group, first, groups, WORDS)
     acc = warpgroup_mma_init(gl.full([BR, NP], 0.0, gl.float32, MMA))
@@ -175,13 +187,20 @@ def product_kernel(
             before = made
             at += AHEAD
             if at < PIECES * count:
-                step = n + (piece + AHEAD) // PIECES
-                copy_piece(at_x, at_w, at_h, xs, ws, hs, first + step, at % STAGES, step % KEPT,
-                           (piece + AHEAD) % PIECES, w_group, h_group, groups, BITS, GROUP, WORDS,
-                           FIELDS, FULL)  # fmt: skip
+                if (piece + AHEAD) % PIECES == 0:
+                    step = n + (piece + AHEAD) // PIECES
+                    copy_words(at_w, at_h, ws, hs, first + step, step % KEPT, w_group, h_group, groups,
+                               BITS, GROUP, WORDS, FULL)  # fmt: skip
+                copy_inputs(at_x, xs, first * PIECES + at, at % STAGES, COLUMNS)
             async_copy.commit_group()
             acc = warpgroup_mma_init(acc)
     acc, before = warpgroup_mma_wait(0, deps=(acc, before))
+    if WAIT == 2:
+        gdc_wait()
+    if RANKS > 0:  # noqa: SIM102 (known when compiled)
+        if part == 0:
+            acc = corrected(acc, u, u_row, z, row0, token0, rows, tokens, ranks, RANKS, PARTS, BR, NP, A,
+                            D, WARPS)  # fmt: skip
     if SPLIT > 1:
         r = gl.arange(0, BR, gl.SliceLayout(1, MMA))
         t = gl.arange(0, NP, gl.SliceLayout(0, MMA))
@@ -211,27 +230,55 @@ def load_factor(at_s, a_group, step, groups, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def copy_piece(at_x, at_w, at_h, xs, ws, hs, step, slot, word_slot, piece: gl.constexpr, w_group,
-               h_group, groups, BITS: gl.constexpr, GROUP: gl.constexpr, WORDS: gl.constexpr,
-               FIELDS: gl.constexpr, FULL: gl.constexpr):  # fmt: skip
-    """Begin copying the inputs of a piece of a step into `slot` of the ring, and with the first piece
-    the step's words, zeros past the end of a row. FULL: no row ends within a step."""
-    if piece == 0:
-        group, inside = step_group(step, WORDS)
-        first = group * (GROUP * BITS // 32)
-        if FULL:
-            async_copy.async_copy_global_to_shared(ws.index(word_slot), at_w + (first + inside))
-            if BITS == 3:
-                async_copy.async_copy_global_to_shared(hs.index(word_slot), at_h + first)
-        else:
-            ok = (group + w_group < groups)[None, :]
-            async_copy.async_copy_global_to_shared(ws.index(word_slot), at_w + (first + inside), mask=ok)
-            if BITS == 3:
-                ok = (group + h_group < groups)[None, :]
-                async_copy.async_copy_global_to_shared(hs.index(word_slot), at_h + first, mask=ok)
-    PIECES: gl.constexpr = 32 // (2 if BITS == 3 else BITS) // FIELDS
-    ahead = (step * PIECES + piece) * (16 * FIELDS)
-    async_copy.async_copy_global_to_shared(xs.index(slot), at_x + ahead)
+def copy_words(at_w, at_h, ws, hs, step, slot, w_group, h_group, groups, BITS: gl.constexpr,
+               GROUP: gl.constexpr, WORDS: gl.constexpr, FULL: gl.constexpr):  # fmt: skip
+    """Begin copying the words of a step into `slot` of their ring, zeros past the end of a row. FULL: no
+    row ends within a step."""
+    group, inside = step_group(step, WORDS)
+    first = group * (GROUP * BITS // 32)
+    if FULL:
+        async_copy.async_copy_global_to_shared(ws.index(slot), at_w + (first + inside))
+        if BITS == 3:
+            async_copy.async_copy_global_to_shared(hs.index(slot), at_h + first)
+    else:
+        ok = (group + w_group < groups)[None, :]
+        async_copy.async_copy_global_to_shared(ws.index(slot), at_w + (first + inside), mask=ok)
+        if BITS == 3:
+            ok = (group + h_group < groups)[None, :]
+            async_copy.async_copy_global_to_shared(hs.index(slot), at_h + first, mask=ok)
+
+
+@gluon.jit
+def copy_inputs(at_x, xs, piece, slot, COLUMNS: gl.constexpr):
+    """Begin copying the inputs of a piece into `slot` of their ring."""
+    async_copy.async_copy_global_to_shared(xs.index(slot), at_x + piece * COLUMNS)
+
+
+@gluon.jit
+def corrected(acc, u, u_row, z, row0, token0, rows, tokens, ranks, RANKS: gl.constexpr,
+              PARTS: gl.constexpr, BR: gl.constexpr, NP: gl.constexpr, A: gl.constexpr, D: gl.constexpr,
+              WARPS: gl.constexpr):  # fmt: skip
+    """`acc` plus z Uᵀ of a correction, by one product more."""
+    ZS: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=32 if RANKS == 16 else 64 if RANKS == 32 else 128, element_bitwidth=16, rank=2
+    )
+    ZL: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
+    token = token0 + gl.arange(0, NP, gl.SliceLayout(1, ZL))
+    rank = gl.arange(0, RANKS, gl.SliceLayout(0, ZL))
+    there = (token < tokens)[:, None] & (rank < ranks)[None, :]
+    at = z + token[:, None] * ranks + rank[None, :]
+    found = gl.load(at, mask=there, other=0.0)
+    for other in gl.static_range(1, PARTS):
+        found += gl.load(at + other * tokens * ranks, mask=there, other=0.0)
+    zs = gl.allocate_shared_memory(D, [NP, RANKS], ZS)
+    zs.store(found.to(D))
+    row = row0 + gl.arange(0, BR, gl.SliceLayout(1, A))
+    rank = gl.arange(0, RANKS, gl.SliceLayout(0, A))
+    held = (row < rows)[:, None] & (rank < ranks)[None, :]
+    left = gl.load(u + row[:, None].to(gl.int64) * u_row + rank[None, :], mask=held, other=0.0)
+    fence_async_shared()
+    gl.thread_barrier()
+    return warpgroup_mma(left, zs.permute((1, 0)), acc)
 
 
 @gluon.jit

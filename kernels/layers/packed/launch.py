@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.launching import launch
+from blr.kernels.common.replay import Launches
+from blr.kernels.decode.gemv.segments import Segment
 from blr.kernels.decode.quantized.formats import PLANES
+from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedSegment
 from blr.kernels.layers.packed.unpacking import instructions, pieces_of
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-MOST = {8: 256, 4: 768, 3: 512, 2: 768}  # tokens up to which it is faster than a plain copy and cuBLAS
+# Tokens up to which it is faster than a plain copy and cuBLAS; fewer where a copy of so many weights is.
+MOST = {8: 256, 4: 768, 3: 512, 2: 768}
+SQUARE, SMALL = 1 << 24, 1 << 22
+FILLED = 128  # programs that fill the GPU
+REGISTERS = 128  # of a thread in three bits, of few tokens: a multiprocessor has room for four programs
+RANKS = 64  # of a correction that a product adds
 SHARED = 226 << 10  # bytes of shared memory that the rings of a program may take
 
 
@@ -53,13 +63,19 @@ def even_split(steps: int, split: int) -> int:
 @functools.cache
 def default_tile(rows: int, K: int, bits: int, group: int, tokens: int) -> ProductTile:
     """The sizes that were the fastest on one H200 (scripts/log, 2026-11-27) for a weight [rows, K]."""
+    few = rows * K <= SQUARE
     slots = 8
-    while slots < min(tokens, 256):
+    while slots < min(tokens, 128 if few else 256):
         slots *= 2
-    high, programs = (64, 264) if slots <= (128 if bits == 3 else 32) else (128, 132)
     if slots <= 16:
-        programs = 1024  # bound by memory: many small ones hide its latency
-    split, tiles = 1, -(-rows // high) * -(-tokens // slots)
+        high, programs = 64, 1024  # bound by memory: many small ones hide its latency
+    elif few:  # the last program of a tile adds up its parts: few of them
+        high, programs = 64, FILLED
+        while slots > 16 and 4 * _tiles(rows, high, tokens, slots) < FILLED:
+            slots //= 2
+    else:
+        high, programs = (64, 264) if slots <= (128 if bits == 3 else 32) else (128, 132)
+    split, tiles = 1, _tiles(rows, high, tokens, slots)
     while split < 8 and 2 * split * tiles <= programs:
         split *= 2
     split = even_split(steps_of(K, bits, group), split)
@@ -69,11 +85,25 @@ def default_tile(rows: int, K: int, bits: int, group: int, tokens: int) -> Produ
     return tile
 
 
-def takes(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int) -> bool:
+def _tiles(rows: int, high: int, tokens: int, slots: int) -> int:
+    return -(-rows // high) * -(-tokens // slots)
+
+
+def _most(rows: int, K: int, bits: int) -> int:
+    """Tokens up to which it is faster than a plain copy of a weight and cuBLAS."""
+    return MOST[bits] if rows * K > SQUARE else min(MOST[bits], 256 if rows * K > SMALL else 128)
+
+
+def takes(
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, v: Tensor | None, bits: int
+) -> bool:
     """Whether `product` can compute a layer's product and is the fastest way to."""
-    if not 0 < len(x) <= MOST[bits] or x.dtype not in NAMES or scale.dtype != x.dtype:
+    most = _most(len(packed), x.shape[1], bits)
+    if not 0 < len(x) <= most or x.dtype not in NAMES or scale.dtype != x.dtype:
         return False
-    if bias is not None and bias.dtype != x.dtype:
+    if any(t is not None and t.dtype != x.dtype for t in (bias, v)) or (
+        v is not None and len(v) > RANKS
+    ):
         return False
     even = packed.data_ptr() % 16 == 0 and packed.stride(0) % 16 == 0 and packed.stride(1) == 1
     return bool(len(packed)) and even and x.stride(1) == 1 and has_wgmma(x.device)
@@ -92,37 +122,78 @@ def has_wgmma(device: torch.device) -> bool:
 
 
 def product(
-    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, bits: int, group: int,
-    curved: bool = True,
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None,
+    bits: int, group: int, curved: bool,
 ) -> Tensor:  # fmt: skip
-    """``x Wᵀ + bias`` [n, R] in the dtype of x, by one kernel, for what `takes` allows.
+    """``x Wᵀ + bias + x Vᵀ Uᵀ`` [n, R] in the dtype of x, for what `takes` allows: of one token on the
+    CUDA cores (`kernels/decode`), of more by `fused_product`.
 
     Args:
         x: [n, K], bfloat16 or float16, columns of stride 1. packed: [R, bytes], as
             `decode/quantized/reference.py` says. scale: [R, groups] and bias: [R], in the dtype of x.
             curved: which of the two grids of 3 bits.
+        u: [R, r], v: [r, K], r up to `RANKS`: of a correction, in the dtype of x, contiguous.
     """
+    given = (x, packed, scale, bias, u, v)
+    lies = [None if t is None else (t.shape, t.stride(), t.dtype) for t in given]
+    key = (bits, group, curved, x.device, *lies)
+    run = _PLANS.get(key)
+    if run is None:
+        one = _one_token if len(x) == 1 else fused_product
+        run = _PLANS.keep(key, Launches(partial(one, bits=bits, group=group, curved=curved)))
+    y: Tensor = run(*given)
+    return y
+
+
+_PLANS = Plans()
+
+
+def _one_token(
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None,
+    *, bits: int, group: int, curved: bool,
+) -> Tensor:  # fmt: skip
+    from blr.kernels.decode.quantized.either import stages
+
+    y = torch.empty(1, len(packed), dtype=x.dtype, device=x.device)
+    correction = None
+    if u is not None and v is not None:
+        z = torch.empty(1, len(v), dtype=torch.float32, device=x.device)
+        correction = Correction(Segment(x, v[None], z), Narrow(u[None]))
+    weight = (packed[None], scale[None], bits, x.shape[1])
+    more: dict[str, Any] = {"group": group, "correction": correction, "curved": curved}
+    stages([QuantizedSegment(x, *weight, y, bias, **more)], pdl=True)()
+    return y
+
+
+def fused_product(
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, u: Tensor | None = None,
+    v: Tensor | None = None, *, bits: int, group: int, curved: bool = True,
+    tile: ProductTile | None = None,
+) -> Tensor:  # fmt: skip
+    """`product` by one kernel and one that prepares its inputs; tile: in place of `default_tile`'s."""
     from blr.kernels.layers.packed.fused import product_kernel
-    from blr.kernels.layers.packed.triton import ordered
+    from blr.kernels.layers.packed.triton import prepare, whole_ranks
 
     (tokens, K), rows = x.shape, len(packed)
-    x = ordered(x, bits, group)
-    tile = default_tile(rows, K, bits, group, tokens)
+    tile = tile or default_tile(rows, K, bits, group, tokens)
     words = packed.view(torch.int32)
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     tiles = -(-rows // tile.BR) * -(-tokens // tile.NP)
-    partial = counter = y
+    partial = y
     if tile.SPLIT > 1:
         size = tiles * tile.SPLIT * tile.BR * tile.NP
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
-        counter = torch.zeros(tiles, dtype=torch.int32, device=x.device)
+    made = prepare(x, bits, group, v, tiles if tile.SPLIT > 1 else 0, pdl=True)
+    z = y if made.z is None else made.z
     name = NAMES[x.dtype]
     launch(
         product_kernel,
         (tiles * tile.SPLIT,),
         (
-            *(x, x.stride(0), words, words.stride(0), scale, scale.stride(0)),
-            *(x if bias is None else bias, y, y.stride(0), partial, counter, tokens, rows, K),
+            *(made.x, made.x.stride(0), words, words.stride(0), scale, scale.stride(0)),
+            *(y if bias is None else bias, y if u is None else u, 0 if u is None else u.stride(0), z),
+            *(y, y.stride(0), partial, y if made.counter is None else made.counter),
+            *(tokens, rows, K, 0 if v is None else len(v)),
         ),
         {
             "BITS": bits,
@@ -135,7 +206,12 @@ def product(
             "WARPS": tile.num_warps,
             "BIAS": bias is not None,
             "FULL": steps_of(K, bits, group) * 512 // PLANES[bits][0] == -(-K // group) * group,
+            "RANKS": whole_ranks(0 if v is None else len(v)),
+            "PARTS": 1 if made.z is None else len(made.z),
+            "WAIT": 0 if not made.launched else 2 if made.x is x else 1,
         },
         num_warps=tile.num_warps,
+        **({"maxnreg": REGISTERS} if bits == 3 and tile.NP <= 16 else {}),
+        **({"launch_pdl": True} if made.launched else {}),
     )
     return y

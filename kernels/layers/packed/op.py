@@ -42,44 +42,54 @@ def packed_linear(
     bits: int,
     group: int,
     curved: bool = True,
+    u: Tensor | None = None,
+    v: Tensor | None = None,
 ) -> Tensor:
     """The product with a weight [R, K] of `bits` 8, 4, 3 or 2 in groups of `group`; `curved`: which of
-    the two grids of 3 bits.
+    the two grids of 3 bits. With u and v of a correction: ``x (W + u v)ᵀ + bias``.
 
     Args:
         x: [..., K], any float dtype. packed: [R, bytes]. scale: [R, groups]. bias: [R] or None.
+        u: [R, r], v: [r, K], contiguous. They get no gradient.
 
     Returns:
         [..., R] in the dtype of `x`.
     """
-    x, bias = autocast((x, bias))
-    y = apply(_LINEAR, rows(x), packed, scale, bias, bits, group, curved)
+    x, bias, u, v = autocast((x, bias, u, v))
+    y = apply(_LINEAR, rows(x), packed, scale, bias, u, v, bits, group, curved)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _forward(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, *form: Any) -> Tensor:
+Maybe = Tensor | None
+
+
+def _forward(
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Maybe, u: Maybe, v: Maybe, *form: Any
+) -> Tensor:
     (bits, *grid), K, step = form, x.shape[1], max(WHOLE // max(x.shape[1], 1), 1)
-    if x.is_cuda and takes(x, packed, scale, bias, bits):
-        return product(x, packed, scale, bias, bits, *grid)
+    if x.is_cuda and takes(x, packed, scale, bias, v, bits):
+        return product(x, packed, scale, bias, u, v, bits, *grid)
     if step >= len(packed):
-        return linear(x, dequantize(packed, scale, bits, K, x.dtype, *grid), bias)
-    parts = zip(packed.split(step), scale.split(step), strict=True)
-    y = torch.cat([linear(x, dequantize(*part, bits, K, x.dtype, *grid)) for part in parts], 1)
-    return y if bias is None else y.add_(bias)
+        y = linear(x, dequantize(packed, scale, bits, K, x.dtype, *grid), bias)
+    else:
+        parts = zip(packed.split(step), scale.split(step), strict=True)
+        y = torch.cat([linear(x, dequantize(*part, bits, K, x.dtype, *grid)) for part in parts], 1)
+        y = y if bias is None else y.add_(bias)
+    return y if u is None or v is None else y.addmm_(x @ v.mT, u.mT)
 
 
-def _fake(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, *form: Any) -> Tensor:
+def _fake(x: Tensor, packed: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], packed.shape[0])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, packed, scale, _, *ctx.form = inputs
+    x, packed, scale, _, u, v, *ctx.form = inputs
     ctx.width = x.shape[1]
-    ctx.save_for_backward(packed, scale)
+    ctx.save_for_backward(packed, scale, u, v)
 
 
 def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    (packed, scale), (bits, *grid) = ctx.saved_tensors, ctx.form
+    (packed, scale, u, v), (bits, *grid) = ctx.saved_tensors, ctx.form
     for_x, *_, for_bias = ctx.needs_input_grad[:4]
     dx = None
     if for_x:
@@ -87,14 +97,15 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         parts = zip(g.split(step, 1), packed.split(step), scale.split(step), strict=True)
         made = (a @ dequantize(q, s, bits, ctx.width, g.dtype, *grid) for a, q, s in parts)
         dx = functools.reduce(torch.add, made)
-    return dx, None, None, g.sum(0) if for_bias else None, None, None, None
+        dx = dx if u is None else dx.addmm(g @ u, v)
+    return dx, None, None, g.sum(0) if for_bias else None, *(None,) * 5
 
 
 _LINEAR = called(
     register(
         "packed_linear",
-        "(Tensor x, Tensor packed, Tensor scale, Tensor? bias, int bits, int group, bool curved) "
-        "-> Tensor",
+        "(Tensor x, Tensor packed, Tensor scale, Tensor? bias, Tensor? u, Tensor? v, int bits, "
+        "int group, bool curved) -> Tensor",
         *(_forward, _fake, _setup, _backward, _forward),
     )
 )
