@@ -61,7 +61,8 @@ CORRECTED = f"""
 def engine() -> Engine:
     """vLLM by compressed-tensors, which transformers loads, too."""
     packages = ("compressed-tensors", "peft")
-    return Engine("vllm", "vLLM", packages, refusal, plan, load, commands)
+    plugin = ", or serve the checkpoint itself by the plugin of blr-compress"
+    return Engine("vllm", "vLLM", packages, refusal, plan, load, commands, plugin)
 
 
 def refusal(spec: Spec) -> str:
