@@ -37,6 +37,7 @@ VARIABLES = {
     "BLR_EVAL, BLR_ONLY, BLR_COUNT, BLR_TABLE": "of scripts/batch_compress.sh (see its head)",
     "BLR_FULL, BLR_ENV, BLR_PACKAGES, BLR_PAGES, BLR_COMMON": "of scripts/check*",
     "BLR_VLLM, BLR_VLLM_PYTHON": "of scripts/check_vllm.sh",
+    "BLR_ENGINES": "of scripts/check_engines.sh",
     "BLR_MEETING, BLR_PARENT": "set by `--gpus` for the processes that it starts; not for you",
     "HF_HUB_OFFLINE, HF_HOME, HF_TOKEN, HF_ENDPOINT": "the hub: no socket, cache, login, another hub",
     "OMP_NUM_THREADS, MKL_NUM_THREADS": "threads on a CPU where `--threads` says nothing",
@@ -51,8 +52,7 @@ VARIABLES = {
 FIELDS = {  # of a recipe, that no option sets
     "extends": "a shipped recipe or a file beside this one, whose settings these replace",
     "rules": "settings of the layers whose names match a glob, the first match counting; keys: match, "
-    "method, cf, rank, blocks, pattern, pivot, heads, solver, rounds, quantize, group, couplings, base, "
-    "bpw",
+    "method, cf, rank, blocks, pattern, heads, solver, rounds, quantize, group, couplings, base, bpw",
     "floor": "least share of its uniform rank that the allocation by sensitivity leaves a layer",
     "strength": "weight of the sensitivities against uniform ranks",
     "sequential": "fit each layer to the inputs that the compressed layers before it give",

@@ -10,13 +10,14 @@ import pytest
 import yaml
 from scripting import ROOT, script
 
+from blr.compressor.exporting.options import KINDS
 from blr.compressor.modeling.splitting import AXES
 from blr.kernels.common.transient import VARIABLE, transient_bytes
 
 prose = script("prose")
 pytestmark = pytest.mark.fast
 GPU = re.compile(r"\b(?:G?[HB]\d00|A\d{2,3}|L40?S?|T4|V100|RTX[ -]?\w?\d{4})\b")
-DENIES = re.compile(r"\b(no|not|never)\b")
+SAYS_WHICH = re.compile(r"\b(no|not|never)\b|--as (vllm|plain)\b")
 SAY_MEASURED = ("README.md", "scripts/RESULTS.md", "recipes/README.md")
 GUIDES = [page for page in prose.PAGES if page.startswith("recipes/guides/0")]
 FOR_USERS = [*SAY_MEASURED, *GUIDES, "scripts/CHANGELOG.md"]
@@ -44,10 +45,11 @@ def plugin(name: str) -> object:
 
 
 @pytest.mark.parametrize("page", FOR_USERS)
-def test_no_page_says_that_vllm_serves_exports(page: str) -> None:
-    """It refuses them (tests/vllm): what names both says so, and speeds of exports are not vLLM's."""
+def test_no_page_says_that_vllm_serves_every_export(page: str) -> None:
+    """It takes those of two kinds, and refuses others (tests/vllm). Speeds of exports are not vLLM's."""
+    assert {"vllm", "plain"} <= set(KINDS)
     both = [p for p in passages(page) if re.search("vllm", p, re.I) and re.search("export", p, re.I)]
-    assert [p for p in both if not DENIES.search(p)] == []
+    assert [p for p in both if not SAYS_WHICH.search(p)] == []
     assert [s for s in sentences(page) if re.search(r"vllm.*\d tokens", s, re.I)] == []
 
 
@@ -58,9 +60,8 @@ def test_what_readme_promises_first_is_not_of_vllm() -> None:
 
 def test_the_guide_names_the_families_that_vllm_serves() -> None:
     guide = "recipes/guides/04-export-and-serve.md"
-    (said,) = (s for s in sentences(guide) if "plugin serves" in s)
-    named = re.findall(r"\w+", said.partition("plugin serves")[2].replace(" and", ""))
-    assert tuple(named) == plugin("FAMILIES")
+    (said,) = (s for s in sentences(guide) if "The plugin takes" in s)
+    assert tuple(re.findall(r"\b[A-Z]\w+", said.partition(" takes ")[2])) == plugin("FAMILIES")
     (split,) = (s for s in sentences(guide) if "are split over GPUs" in s)
     assert {"Low rank": "svd", "BLAST": "blast", "Monarch": "monarch"}.keys() == set(
         re.split(", | and ", split.partition(" are ")[0])

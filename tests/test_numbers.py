@@ -108,8 +108,6 @@ def test_single_rows_and_columns(method: str, tmp_path: Path) -> None:
     run(tmp_path / "llama", tmp_path / "out", method=method, include=include, **chain)
     errors = [record["error"] for record in records(tmp_path / "out").values()]
     assert len(errors) == 6 and max(errors) < 1e-5
-    if method == "svd":  # a single row is no pivot of others
-        run(tmp_path / "llama", tmp_path / "pivots", method=method, include=include, pivot=True, rank=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])

@@ -6,46 +6,47 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 
+BURST = 1.0  # seconds in which further signals are the same one: a launcher passes it on to us
 _lock = threading.Lock()
 _holding = False  # whether work is in progress that will be saved
-_number = 0  # of the signal that waits
-_leave: Callable[[], object] | None = None  # what ends the process then
+_waiting: tuple[int, Callable[[], object], float] | None = None  # a signal, how to follow it, its time
 
 
-def hold(number: int, leave: Callable[[], object]) -> bool:
-    """Whether the signal `number` waits until work is saved; `leave` is called then. Only one waits: a
-    second one stops at once."""
-    global _number, _leave
+def hold(number: int, follow: Callable[[], object]) -> bool:
+    """Whether the signal `number` waits until work is saved; `follow` is called then. A second one that
+    comes later does not wait."""
+    global _waiting
     with _lock:
-        if not _holding or _number:
-            return False
-        _number, _leave = number, leave
-        return True
+        if _holding and _waiting is None:
+            _waiting = number, follow, monotonic()
+        return _holding and _waiting is not None and monotonic() - _waiting[2] < BURST
 
 
 def waiting() -> int:
     """The number of the signal that waits; 0 for none."""
-    return _number
+    return _waiting[0] if _waiting else 0
 
 
 def leave(number: int) -> None:
     """End the process for the signal `number`, which this process or another has received."""
-    if _leave is not None:
-        _leave()
+    if _waiting:
+        _waiting[1]()
     os._exit(128 + number)
 
 
 @contextmanager
 def holding(held: bool = True) -> Iterator[None]:
-    """Meanwhile signals wait (or not, if not `held`); one that came in time is followed in the end."""
+    """Meanwhile signals wait, or not if not `held`; one that waits is followed in the end."""
     global _holding
+    before = _holding
     with _lock:
-        before, _holding = _holding, held
+        _holding = held
     try:
         yield
     finally:
         with _lock:
             _holding = before
-    if _number and not before:
-        leave(_number)
+    if _waiting and not before:
+        leave(_waiting[0])

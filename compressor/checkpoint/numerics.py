@@ -12,7 +12,7 @@ from math import isfinite, prod
 import torch
 from torch import Tensor
 
-from blr.compressor.base.errors import InputError, NumericsError
+from blr.compressor.base.errors import NumericsError
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import Spec
 
@@ -39,17 +39,6 @@ def check_finite(tensor: Tensor, name: str, how: str = "") -> None:
             f"{name} holds {bad} NaN or Inf values of {tensor.numel()} {how}; expected finite ones: "
             "repair the checkpoint, or choose a --dtype with their range"
         )
-
-
-def check_indices(name: str, spec: Spec, tensors: Mapping[str, Tensor]) -> None:
-    """Raise InputError for indices of a structured layer that do not name each place once."""
-    for index, (count,) in spec.indices().items():
-        found = tensors[index].sort().values
-        if not torch.equal(found, torch.arange(count, dtype=found.dtype, device=found.device)):
-            raise InputError(
-                f"{name}: {index} is no order of {count} outputs, expected each of them once; "
-                "compress the model again"
-            )
 
 
 def check_product(

@@ -32,9 +32,7 @@ bench_app = typer.Typer(
 )
 OutputOption = Annotated[
     Path | None,
-    typer.Option(
-        *("--output", "-o"), callback=values.place, help="Write results.json and results.csv here."
-    ),
+    typer.Option("--output", "-o", callback=values.place, help="Write results.json here."),
 ]
 
 

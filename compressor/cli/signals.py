@@ -109,10 +109,10 @@ def _watch(reader: int, running: Running) -> None:
     while (taken := os.read(reader, 1)) != DONE:
         if taken[0] in SIGNALS:
             number = taken[0]
-            leave = partial(_leave, number, running)
+            leave, known = partial(_leave, number, running), stopping.waiting()
             if not stopping.hold(number, leave):
                 leave()
-            if environment.is_first():
+            if environment.is_first() and not known:
                 say_now("stopping once this step is done and saved; a second signal stops at once")
 
 

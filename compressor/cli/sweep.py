@@ -62,7 +62,7 @@ def sweep(
     Options:
         output (--output, -o): Folder to write; a sweep that stopped there goes on.
         text (--text, --eval): Measure losses on this text file or .jsonl; repeatable.
-        methods: Structures to try, as svd,svd-pivot,blast,monarch. [svd,blast]
+        methods: Structures to try, as svd,blast,monarch. [svd,blast]
         cf: Compression factors to try for structures alone, as 1.5,2. [none]
         quantize: Storage of factors to try, as none,int8.
         base: Bits of dense weights to correct, as int2,int3. [none]
@@ -76,6 +76,7 @@ def sweep(
         keep: Keep every checkpoint beside its figures.
     """
     from blr.compressor.base.progress import Progress
+    from blr.compressor.checkpoint.regular import read_start
     from blr.compressor.cli.signals import stop_on_signals
     from blr.compressor.commands.sweep.grid import NONE, Grid, listed, points_of
     from blr.compressor.commands.sweep.page import table
@@ -108,6 +109,8 @@ def sweep(
     with stop_on_signals() as running:
         if calibration is not None:
             check_text(calibration, offline)
+        for path in text:
+            read_start(path)  # before torch is imported
         running.kept, running.place = "finished points are", output
         found = resolve_model(model, offline=offline)
         settings = SweepSettings(

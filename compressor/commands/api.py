@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
+from blr.compressor.checkpoint.regular import read_start
 from blr.compressor.loading.resolve import default_output, resolve_model
 from blr.compressor.recipe.asked import asked_recipe
 from blr.compressor.recipe.schema import Recipe
@@ -69,7 +70,7 @@ def compress(
     whole = bool(options.heal or asked.get("mix") or own or options.allow_pickle)
     if stream and whole:
         raise UsageError(
-            "--stream with --heal, --mix, --calibration self or --allow-pickle: these take the "
+            "--stream with --heal, --mix, --text self or --allow-pickle: these take the "
             "whole model; leave it out, and set HF_HOME to a disk with room"
         )
     hub: dict[str, Any] = {"revision": options.revision, "offline": options.offline}
@@ -136,7 +137,6 @@ def export(
         settings: fields of `exporting.options.ExportOptions` (kind, gpu, batch, quantize, …), by name.
     """
     from blr.compressor.base.threads import use_threads
-    from blr.compressor.exporting.job import export as export_folder
     from blr.compressor.exporting.options import ExportOptions, check_options
 
     name, progress = str(checkpoint), progress or Progress(quiet=True)
@@ -147,6 +147,9 @@ def export(
     check_output(progress.output, options.overwrite, (name,))
     found = resolve_model(name, revision=options.revision, offline=options.offline)
     options = options.named(found.name, found.revision)
+    _check_files(options.text)
+    from blr.compressor.exporting.job import export as export_folder
+
     return export_folder(found.folder, progress.output, options, progress)
 
 
@@ -208,6 +211,7 @@ def evaluate(
         lm_eval.check_installed()
     use_threads(asked.threads)
     found = resolve_model(str(checkpoint), offline=asked.offline)
+    _check_files(*asked.text, asked.sts)
     dense = resolve_model(asked.against, offline=asked.offline) if asked.against else None
     progress.loading()
     from blr.compressor.commands.evaluate import evaluate_folder
@@ -215,6 +219,12 @@ def evaluate(
     judged = {"name": found.name, "digest": computing_digest(found.folder)}  # for `blr push`
     told = {"checkpoint": judged, **({"dense": dense.name} if dense else {})}
     return told | evaluate_folder(found.folder, asked, progress, dense.folder if dense else None)
+
+
+def _check_files(*paths: Path | None) -> None:
+    """Raise InputError for a file that cannot be read, before torch is imported, which takes seconds."""
+    for path in filter(None, paths):
+        read_start(path)
 
 
 def _several(names: str | Path | Sequence[str | Path] | None) -> Sequence[str | Path]:

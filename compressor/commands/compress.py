@@ -98,7 +98,7 @@ def compress(
     with opened(output, settings, folder) as workspace:
         source = open_checked(folder, settings.allow_pickle, workspace.pickled)
         if settings.calibration is not None or settings.heal:
-            check_transformers(source, "--calibration and --heal take")
+            check_transformers(source, "--text and --heal take")
         recipe, said = sized(source, recipe, settings.calibration is not None)
         progress.notes([said] * bool(said))
         plan = make_plan(source, recipe)

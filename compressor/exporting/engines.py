@@ -7,8 +7,10 @@ there is refused, or written dense with `--dense-rest`. To add an engine, write 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,14 @@ from blr.compressor.checkpoint.extras import CARD, LAYERS
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.options import ENGINES, ExportOptions
-from blr.compressor.exporting.ordinary import is_pair
+from blr.compressor.exporting.ordinary import dense_config, is_pair
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.plan import ExportPlan
 from blr.compressor.exporting.tensors import LINEAR, Tensors, plan_tensors, unpacked_factor
 from blr.compressor.loading.native import continues_text, meta_model, native_class
+from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.modeling.modeling_blr import module_names
+from blr.compressor.modeling.registry import register
 from blr.compressor.output.card import TAGS, card_front
 from blr.compressor.output.files import carried_files, check_fills, json_file
 from blr.compressor.output.loss_messages import MARK
@@ -45,6 +49,8 @@ from blr.compressor.structures.specs import (
 from blr.kernels.decode.quantized.formats import GROUPS
 from blr.kernels.decode.quantized.reference import unpack
 
+WHAT = """{count} linear layers are in few bits ({kinds}).
+All other tensors are those of a {type}."""
 CARD_TEXT = """# {name}, for {title} by blr
 
 {what}
@@ -56,6 +62,7 @@ CARD_TEXT = """# {name}, for {title} by blr
 Written by blr {version}; `blr verify` checks the files against `blr_manifest.json`.
 """
 IMPORTED = {"llama-cpp-python": "llama_cpp"}  # packages that are imported by another name
+CURVED = "int3 on curved levels; --grid uniform of blr compress has even ones"
 PLACE = "OUT"  # stands for the folder in the commands of a card
 
 
@@ -68,6 +75,7 @@ class Engine:
         packages: what `load` imports, as pip names them; where one is missing nothing is run.
         refusal: why a layer has no exact form there, "" if it has one. It gets only layers of
             `base_of` a weight in few bits and `correction_of` a plain low rank.
+        kind: what a layer is stored as there, and adapter: what corrects layers, in words.
         plan: plans the folder, from headers, with some layers of the checkpoint made dense.
         load: loads a written folder in a dtype of torch, or "auto". The result is called and asked as a
             causal language model of transformers is: ``model(input_ids=ids).logits``, ``model.config``.
@@ -79,6 +87,8 @@ class Engine:
     title: str
     packages: tuple[str, ...]
     refusal: Callable[[Spec], str]
+    kind: Callable[[Spec], str]
+    adapter: str
     plan: Callable[[Checkpoint, Mapping[str, Spec], ExportOptions], ExportPlan]
     load: Callable[[Path, Any], Any]
     commands: Callable[[str, ExportPlan], list[str]]
@@ -163,9 +173,9 @@ def correction_of(spec: Spec) -> Spec | None:
 
 def rank_of(correction: Spec) -> int:
     """The rank of a correction that `refusal` lets pass."""
-    whole = correction.plain.low_rank()
-    assert isinstance(whole, LowRankSpec)
-    return whole.rank
+    plain = correction.plain
+    assert isinstance(plain, LowRankSpec)
+    return plain.rank
 
 
 def levels_of(source: Source, module: str, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -221,10 +231,17 @@ def other_tensors(checkpoint: Checkpoint, rest: Mapping[str, Spec], dtype: str |
     return plan_tensors(replace(source, entries=others), {}, dtype, None, rest)
 
 
-def check_kept(kept: Checkpoint, config: Mapping[str, Any], others: Tensors) -> None:
-    """Raise InputError if the layers in few bits and the tensors beside them do not fill the model."""
+def begun(
+    checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOptions
+) -> tuple[Checkpoint, dict[str, Any], Tensors]:
+    """The layers in few bits, the native configuration and all other tensors, with the layers `rest`
+    dense. Raises InputError where they do not fill the model."""
+    source, kept = checkpoint.source, without(checkpoint, rest)
+    register(source.model_type)  # tokenizers of the source are loaded by its model type
+    config, others = dense_config(source, options.dtype), other_tensors(checkpoint, rest, options.dtype)
     dense = {f"{m}.weight": (s.out_features, s.in_features) for m, s in kept.specs.items()}
-    check_fills(kept.source, native_class(kept.source), config, others.shapes | dense)
+    check_fills(source, native_class(source), config, others.shapes | dense)
+    return kept, config, others
 
 
 def stored_bits(plan: ExportPlan) -> dict[str, float]:
@@ -238,16 +255,36 @@ def stored_bits(plan: ExportPlan) -> dict[str, float]:
     return found
 
 
-def engine_files(
-    engine: Engine, plan: ExportPlan, what: str, options: ExportOptions
-) -> dict[str, bytes | Path]:
-    """Card, record of the layers and carried files of an export for `engine`.
+def planned(
+    engine: Engine,
+    checkpoint: Checkpoint,
+    rest: Mapping[str, Spec],
+    options: ExportOptions,
+    files: Mapping[str, bytes],
+    **contents: Any,
+) -> ExportPlan:
+    """The plan of a folder for `engine` with the layers `rest` dense. `files` are its small ones,
+    `contents` other members of the plan."""
+    source, kept = checkpoint.source, without(checkpoint, rest)
+    plan = ExportPlan(
+        checkpoint=kept,
+        stored=checkpoint.specs,
+        densified=sorted(rest),
+        small_files=dict,
+        described={"engine": engine.name, "layers": sorted(kept.specs)},
+        **{"check_loads": partial(keep_tokenizer, source.folder), **contents},
+    )
+    return replace(plan, small_files=partial(_small_files, engine, plan, options, files))
 
-    `what` says in the card what is written. The caller adds config.json and files of the engine.
-    """
+
+def _small_files(
+    engine: Engine, plan: ExportPlan, options: ExportOptions, files: Mapping[str, bytes]
+) -> dict[str, bytes | Path]:
+    """Card, record of the layers, configuration and carried files of an export, beside `files`."""
     source, name = plan.checkpoint.source, options.source_name
-    told = {"name": name, "title": engine.title, "what": what, "loss": MARK, "version": __version__}
-    card = CARD_TEXT.format(**told, commands="\n".join(engine.commands(PLACE, plan)))
+    told = {"name": name, "title": engine.title, "what": _told(engine, plan.checkpoint), "loss": MARK}
+    commands = "\n".join(engine.commands(PLACE, plan))
+    card = CARD_TEXT.format(**told, commands=commands, version=__version__)
     records: dict[str, Any] = {
         module: {"type": module.rpartition(".")[2], "spec": spec.to_dict(), "error": None, "notes": []}
         for module, spec in plan.checkpoint.specs.items()
@@ -256,27 +293,44 @@ def engine_files(
         records[module]["bits"] = bits
     return {
         **carried_files(source),
+        **files,
+        "config.json": json_file(plan.config),
         LAYERS: json_file(records),
         CARD: (card_front(source.folder, name, TAGS[:1]) + card).encode(),
     }
 
 
+def _told(engine: Engine, kept: Checkpoint) -> str:
+    """What a card says of the layers in few bits."""
+    counts = Counter(map(engine.kind, kept.specs.values()))
+    kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+    said = WHAT.format(count=len(kept.specs), kinds=kinds, type=kept.source.model_type)
+    corrected = sum(correction_of(spec) is not None for spec in kept.specs.values())
+    return said + (f"\n{engine.adapter} corrects {corrected} of them." if corrected else "")
+
+
 # Types of models, and scalings of rotary positions, that MLX and llama.cpp compute as transformers does
 TYPES, ROTARY = ("llama", "mistral", "qwen2", "qwen3"), ("default", "linear", "llama3")
+ACTIVATION = "silu"
 
 
 def check_decoder(source: Source, engine: Engine, rotary: Collection[str] = ROTARY) -> Any:
     """The configuration of a model that `engine` computes as transformers does. Raises CapabilityError
-    for other types, and for other scalings of rotary positions than `rotary`."""
+    for other types and activations, and for scalings of rotary positions that are not in `rotary`."""
     config = meta_model(source).config
     kind = config.rope_parameters["rope_type"] if source.model_type in TYPES else None
-    found = f"a {source.model_type}" if kind is None else f"rotary positions of type {kind}"
-    if kind not in rotary:
-        raise CapabilityError(
-            f"--as {engine.name}: {source.folder} has {found}, expected one of "
-            f"{', '.join(TYPES if kind is None else rotary)}; take --as vllm or --as dense"
-        )
-    return config
+    known: Collection[str] = rotary
+    found = f"rotary positions of type {kind}"
+    if kind is None:
+        known, found = TYPES, f"a model of type {source.model_type}"
+    elif config.hidden_act != ACTIVATION:
+        known, found = (ACTIVATION,), f"the activation {config.hidden_act}"
+    elif kind in rotary:
+        return config
+    raise CapabilityError(
+        f"--as {engine.name}: {source.folder} has {found}, expected {' or '.join(known)}; "
+        "take --as vllm or --as dense"
+    )
 
 
 def window_told(config: Any, engine: Engine) -> tuple[str, ...]:
@@ -286,6 +340,16 @@ def window_told(config: Any, engine: Engine) -> tuple[str, ...]:
         return ()
     said = f"{engine.title} attends to all tokens before, the model to the last {window}"
     return (f"{said}: they agree up to {window} tokens",)
+
+
+def blocks_refusal(spec: Spec) -> str:
+    """Why MLX and llama.cpp have no exact form of a weight in few bits; "" if they have one."""
+    base = integers_of(spec)
+    if base.bits == 3 and base.curved:
+        return CURVED
+    if not finest(base.group, base.in_features):
+        return f"{base.in_features} inputs, which 32 does not divide"
+    return ""
 
 
 def finest(group: int, inputs: int) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from shlex import quote
@@ -22,34 +21,35 @@ from torch import Tensor
 from blr.compressor.base.errors import CapabilityError, NumericsError
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.engines import (
+    ROTARY,
     Engine,
     ForeignModel,
     adapter_factor,
+    begun,
+    blocks_refusal,
     check_decoder,
-    check_kept,
     correction_of,
-    engine_files,
-    finest,
     integers_of,
     levels_of,
-    other_tensors,
+    planned,
     rank_of,
     window_told,
-    without,
 )
 from blr.compressor.exporting.gguf_file import BF16, BLOCK, F16, F32, Q4_0, Q8_0, File, blocks
 from blr.compressor.exporting.gguf_values import ARCHITECTURES, model_values, tokenizer_values
 from blr.compressor.exporting.options import ExportOptions
-from blr.compressor.exporting.ordinary import dense_config
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.plan import ExportPlan
 from blr.compressor.exporting.tensors import Make, Tensors
+from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sidecar_files import keep_tokenizer
-from blr.compressor.modeling.registry import register
-from blr.compressor.output.files import json_file
+from blr.compressor.loading.tokenizer import PROBE
+from blr.compressor.output.files import Written
 from blr.compressor.structures.specs import Spec
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"
+# alpha 0: the product of the factors is added as it is, at any rank
+ADAPTER_VALUES = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 0.0}
 CONTEXT = 2048  # tokens that a check reads at most
 TENSORS = {
     "model.embed_tokens": "token_embd",
@@ -68,106 +68,63 @@ TENSORS = {
     "mlp.down_proj": "ffn_down",
 }
 KINDS = {"F16": F16, "BF16": BF16}  # of matrices by their stored dtype; others are F32
-WHAT = """{count} linear layers are in few bits in `{model}` ({kinds}), with the values that blr
-gave them; all other tensors are those of the model type {type}.{adapter}"""
-CORRECTED = f" The adapter `{ADAPTER}` corrects {{count}} of them."
 
 
 def engine() -> Engine:
     """llama.cpp by llama-cpp-python."""
-    return Engine("gguf", "llama.cpp", ("llama-cpp-python",), refusal, plan, load, commands)
+    how = blocks_refusal, kind, f"The adapter `{ADAPTER}`", plan, load, commands
+    return Engine("gguf", "llama.cpp", ("llama-cpp-python",), *how)
 
 
-def refusal(spec: Spec) -> str:
-    """Why llama.cpp has no exact form of a weight in few bits; "" if it has one."""
-    base = integers_of(spec)
-    if base.bits == 3 and base.curved:
-        return "int3 on curved levels; --grid uniform of blr compress has even ones"
-    if not finest(base.group, base.in_features):
-        return f"{base.in_features} inputs, which 32 does not divide"
-    return ""
-
-
-@dataclass(frozen=True)
-class Writing:
-    """What is written: the layers in few bits, the configuration of the model, and both files."""
-
-    kept: Checkpoint
-    config: Any
-    model: File
-    adapter: File
-
-    @property
-    def source(self) -> Source:
-        """The checkpoint."""
-        return self.kept.source
+def kind(spec: Spec) -> str:
+    """What a layer is stored as."""
+    return "Q8_0" if integers_of(spec).bits == 8 else "Q4_0"
 
 
 def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOptions) -> ExportPlan:
     """Plan the folder with the layers `rest` dense. Raises CapabilityError for models and tokenizers
     that llama.cpp does not have; InputError for tensors that would not load."""
-    source, kept = checkpoint.source, without(checkpoint, rest)
-    register(source.model_type)  # tokenizers of the source are loaded by its model type
+    source = checkpoint.source
     native = check_decoder(source, engine(), _rotary(source.model_type))
-    others = other_tensors(checkpoint, rest, options.dtype)
-    config = dense_config(source, options.dtype)
-    check_kept(kept, config, others)
+    kept, config, others = begun(checkpoint, rest, options)
     values = model_values(native, options.source_name)
     values |= tokenizer_values(source.folder, native.vocab_size)
-    values["general.file_type"] = _file_type(kept)
-    made = Tensors([], others.make)
-    writing = Writing(
-        kept,
-        native,
-        File(values, Tensors([], made.make)),
-        File(_adapter_values(native.model_type), Tensors([], made.make)),
-    )
-    _add_others(writing, others)
+    make = dict(others.make)
+    model = File(values, Tensors([], make))
+    adapter = File(ADAPTER_VALUES | _architecture(native), Tensors([], make))
+    _add_others(model, source, native, others)
     for module, spec in kept.specs.items():
-        _add_packed(writing, module, spec)
-        _add_adapter(writing, module, spec)
-    files = {MODEL: writing.model, ADAPTER: writing.adapter}
-    files = {name: file for name, file in files.items() if file.infos}
-    plan = ExportPlan(
-        kept,
-        checkpoint.specs,
-        config,
-        made,
-        sorted(rest),
-        dict,
-        lambda folder: keep_tokenizer(source.folder, folder),
-        {"engine": "gguf", "layers": sorted(kept.specs)},
+        _add_packed(model, source, native, module, spec)
+        _add_adapter(adapter, source, native, module, spec)
+    files = {MODEL: model} | ({ADAPTER: adapter} if adapter.infos else {})
+    return planned(
+        engine(),
+        checkpoint,
+        rest,
+        options,
+        {},
+        config=config,
+        tensors=Tensors([], make),
+        check_loads=partial(_check_loads, source),
         beside={name: file.tensors.slots for name, file in files.items()},
         told=_told(kept) + window_told(native, engine()),
         headers={name: file.header() for name, file in files.items()},
         names={module: name_of(f"{module}.weight").removesuffix(".weight") for module in kept.specs},
     )
-    return replace(plan, small_files=partial(_small_files, plan, options))
 
 
 def _rotary(model_type: str) -> tuple[str, ...]:
     """The scalings of rotary positions that llama.cpp has for a model type."""
-    known = ("default", "linear")
-    return (*known, "llama3") if ARCHITECTURES.get(model_type) == "llama" else known
+    return ROTARY if ARCHITECTURES.get(model_type) == "llama" else ROTARY[:2]
 
 
-def _adapter_values(model_type: str) -> dict[str, Any]:
-    """What the file of an adapter says; alpha 0 leaves its product as it is, at any rank."""
-    architecture = {"general.architecture": ARCHITECTURES[model_type], "general.type": "adapter"}
-    return {**architecture, "adapter.type": "lora", "adapter.lora.alpha": 0.0}
-
-
-def _file_type(kept: Checkpoint) -> int:
-    """The number by which llama.cpp names the type of most weights."""
-    eight = sum(integers_of(spec).bits == 8 for spec in kept.specs.values())
-    return 7 if 2 * eight > len(kept.specs) else 2
+def _architecture(config: Any) -> dict[str, str]:
+    return {"general.architecture": ARCHITECTURES[config.model_type]}
 
 
 def _told(kept: Checkpoint) -> tuple[str, ...]:
     fewer = sum(integers_of(spec).bits < 4 for spec in kept.specs.values())
-    said = (
-        f"{fewer} layers of under 4 bits are written as Q4_0, with the same values in 4.5 bits a weight"
-    )
+    said = f"{fewer} layers of under 4 bits are written as Q4_0: the same values in 4.5 bits a weight"
     return (said,) if fewer else ()
 
 
@@ -192,9 +149,8 @@ def row_order(config: Any, name: str) -> Tensor | None:
     return rows.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten()
 
 
-def _add_others(writing: Writing, others: Tensors) -> None:
+def _add_others(model: File, source: Source, config: Any, others: Tensors) -> None:
     """Add the tensors beside the layers in few bits, and the factors of rotary positions."""
-    source, config = writing.source, writing.config
     for slot in others.slots:
         name, entry = name_of(slot.name), slot.origin
         if slot.name.endswith("rotary_emb.inv_freq") or (
@@ -209,11 +165,11 @@ def _add_others(writing: Writing, others: Tensors) -> None:
         kind = KINDS.get(entry.dtype, F32) if len(entry.shape) > 1 else F32
         read = others.make.get(entry) or partial(source.load_tensor, entry)
         make = partial(_plain, read, kind, row_order(config, name))
-        writing.model.add(name, kind, entry.shape, entry.file, make)
+        model.add(name, kind, entry.shape, entry.file, make)
     if config.rope_parameters["rope_type"] == "llama3":
         factors = rotary_factors(config)
         shape, origin = tuple(factors.shape), source.shards[0]
-        writing.model.add("rope_freqs.weight", F32, shape, origin, lambda: factors)
+        model.add("rope_freqs.weight", F32, shape, origin, lambda: factors)
 
 
 def _plain(read: Make, kind: int, order: Tensor | None) -> Tensor:
@@ -231,12 +187,12 @@ def rotary_factors(config: Any) -> Tensor:
     return config.rope_parameters["rope_theta"] ** -places / scaled
 
 
-def _add_packed(writing: Writing, module: str, spec: Spec) -> None:
+def _add_packed(model: File, source: Source, config: Any, module: str, spec: Spec) -> None:
     """Add the weight of a layer in few bits."""
     name, shape = name_of(f"{module}.weight"), (spec.out_features, spec.in_features)
-    kind = Q8_0 if integers_of(spec).bits == 8 else Q4_0
-    make = partial(_blocks, writing.source, module, spec, row_order(writing.config, name))
-    writing.model.add(name, kind, shape, writing.source.shards[0], make)
+    form = {"Q8_0": Q8_0, "Q4_0": Q4_0}[kind(spec)]
+    make = partial(_blocks, source, module, spec, row_order(config, name))
+    model.add(name, form, shape, source.shards[0], make)
 
 
 def _blocks(source: Source, module: str, spec: Spec, order: Tensor | None) -> Tensor:
@@ -250,36 +206,19 @@ def _blocks(source: Source, module: str, spec: Spec, order: Tensor | None) -> Te
     return blocks(levels[rows], each[rows], base.bits)
 
 
-def _add_adapter(writing: Writing, module: str, spec: Spec) -> None:
+def _add_adapter(adapter: File, source: Source, config: Any, module: str, spec: Spec) -> None:
     """Add the factors of a correction; nothing for a layer without one."""
     if (correction := correction_of(spec)) is None:
         return
-    source, rank = writing.source, rank_of(correction)
-    name = name_of(f"{module}.weight")
+    name, rank = name_of(f"{module}.weight"), rank_of(correction)
     for factor, part, shape in (
         ("V", "lora_a", (rank, spec.in_features)),
         ("U", "lora_b", (spec.out_features, rank)),
     ):
         read = partial(adapter_factor, source, module, spec, factor, "float32")
-        order = row_order(writing.config, name) if factor == "U" else None
+        order = row_order(config, name) if factor == "U" else None
         make = partial(_plain, read, F32, order)
-        writing.adapter.add(f"{name}.{part}", F32, shape, source.shards[0], make)
-
-
-def _small_files(made: ExportPlan, options: ExportOptions) -> dict[str, bytes | Path]:
-    kept = made.checkpoint
-    eight = sum(integers_of(spec).bits == 8 for spec in kept.specs.values())
-    counts = {"Q8_0": eight, "Q4_0": len(kept.specs) - eight}
-    corrected = sum(correction_of(spec) is not None for spec in kept.specs.values())
-    what = WHAT.format(
-        count=len(kept.specs),
-        model=MODEL,
-        kinds=", ".join(f"{n} {kind}" for kind, n in counts.items() if n),
-        type=kept.source.model_type,
-        adapter=CORRECTED.format(count=corrected) if corrected else "",
-    )
-    files = engine_files(engine(), made, what, options)
-    return {**files, "config.json": json_file(made.config)}
+        adapter.add(f"{name}.{part}", F32, shape, source.shards[0], make)
 
 
 def load(folder: Path, dtype: Any = "auto") -> ForeignModel:
@@ -302,6 +241,24 @@ def load(folder: Path, dtype: Any = "auto") -> ForeignModel:
         return torch.stack(found)
 
     return ForeignModel(folder, logits)
+
+
+def _check_loads(source: Source, folder: Path) -> Written:
+    """Check the tokenizer of a written folder, by llama.cpp where that is installed. Raises
+    CapabilityError where it reads a text as other tokens."""
+    written = keep_tokenizer(source.folder, folder)
+    if not engine().missing:
+        import llama_cpp
+
+        llama_cpp.llama_log_set(_silent(), None)
+        reader = llama_cpp.Llama(str(folder / MODEL), vocab_only=True, verbose=False)
+        found = reader.tokenize(PROBE.encode(), add_bos=True, special=False)
+        if found != load_tokenizer(source.folder)(PROBE).input_ids:
+            raise CapabilityError(
+                f"--as gguf: llama.cpp reads a text as other tokens than the tokenizer of "
+                f"{source.folder}, expected the same; take --as mlx, vllm or dense"
+            )
+    return written
 
 
 @cache

@@ -9,7 +9,6 @@ any scale of bfloat16.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -24,80 +23,63 @@ from blr.compressor.exporting.engines import (
     Engine,
     ForeignModel,
     adapter_factor,
+    begun,
+    blocks_refusal,
     check_decoder,
-    check_kept,
     correction_of,
-    engine_files,
     finest,
     integers_of,
     levels_of,
-    other_tensors,
     pack,
+    planned,
     rank_of,
     scale_entry,
     window_told,
-    without,
 )
 from blr.compressor.exporting.options import ExportOptions
-from blr.compressor.exporting.ordinary import dense_config
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.plan import ExportPlan
 from blr.compressor.exporting.tensors import STORED, Tensors
-from blr.compressor.loading.sidecar_files import keep_tokenizer
-from blr.compressor.modeling.registry import register
 from blr.compressor.output.files import json_file
 from blr.compressor.structures.specs import Spec
 from blr.kernels.decode.quantized.formats import grid_of
 
 ADAPTER = "adapters"
 CONFIG, WEIGHTS = f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapters.safetensors"
-WHAT = """{count} linear layers are in few bits as MLX packs them ({kinds}); all other tensors are those
-of the model type {type}.{adapter}"""
-CORRECTED = f" The adapter in `{ADAPTER}` corrects {{count}} of them."
 
 
 def engine() -> Engine:
     """MLX by mlx-lm."""
-    return Engine("mlx", "MLX", ("mlx-lm",), refusal, plan, load, commands)
+    how = blocks_refusal, kind, f"The adapter `{ADAPTER}`", plan, load, commands
+    return Engine("mlx", "MLX", ("mlx-lm",), *how)
 
 
-def refusal(spec: Spec) -> str:
-    """Why MLX has no exact form of a weight in few bits; "" if it has one."""
+def kind(spec: Spec) -> str:
+    """What a layer is stored as."""
     base = integers_of(spec)
-    if base.bits == 3 and base.curved:
-        return "int3 on curved levels; --grid uniform of blr compress has even ones"
-    if not finest(base.group, base.in_features):
-        return f"{base.in_features} inputs, which 32 does not divide"
-    return ""
+    return f"int{base.bits} in groups of {finest(base.group, base.in_features)} of MLX"
 
 
 def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOptions) -> ExportPlan:
     """Plan the folder with the layers `rest` dense. Raises CapabilityError for models that mlx-lm
     computes otherwise; InputError for tensors that would not load."""
-    source, kept = checkpoint.source, without(checkpoint, rest)
-    register(source.model_type)  # tokenizers of the source are loaded by its model type
-    native = check_decoder(source, engine())
-    tensors = other_tensors(checkpoint, rest, options.dtype)
-    config = dense_config(source, options.dtype)
-    check_kept(kept, config, tensors)
+    native = check_decoder(checkpoint.source, engine())
+    kept, config, tensors = begun(checkpoint, rest, options)
     adapter = Tensors([], tensors.make)
     for module, spec in kept.specs.items():
-        _add_packed(tensors, source, module, spec, options.dtype)
-        _add_adapter(adapter, source, module, spec, _largest(kept), options.dtype)
-    told = _told(kept, options.dtype or config.get("dtype")) + window_told(native, engine())
-    made = ExportPlan(
-        kept,
-        checkpoint.specs,
-        config | rotary(native) | {"quantization": quantization(kept)},
-        tensors,
-        sorted(rest),
-        dict,
-        lambda folder: keep_tokenizer(source.folder, folder),
-        {"engine": "mlx", "layers": sorted(kept.specs)},
+        _add_packed(tensors, kept.source, module, spec, options.dtype)
+        _add_adapter(adapter, kept.source, module, spec, _largest(kept), options.dtype)
+    return planned(
+        engine(),
+        checkpoint,
+        rest,
+        options,
+        {CONFIG: json_file(adapter_config(kept))} if adapter.slots else {},
+        config=config | rotary(native) | {"quantization": quantization(kept)},
+        tensors=tensors,
         beside={WEIGHTS: adapter.slots} if adapter.slots else {},
-        told=told,
+        told=_told(kept, options.dtype or config.get("dtype")) + window_told(native, engine()),
     )
-    return replace(made, small_files=partial(_small_files, made, options))
 
 
 def _told(kept: Checkpoint, dtype: str | None) -> tuple[str, ...]:
@@ -184,24 +166,6 @@ def adapter_config(kept: Checkpoint) -> dict[str, Any]:
     layers = {"rank": _largest(kept), "scale": 1.0, "dropout": 0.0, "keys": keys}
     blocks = kept.source.config["num_hidden_layers"]
     return {"fine_tune_type": "lora", "num_layers": blocks, "lora_parameters": layers}
-
-
-def _small_files(made: ExportPlan, options: ExportOptions) -> dict[str, bytes | Path]:
-    kept, counts = made.checkpoint, dict[str, int]()
-    for spec in kept.specs.values():
-        base = integers_of(spec)
-        name = f"int{base.bits} in groups of {finest(base.group, base.in_features)}"
-        counts[name] = counts.get(name, 0) + 1
-    corrected = sum(correction_of(spec) is not None for spec in kept.specs.values())
-    what = WHAT.format(
-        count=len(kept.specs),
-        kinds=", ".join(f"{n} {kind}" for kind, n in counts.items()),
-        type=kept.source.model_type,
-        adapter=CORRECTED.format(count=corrected) if corrected else "",
-    )
-    files = engine_files(engine(), made, what, options)
-    files |= {CONFIG: json_file(adapter_config(kept))} if corrected else {}
-    return {**files, "config.json": json_file(made.config)}
 
 
 def load(folder: Path, dtype: Any = "auto") -> ForeignModel:

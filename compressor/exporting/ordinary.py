@@ -3,8 +3,7 @@
 `plan_dense` multiplies every structured layer out: native model type and class, no Python files, for
 converters (GGUF) and engines. `plan_plain` writes low-rank layers as pairs of `nn.Linear` and all others
 dense, for quantizers, adapters and servers that replace `nn.Linear`; that folder needs one Python file,
-since no model of transformers has pairs. Layers of pivot rows become pairs where both factors together
-are smaller than the weight.
+since no model of transformers has pairs.
 """
 
 from __future__ import annotations
@@ -116,9 +115,8 @@ def plan_plain(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
 
 def is_pair(spec: Spec) -> bool:
     """Whether a layer becomes a pair: low rank that is not in groups, packed or not."""
-    whole = spec.plain.low_rank()
-    small = whole.parameters < whole.dense_parameters or spec.structure == LowRankSpec.structure
-    return isinstance(whole, LowRankSpec) and whole.groups == 1 and small
+    plain = spec.plain
+    return isinstance(plain, LowRankSpec) and plain.groups == 1
 
 
 def plain_config(checkpoint: Checkpoint, pairs: dict[str, Spec], dtype: str | None) -> dict[str, Any]:

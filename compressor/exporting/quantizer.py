@@ -143,8 +143,8 @@ class Quantizer:
             layer = self.dense[module]
             weight = self.source.load_tensor(layer.entry)
             return quantize_dense(weight.mT if layer.transposed else weight, spec, self._scales())
-        names = (*spec.shapes(), *spec.indices())
-        factors = {f: self.source.load_tensor(self.source.entries[f"{module}.{f}"]) for f in names}
+        entries = {name: self.source.entries[f"{module}.{name}"] for name in spec.shapes()}
+        factors = {name: self.source.load_tensor(entry) for name, entry in entries.items()}
         return quantize_factors(spec, factors, self._scales())
 
     def _scales(self) -> torch.dtype | None:

@@ -15,18 +15,16 @@ from blr.compressor.base.disk import Bytes
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, TensorEntry
-from blr.compressor.checkpoint.numerics import check_indices, check_product
+from blr.compressor.checkpoint.numerics import check_product
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.quantizer import Quantizer
 from blr.compressor.runtime.phases import FAMILIES
 from blr.compressor.structures.laid import laid_shape
-from blr.compressor.structures.pivoted import to_low_rank
 from blr.compressor.structures.restore import factors_of, restored
 from blr.compressor.structures.specs import (
     SCALE,
-    PivotedSpec,
     Spec,
     Stored,
     stored_names,
@@ -94,14 +92,14 @@ class Tensors:
     def add_paired(
         self, source: Source, module: str, spec: Spec, entry: TensorEntry, dtype: str
     ) -> None:
-        """Add a factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i]:
-        unpacked, and with the rows that pivots stand for."""
+        """Add a factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i],
+        unpacked."""
         part = entry.name.removeprefix(f"{module}.")
-        factor, whole = part.removesuffix(SCALE), spec.plain.low_rank()
+        factor, whole = part.removesuffix(SCALE), spec.plain
         if factor not in LINEAR:
             return  # comes with its scale, or with U
         shape = tuple(whole.shapes()[factor][axis] for axis in LINEAR[factor])
-        if not spec.quantized and whole.shapes()[factor] == spec.shapes()[factor]:
+        if not spec.quantized:
             self.add(source, f"{module}.{factor}.weight", entry, dtype, LINEAR[factor])
             return
         make = partial(unpacked_factor, source, module, spec, factor, TORCH_NAMES[dtype])
@@ -153,9 +151,7 @@ def plan_tensors(
         target = STORED[dtype] if dtype and entry.is_float else entry.dtype
         if entry.name in factors:
             module, factor = factors[entry.name]
-            if factor in specs[module].indices():
-                found.add(source, entry.name, entry, target)
-            elif quantizer is not None and module in quantizer.specs:
+            if quantizer is not None and module in quantizer.specs:
                 found.add_packed(quantizer, module, factor, target)
             else:
                 name, order = relaid_name(specs[module], factor)
@@ -179,8 +175,7 @@ def plan_tensors(
 def check_products(
     source: Source, specs: Mapping[str, Spec], dtype: str | None, norms: Mapping[str, float]
 ) -> None:
-    """Raise NumericsError for a structured layer whose weight the stored dtype cannot hold, InputError
-    for invalid indices.
+    """Raise NumericsError for a structured layer whose weight the stored dtype cannot hold.
 
     Args:
         dtype: torch's name of what is stored, None for the factors' own. norms: of factors, by name.
@@ -197,7 +192,6 @@ def check_products(
 
             found = [norms[entry.name] * _largest(spec, entry, prefix) for entry in floats]
             name = f"{source.folder}: layer {module!r}"
-            check_indices(name, spec, {n: source.load_tensor(entries[n]) for n in spec.indices()})
             check_product(name, spec, found, tensors, held)
 
 
@@ -237,13 +231,13 @@ def _factors(source: Source, specs: Mapping[str, Spec]) -> dict[str, tuple[str, 
 
 
 def relaid_name(spec: Spec, name: str) -> tuple[str, Order | None]:
-    """What an export calls a stored tensor of a layer, and its order of axes there. Packed tensors and
-    indices stay as they are."""
+    """What an export calls a stored tensor of a layer, and its order of axes there. Packed tensors stay
+    as they are."""
     if len(spec.parts()) > 1:
         part, _, own = name.partition(".")
         relaid, order = relaid_name(dict(spec.parts())[part], own)
         return f"{part}.{relaid}", order
-    if spec.packing is not None or name in spec.indices():
+    if spec.packing is not None:
         return name, None
     return stored_name(name), orders(spec)[name]
 
@@ -262,10 +256,7 @@ def _check_stored(source: Source, name: str, stored: Stored) -> None:
 def unpacked_factor(source: Source, module: str, spec: Spec, factor: str, dtype: str) -> Tensor:
     """A factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i], in `dtype`."""
     tensors = {name: source.load_tensor(source.entries[f"{module}.{name}"]) for name in spec.stored()}
-    found = factors_of(spec, tensors, getattr(torch, dtype))
-    if spec.structure == PivotedSpec.structure:
-        found = to_low_rank(found)
-    return found[factor].permute(LINEAR[factor])
+    return factors_of(spec, tensors, getattr(torch, dtype))[factor].permute(LINEAR[factor])
 
 
 def _convert(source: Source, entry: TensorEntry, order: Order | None, dtype: str) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -22,28 +21,24 @@ from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.engines import (
+    CURVED,
     Engine,
     adapter_factor,
-    check_kept,
+    begun,
     correction_of,
-    engine_files,
     integers_of,
     levels_of,
-    other_tensors,
     pack,
+    planned,
     rank_of,
     scale_entry,
-    without,
 )
 from blr.compressor.exporting.options import ExportOptions
-from blr.compressor.exporting.ordinary import dense_config
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.plan import ExportPlan
 from blr.compressor.exporting.tensors import STORED, Tensors
 from blr.compressor.loading.native import meta_model, quiet_transformers
-from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.modeling.modeling_blr import module_names
-from blr.compressor.modeling.registry import register
 from blr.compressor.output.files import json_file
 from blr.compressor.structures.specs import Spec
 
@@ -52,24 +47,26 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank of vLLM 0
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one layer each in vLLM
 ADAPTER, SERVED = "adapter", "corrected"  # the folder of the corrections, and the model that has them
 CONFIG, WEIGHTS = f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapter_model.safetensors"
-WHAT = """{count} linear layers are in few bits (compressed-tensors, `pack-quantized`: {kinds}).
-All other tensors are those of a {type}.{adapter}"""
-CORRECTED = f"""
-`{ADAPTER}` corrects {{count}} of them, as an adapter of peft: ask for the model `{SERVED}`."""
 
 
 def engine() -> Engine:
     """vLLM by compressed-tensors, which transformers loads, too."""
     packages = ("compressed-tensors", "peft")
+    adapter = f"`{ADAPTER}`, which a server has as the model `{SERVED}`,"
     plugin = ", or serve the checkpoint itself by the plugin of blr-compress"
-    return Engine("vllm", "vLLM", packages, refusal, plan, load, commands, plugin)
+    return Engine("vllm", "vLLM", packages, refusal, kind, adapter, plan, load, commands, plugin)
+
+
+def kind(spec: Spec) -> str:
+    """What a layer is stored as."""
+    return "int{} in groups of {} of compressed-tensors".format(*scheme(spec))
 
 
 def refusal(spec: Spec) -> str:
     """Why vLLM has no exact form of a weight in few bits, or its correction; "" if it has one."""
     base, correction = integers_of(spec), correction_of(spec)
     if base.bits == 3 and base.curved:
-        return "int3 on curved levels; --grid uniform of blr compress has even ones"
+        return CURVED
     if base.in_features % base.group:
         return f"{base.in_features} inputs are no whole groups of {base.group}; take a smaller --group"
     if correction is not None and rank_of(correction) > RANKS[-1]:
@@ -80,30 +77,23 @@ def refusal(spec: Spec) -> str:
 def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOptions) -> ExportPlan:
     """Plan the folder with the layers `rest` dense. Raises UsageError for layers that vLLM fuses and
     that are stored differently; InputError for tensors that would not load."""
-    source, kept = checkpoint.source, without(checkpoint, rest)
-    register(source.model_type)  # tokenizers of the source are loaded by its model type
+    kept, config, tensors = begun(checkpoint, rest, options)
     _check_fused(kept)
-    tensors = other_tensors(checkpoint, rest, options.dtype)
-    config = dense_config(source, options.dtype)
-    check_kept(kept, config, tensors)
     adapter = Tensors([], tensors.make)
     for module, spec in kept.specs.items():
-        _add_packed(tensors, source, module, spec, options.dtype)
-        _add_adapter(adapter, source, module, spec, options.dtype)
-    config["quantization_config"] = quantization(kept)
-    made = ExportPlan(
-        kept,
-        checkpoint.specs,
-        config,
-        tensors,
-        sorted(rest),
-        dict,
-        lambda folder: keep_tokenizer(source.folder, folder),
-        {"engine": "vllm", "layers": sorted(kept.specs)},
+        _add_packed(tensors, kept.source, module, spec, options.dtype)
+        _add_adapter(adapter, kept.source, module, spec, options.dtype)
+    return planned(
+        engine(),
+        checkpoint,
+        rest,
+        options,
+        {CONFIG: json_file(adapter_config(kept))} if adapter.slots else {},
+        config={**config, "quantization_config": quantization(kept)},
+        tensors=tensors,
         beside={WEIGHTS: adapter.slots} if adapter.slots else {},
         told=_told(kept),
     )
-    return replace(made, small_files=partial(_small_files, made, options))
 
 
 def _check_fused(kept: Checkpoint) -> None:
@@ -212,23 +202,6 @@ def adapter_config(kept: Checkpoint) -> dict[str, Any]:
         **{"inference_mode": True, "bias": "none", "r": most, "lora_alpha": most},
         **{"rank_pattern": smaller, "alpha_pattern": smaller, "target_modules": sorted(ranks)},
     }
-
-
-def _small_files(made: ExportPlan, options: ExportOptions) -> dict[str, bytes | Path]:
-    kept, counts = made.checkpoint, dict[str, int]()
-    for spec in kept.specs.values():
-        name = "int{} in groups of {}".format(*scheme(spec))
-        counts[name] = counts.get(name, 0) + 1
-    corrected = sum(correction_of(spec) is not None for spec in kept.specs.values())
-    what = WHAT.format(
-        count=len(kept.specs),
-        kinds=", ".join(f"{n} {kind}" for kind, n in counts.items()),
-        type=kept.source.model_type,
-        adapter=CORRECTED.format(count=corrected) if corrected else "",
-    )
-    files = engine_files(engine(), made, what, options)
-    files |= {CONFIG: json_file(adapter_config(kept))} if corrected else {}
-    return {**files, "config.json": json_file(made.config)}
 
 
 def load(folder: Path, dtype: Any = "auto") -> Any:

@@ -77,8 +77,7 @@ def _check(model: BlockModel, arguments: dict[str, Tensor]) -> None:
 
 
 def logits_behind(model: BlockModel, hidden: Tensor) -> Tensor:
-    """Logits [..., v] of final hidden states [..., d], by running the model with these states in place
-    of the last block's output."""
+    """Logits [..., v] of final states [..., d]: the model runs with these as its last block's output."""
     last, rows = len(model) - 1, hidden if hidden.dim() == 3 else hidden[None]
 
     def run(part: Tensor) -> Tensor:
@@ -121,7 +120,7 @@ def _alike(mine: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
 def _refuse(model: BlockModel, found: str) -> None:
     raise CapabilityError(
         f"{model.source.folder}: calibration runs a model block after block; those of model type "
-        f"{model.source.model_type!r} {found}; compress it without --calibration"
+        f"{model.source.model_type!r} {found}; compress it without --text"
     )
 
 
@@ -144,8 +143,7 @@ def found_groups(block: nn.Module, names: set[str], batch: Batch) -> list[Group]
 
 @torch.no_grad()
 def with_residuals(block: nn.Module, groups: list[Group], batch: Batch) -> list[Group]:
-    """Add to `groups` of a loaded block the residual stream that each one's output is added to, where
-    one is found."""
+    """Add to each of `groups` the residual stream that its output is added to, where one is found."""
     seen = _Seen(block, {group.modules[0] for group in groups}, batch)
     return [seen.group(group.modules) for group in groups]
 

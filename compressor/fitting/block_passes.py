@@ -38,8 +38,7 @@ class Batch:
     idle: int = 0
 
     def given(self, block: nn.Module) -> Arguments:
-        """Fresh copies of the arguments that `block` gets beside its states: a block may write to
-        them."""
+        """Fresh copies of the block's arguments beside its states: a block may write to them."""
         kind = self.kinds[getattr(block, NUMBER)] if len(self.arguments) > 1 else 0
         found: Arguments = _fresh(self.arguments[kind])
         return found
@@ -171,8 +170,7 @@ def parted(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, 
 
 @contextmanager
 def in_place_of(blocks: nn.ModuleList, run: StandIn) -> Iterator[None]:
-    """While active, calls of `blocks` go to `run`, with the block's number, its states and its
-    arguments."""
+    """While active, calls of `blocks` go to `run`: the block's number, states and arguments."""
 
     def stand_in(number: int) -> Callable[..., object]:
         def forward(*positional: object, **named: object) -> object:
@@ -232,8 +230,8 @@ def run_until(block: nn.Module, hidden: Tensor, batch: Batch, last: str) -> None
 
 
 def home(size: int, device: torch.device) -> torch.device:
-    """`device` if `size` bytes are a small part of what is free there, counting torch's own cache, else
-    the CPU."""
+    """The device that keeps a tensor of `size` bytes: `device` if that is a small part of its free
+    memory, torch's own cache included, else the CPU."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         if size <= KEPT_SHARE * (torch.cuda.mem_get_info(device)[0] + cached):

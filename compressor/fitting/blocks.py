@@ -65,7 +65,7 @@ class BlockModel:
         if family.blocks is None:
             raise CapabilityError(
                 f"{source.folder}: calibration runs text through one list of blocks, which model type "
-                f"{source.model_type!r} has not; compress it without --calibration"
+                f"{source.model_type!r} has not; compress it without --text"
             )
         self.source, self.family, self.device = source, family, device
         self.model = meta_model(source, buffers=True).eval()
@@ -142,8 +142,7 @@ class BlockModel:
         return batches
 
     def _learn(self, ids: Tensor) -> None:
-        """Find out, from a window of tokens [1, w], what the family's table does not say of its
-        blocks."""
+        """Learn from a window of tokens [1, w] what the family's table does not say of its blocks."""
         if not self.family.groups:
             check_blocks(self, ids)
             self.width = ids.shape[1]
@@ -153,8 +152,7 @@ class BlockModel:
         self.sample = self.batch({"input_ids": few.to(self.device)}, every)
 
     def batch(self, arguments: dict[str, Tensor], mask: Tensor) -> Batch:
-        """The batch that enters the first block when the model gets `arguments`; `mask` [m, w]: real
-        tokens."""
+        """The batch that enters the first block for `arguments`; `mask` [m, w]: real tokens."""
         hidden, given = self._entering(arguments)
         found, kinds = distinct(given)
         least = int(mask.sum(1).argmin())  # transformers may drop the mask of a full window
@@ -235,8 +233,7 @@ class BlockModel:
         return move_buffers(module, self.device).requires_grad_(False)
 
     def _weight(self, name: str, made: Mapping[str, Tensor]) -> Tensor:
-        """A parameter of a block, from those `made` by conversion or as stored. Raises InputError if
-        there is none."""
+        """A parameter of a block: converted (`made`) or as stored. Raises InputError without one."""
         if name in made:
             return self._placed(made[name])
         if name in self.names or name in self.model.all_tied_weights_keys:

@@ -162,7 +162,7 @@ def _read(work: Work, text: str, model: BlockModel) -> Calibration:
         )
     own, packed = is_own(text), model.model.can_generate()
     if (own or recipe.mix) and not packed:
-        remedy = "give --calibration a text" if own else "leave --mix out"
+        remedy = "give a text by --text" if own else "leave --mix out"
         raise CapabilityError(
             f"{source.folder}: a model that generates no text has none of its own; {remedy}"
         )

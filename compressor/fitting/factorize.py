@@ -126,8 +126,7 @@ def machine(device: torch.device) -> list[object]:
 
 
 def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
-    """Stored factors and record of every planned layer, by module, from the journal where it has
-    them."""
+    """Fit every planned layer, or take it from the journal; factors and record by module."""
     planned = [LayerJob(each, work.recipe, work.target) for each in plan.layers]
     jobs = dict(zip(keys_of(work, planned), planned, strict=True))
     costs = {key: predicted_cost(jobs[key].planned.spec) for key in work.missing(list(jobs))}
@@ -171,8 +170,7 @@ def _kept(work: Work, job: LayerJob, key: str) -> Result:
 
 
 def factorize(weight: Tensor, job: LayerJob) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Fit one layer to its stored `weight`. Returns its factors as stored, on the CPU, and its
-    record."""
+    """Fit one layer to its stored `weight`: its factors as stored, on the CPU, and its record."""
     work = moved(weight, job.device, working_dtype(job.device))
     work = work.mT.contiguous() if job.layer.transposed else work
     spec, notes = job.planned.spec, list[str]()
@@ -207,8 +205,7 @@ def keep_factors(
 
 @contextmanager
 def layer_errors(job: LayerJob) -> Iterator[None]:
-    """While active, errors of a fit get the layer's name: NumericsError, or CapabilityError if memory
-    is short."""
+    """While active, name the layer in NumericsError, and in CapabilityError for want of memory."""
     try:
         yield
     except NumericsError as error:

@@ -105,8 +105,7 @@ class Refitting(TrainingLoop):
         return self.state.step == len(self.order)
 
     def factor(self) -> float:
-        """The share of the rates for the next step: it rises linearly in the first steps, then falls
-        linearly."""
+        """The share of the rates for the next step: a linear rise, then a linear fall."""
         steps = len(self.order)
         return factor_at(self.state.step, steps, max(1, round(WARM_UP * steps)))
 
@@ -203,8 +202,7 @@ def rates_of(masters: Sequence[Tensor], shares: Sequence[float], rate: float) ->
 
 
 def factor_at(step: int, steps: int, warm_up: int) -> float:
-    """The share of the rates at `step` of `steps`: it rises linearly for `warm_up` steps, then falls
-    linearly."""
+    """The share of the rates at a step: a linear rise for `warm_up` steps, then a linear fall."""
     return min(1.0, (step + 1) / warm_up) * max(0.0, 1 - step / max(steps, 1))
 
 
@@ -247,13 +245,11 @@ class Finishing(Refitting):
         super().__init__(blocks, trained, run.work.processes, starts, targets, None, rate)
 
     def _parts(self, batch: Batch) -> int:
-        """The number of parts in which a batch is taken, so that the logits of one take at most
-        `LOGITS` bytes."""
+        """How many parts a batch is taken in, so that the logits of one fit in `LOGITS` bytes."""
         return logit_parts(batch.mask.numel() * logit_bytes(self.model), len(batch.mask))
 
     def _loss(self, batch: Batch, student: Tensor, target: Tensor, tokens: int) -> Tensor:
-        """KL(dense ‖ compressed) of a batch's predictions, divided by how many of `tokens` predict
-        one."""
+        """KL(dense ‖ compressed) of predictions, summed and divided by those among `tokens`."""
         out = batch.predicting(run_block(self.block, student.to(self.device), batch))
         with torch.no_grad():
             dense = self.model.logits(batch.predicting(target.to(self.device)))

@@ -2,7 +2,7 @@
 
 With the inputs' Gram matrix, dense weights are rounded with error compensation (GPTQ, or `float8.py`),
 and int8 factors in a norm weighted by its diagonal; without it each number goes to the nearest level of
-scales that are searched for. With 4 bits or fewer, in float8, and with pivots, the factor U of W = U Zᵀ
+scales that are searched for. With 4 bits or fewer, in float8, the factor U of W = U Zᵀ
 comes last: it is solved for by least squares, given the weight and the rounded Z, and rounded with
 compensation. So each term makes up for what others lost. Factors in float8 are rotated first
 (`turning.py`), and V is rounded in the metric of what U cannot correct (`seen.py`).
@@ -31,7 +31,6 @@ from blr.compressor.structures.float8 import EASE, Costs, costs_of, round_fp8
 from blr.compressor.structures.gptq import compensation, gptq
 from blr.compressor.structures.linalg import solve_spd
 from blr.compressor.structures.packing import from_rows, pack_factor, to_matrix, unpack_factor
-from blr.compressor.structures.pivoted import other_rows
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.seen import seen_by_v
@@ -73,12 +72,12 @@ class Metric:
 
     @cached_property
     def root(self) -> Tensor:
-        """What `compensation` needs."""
+        """The factor of H by which GPTQ spreads errors over later columns (`compensation`)."""
         return compensation(self.gram)
 
     @cached_property
     def float8(self) -> Costs:
-        """What `round_fp8` needs."""
+        """What errors in float8 cost, as `round_fp8` takes it."""
         return costs_of(self.gram, self.ease)
 
 
@@ -120,16 +119,13 @@ def round_layer(
         factors = turned(plain, factors) if packing.fp8 else dict(factors)
         return round_factors(factors, packing, metric, dtype)
     factors = fit(weight, spec)
-    return {n: factor.to(dtype).contiguous() for n, factor in factors.items() if n in spec.shapes()} | {
-        name: factors[name] for name in spec.indices()
-    }
+    return {n: factor.to(dtype).contiguous() for n, factor in factors.items() if n in spec.shapes()}
 
 
 def round_factors(
     factors: dict[str, Tensor], spec: QuantizedSpec, metric: Metric | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """What `round_layer` gives, for factors that are fitted already; a dense layer has its ``weight``
-    alone."""
+    """Round factors that are fitted already, as `round_layer`; a dense layer has its ``weight``."""
     if spec.structure != DenseSpec.structure:
         found = quantize_factors(spec, factors, dtype, metric)
         return found.tensors | found.latents
@@ -165,23 +161,17 @@ def quantize_factors(
     tensors: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
     latents: dict[str, Tensor] = {}
-    indices = {name: factors[name] for name in spec.indices()}
-    exact = {name: factors[name].to(_work(factors[name])) for name in spec.shapes()} | indices
+    exact = {name: factors[name].to(_work(factors[name])) for name in spec.shapes()}
     if spec.tiled:
         exact = even_columns(spec.of, exact)
     product = STRUCTURES[spec.structure].factorizer().reconstruct(exact, spec.of)
-    back = dict(indices)
-    known = STRUCTURES[spec.structure]  # errors of U are multiplied by pivots
-    is_solved = known.linear and (known.pivots or spec.fp8 or spec.bits in SOLVED)
+    back: dict[str, Tensor] = {}
+    is_solved = STRUCTURES[spec.structure].linear and (spec.fp8 or spec.bits in SOLVED)
     solved = LAST if is_solved else None  # comes last
     for name in sorted(spec.shapes(), key=lambda name: name == solved):
         dtype = scale_dtype or factors[name].dtype
         if name == solved:
             factor, stored = _solved(spec, back, product, metric, dtype)
-        elif metric is not None and STRUCTURES[spec.structure].pivots:
-            rows = to_matrix(spec, name, exact[name])  # outputs themselves, as those of a dense weight
-            stored, latent = _by_compensation(rows, metric, name, spec, dtype)
-            factor = from_rows(spec, name, latent)
         else:
             factor = exact[name]
             stored = _unsolved(spec, name, exact | back, metric, dtype)
@@ -193,14 +183,13 @@ def quantize_factors(
             errors[name] = relative_error(factor, back[name])
     rounded = STRUCTURES[spec.structure].factorizer().reconstruct(back, spec.of)
     errors[PRODUCT] = relative_error(product, rounded)
-    return Quantized(tensors | indices, errors, latents)
+    return Quantized(tensors, errors, latents)
 
 
 def _corrected(
     weight: Tensor, spec: CorrectedSpec, metric: Metric | None, dtype: torch.dtype, fit: FitFactors
 ) -> dict[str, Tensor]:
-    """Round a weight and fit its correction in turn, each to what the other leaves; the best of
-    `ROUNDS`."""
+    """Round a weight and fit its correction in turn, each to what is left; the best round."""
     best, kept = float("inf"), dict[str, Tensor]()
     added, gram = torch.zeros_like(weight), None if metric is None else metric.gram.to(weight)
     for _ in range(ROUNDS):
@@ -236,8 +225,6 @@ def _solved(
     weighted = Z if metric is None else metric.gram.to(Z) @ Z
     normal = Z.mT @ weighted
     rows = weight.unflatten(0, (*Z.shape[:-2], -1))
-    if STRUCTURES[spec.structure].pivots:
-        rows = other_rows(weight, rounded)
     left = solve_spd(normal, rows @ weighted)  # [..., o, K]
     if spec.tile(LAST):
         factor = from_rows(spec, LAST, left)

@@ -172,8 +172,7 @@ class SensitivitySweep:
 def _products(
     block: nn.Module, names: list[str], heads: list[str], state: Tensor, batch: Batch, gradient: Tensor
 ) -> tuple[dict[tuple[str, str], Tensor], Tensor]:
-    """What one batch adds to each of a block's sums, and the gradient with respect to the block's
-    input."""
+    """What a batch adds to each of a block's sums, and the gradient of the block's input."""
     results, modules = dict[str, Tensor](), {name: block.get_submodule(name) for name in names}
 
     def tap(name: str, output: Tensor) -> None:

@@ -119,8 +119,7 @@ class BlockFit:
 
     @cached_property
     def information(self) -> dict[str, Tensor]:
-        """The Fisher information of the outputs of this block and of its layers; in the first
-        process."""
+        """The Fisher information of the block's and its layers' outputs; in the first process."""
         assert self.run.sensitivity is not None
         return self.run.sensitivity.read(self.index)
 

@@ -77,8 +77,7 @@ class Student:
         self.norms = self._norms()
 
     def _norms(self) -> dict[str, nn.Parameter]:
-        """The norms to train. It pays beside packed weights (LOG, 2026-11-22), not beside plain factors
-        (LOG, 2026-11-21)."""
+        """The norms to train: they pay beside packed weights alone (LOG, 2026-11-21 and 22)."""
         if not any(planned.spec.quantized for planned in self.run.plan.layers):
             return {}
         path = f"{self.run.model.path}.{self.index}"
@@ -116,8 +115,7 @@ class Student:
         self, name: str, entries: Mapping[str, TensorEntry], record: Any, found: Mapping[str, Tensor],
         start: str,
     ) -> None:  # fmt: skip
-        """Put one layer, whose tensors have names that start with `start`, into the block and the
-        results."""
+        """Put one layer, whose tensors' names begin with `start`, into the block and the results."""
         module, device = self.module(name), self.run.model.device
         spec = self.run.planned[module].spec
         self.run.results[module] = ({n: entries[start + n] for n in spec.stored()}, record)
@@ -165,9 +163,8 @@ class Student:
 def read_by(
     student: Student, states: Mapping[int, Tensor]
 ) -> tuple[dict[str, Metric], dict[int, Tensor]]:
-    """Metrics of the inputs of every layer, by name in the block, over the batches of all processes;
-    and the states behind the block. `states` enter the block: those of this process's batches, by
-    number."""
+    """Run the block on `states`, those of this process's batches by number. Returns the metric of every
+    layer's inputs, over all processes, by its name in the block, and the states behind the block."""
     run, behind = student.run, dict[int, Tensor]()
     groups = [group.modules for group in run.model.groups(student.block)]
     heads = [names[0] for names in groups]

@@ -2,7 +2,7 @@
 
 Thousands of tokens share the factors. Composing the dense weight in every pass costs as much as r
 tokens; one product with it is then faster than a chain of small ones, and keeps nothing but its input
-for the backward pass. Low-rank layers, with pivots or without, are left as they are: they have two
+for the backward pass. Low-rank layers are left as they are: they have two
 products of full size.
 """
 
@@ -22,10 +22,8 @@ from blr.compressor.structures.latent import GroupPlace, Latent, Plain, Trained
 from blr.compressor.structures.packing import from_matrix, to_matrix
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import factors_of, part_of
-from blr.compressor.structures.specs import DenseSpec, Spec, stored_names
+from blr.compressor.structures.specs import DenseSpec, LowRankSpec, Spec, stored_names
 from blr.kernels.decode.quantized.reference import pack
-
-PLAIN = ("svd", "pivoted")  # structures that are trained by their own products
 
 
 class Sum(nn.Module):
@@ -59,7 +57,6 @@ class Twin:
             return {f"{n}.{k}": t for n, half in halves for k, t in half.stored(dtype).items()}
         if (packing := self.spec.packing) is not None and packing.fp8:
             factors = {name: part.parameter.detach().float() for name, part in self.parts.items()}
-            factors |= {name: self.module.get_buffer(name) for name in self.spec.indices()}
             return round_factors(factors, packing, metric, dtype)
         found: dict[str, Tensor] = {}
         for name, part in self.parts.items():
@@ -69,7 +66,7 @@ class Twin:
             levels, scale = part.rounded()
             packed = pack(levels, part.bits, part.group)
             found |= dict(zip(stored_names(name), (packed, scale), strict=True))
-        return found | {name: self.module.get_buffer(name) for name in self.spec.indices()}
+        return found
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> None:
@@ -137,7 +134,7 @@ def compose_layers(model: nn.Module, widest: int | None = None) -> None:
         if widest is not None and _width(module) > widest:
             continue
         if isinstance(module, Sum) or (
-            isinstance(module, StructuredLinear) and module.spec.structure not in PLAIN
+            isinstance(module, StructuredLinear) and not isinstance(module.spec, LowRankSpec)
         ):
             module.forward = partial(_forward, module)  # type: ignore[method-assign]
 

@@ -119,8 +119,8 @@ def forget(tensors: Iterable[Tensor]) -> None:
 
 
 class TrainedSet:
-    """The trained parameters, by name. An optimizer moves `masters` in their place, at the `shares` of
-    its rate."""
+    """The trained parameters, by name. An optimizer moves their float32 copies, the `masters`, at the
+    `shares` of its rate; `publish` rounds these into the model."""
 
     def __init__(self, trained: Mapping[str, Trained]) -> None:
         self.trained, self.banks = dict(trained), Banks(trained.values())  # banks move masters: first
@@ -168,8 +168,7 @@ class TrainedSet:
 
 @dataclass
 class Best:
-    """The progress of a training: the steps done, the best figure with its step, and the masters at
-    that step."""
+    """The progress of a training: steps done, the best figure, its step and its masters."""
 
     step: int = 0
     best: float = float("inf")
@@ -178,7 +177,7 @@ class Best:
 
 
 class TrainingLoop:
-    """Trains `what` at `rates`. A subclass defines gradients, length and the figure to lower. The best
+    """Trains `what` at `rates`. A subclass defines gradients, length and what is minimized. The best
     masters are kept on `place`."""
 
     def __init__(
@@ -208,7 +207,7 @@ class TrainingLoop:
         self.state.step += 1
 
     def consider(self) -> bool:
-        """Judge the masters, and keep them if they are the best so far; returns whether they are."""
+        """Judge the masters and keep a copy if they are the best so far; returns whether they are."""
         found = self.judge()
         better = self.state.values is None or found < self.state.best
         if better:
@@ -229,7 +228,7 @@ class TrainingLoop:
         raise NotImplementedError
 
     def judge(self) -> float:
-        """The figure to lower."""
+        """The number that training minimizes, on held-back text."""
         raise NotImplementedError
 
     def after_step(self) -> None:

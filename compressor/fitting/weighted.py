@@ -20,7 +20,6 @@ from blr.compressor.structures.linalg import (
     solve_factored,
     solve_upper,
 )
-from blr.compressor.structures.pivoted import from_low_rank
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import (
@@ -82,8 +81,7 @@ def products(
 
 @dataclass(frozen=True)
 class Outputs:
-    """The cost of errors in a layer's outputs: Fisher information [o, o], or its diagonal [o],
-    float64."""
+    """The cost of errors in outputs: Fisher information [o, o] or its diagonal [o], float64."""
 
     information: Tensor
 
@@ -131,10 +129,6 @@ def _fit(job: LayerJob, spec: Spec, target: Tensor, gram: Tensor, outputs: Outpu
     """Fit the target with weighted outputs, then take the weights out of the factors. Low rank takes
     the whole metric in closed form, each group of output rows its own block of it. Others take its
     diagonal, which scales rows."""
-    if spec.low_rank() is not spec:
-        fit = _fit(job, spec.low_rank(), target, gram, outputs)
-        fit.tensors = from_low_rank(fit.tensors["U"], fit.tensors["V"])
-        return fit
     dtype, options = fitting_dtype(job.device), _options(job, spec)
     structure = STRUCTURES[spec.structure].factorizer()
     if outputs is None:

@@ -50,8 +50,7 @@ def growth(specs: Collection[Spec], rank: int) -> list[str]:
 
 
 def check_takes_additions(student: Checkpoint, rank: int) -> None:
-    """Raise CapabilityError if layers are in few bits, UsageError if `rank` is larger than any
-    layer's."""
+    """Raise CapabilityError for layers in few bits, UsageError for a `rank` above every layer's."""
     sizes = [min(spec.in_features, spec.out_features) for spec in student.specs.values()]
     if rank > max(sizes, default=rank):
         raise UsageError(
@@ -97,8 +96,7 @@ def is_addition(name: str) -> bool:
 
 
 def product_of(masters: Tensors, name: str) -> tuple[Tensor, Tensor] | None:
-    """B [o, r'] and A [r', i] of a layer, balanced, float64 on the CPU; None if it has none or B is
-    zero."""
+    """B [o, r'] and A [r', i] of a layer, balanced, float64, on the CPU; None without or if zero."""
     left, right = (masters.get(f"{name}.{part}") for part in (LEFT, RIGHT))
     if left is None or right is None or not bool(left.any()):
         return None
@@ -109,8 +107,7 @@ def product_of(masters: Tensors, name: str) -> tuple[Tensor, Tensor] | None:
 
 
 def extended(factor: Tensor, spec: Spec, name: str, B: Tensor, A: Tensor) -> Tensor:
-    """The factor `name` of a layer whose weight is the old one plus ``B A``, with r' more columns,
-    float64."""
+    """The factor `name` with the r' columns that add ``B A`` to the layer's weight, float64."""
     rank, blocks = A.shape[0], getattr(spec, "blocks", None)
     if name == "S":
         added = B.new_ones(len(factor), len(factor), rank)

@@ -65,8 +65,7 @@ class TextPart:
 
 @dataclass(frozen=True)
 class Data:
-    """The training text: `parts` together make up every batch, and epochs count the windows of the
-    first."""
+    """The training text: `parts` make up every batch; an epoch reads the first one's windows."""
 
     parts: list[TextPart]
     digest: str
@@ -165,10 +164,7 @@ def reading_of(checkpoint: Checkpoint, options: HealOptions) -> Reading:
 
 def _check_encoder(options: HealOptions) -> None:
     if not options.files:
-        raise UsageError(
-            "an encoder writes no text of its own; add --data FILE, a sentence a line "
-            "(of compress --calibration FILE)"
-        )
+        raise UsageError("an encoder writes no text of its own; add --text FILE, a sentence a line")
     if options.loss != "kl" or options.top_k is not None:
         raise UsageError(
             "--loss and --top-k are for decoders; an encoder's embeddings are compared: leave them out"
@@ -242,8 +238,7 @@ def _wanted_tokens(options: HealOptions, step: int, parameters: int, gpu: bool) 
 
 
 def _label(name: str, taken: dict[str, Stream]) -> str:
-    """What a text is called in the output: its name without a folder, different from the other
-    labels."""
+    """A text's label in the output: its name without a folder, unlike the others."""
     label = known = printable(Path(name).name)
     number = 1
     while label in taken or label == SELF:
@@ -266,7 +261,7 @@ def batch_windows(options: HealOptions, reading: Reading, gpu: bool, processes: 
         enough = next(b for b in count(batch) if b - _own_windows(share, b) >= texts)
         own = " and the teacher's own" if share else ""
         raise UsageError(
-            f"a batch of {batch} windows has no room for {texts} of --data{own}; "
+            f"a batch of {batch} windows has no room for {texts} of --text{own}; "
             f"give --batch {enough * window} or more, or fewer texts"
         )
     if batch < processes:
@@ -285,7 +280,7 @@ def text_digests(names: list[str]) -> list[str]:
         digest = calibration_digest(name)
         if digest in known:
             same = "given twice" if name == known[digest] else f"the same text as {known[digest]}"
-            raise UsageError(f"--data {name}: {same}; give every text once")
+            raise UsageError(f"--text {name}: {same}; give every text once")
         known[digest] = name
     return list(known)
 
@@ -301,8 +296,7 @@ def _own_windows(share: float, batch: int) -> int:
 
 
 def _shares(streams: dict[str, Stream], own: float, batch: int) -> list[int]:
-    """The windows of every stream in a batch: `own` is the share of own text; texts divide the rest by
-    size."""
+    """The windows of every stream in a batch: the share `own` is own text, sizes divide the rest."""
     texts = {name: len(stream) for name, stream in streams.items() if name != SELF}
     mine = 0 if SELF not in streams else _own_windows(own, batch) if texts else batch
     left, total = batch - mine, sum(texts.values())

@@ -30,7 +30,7 @@ class Nearness:
     states: float
 
     def judged(self, loss: str) -> float:
-        """The figure to lower."""
+        """The number that training minimizes."""
         return self.distance
 
 
@@ -88,8 +88,7 @@ class Embedding:
 def sentence_stream(
     documents: Any, tokenizer: Any, head: Sentences, window: int, seed: int, name: str
 ) -> Stream:
-    """The different sentences of a text as rows of at most `window` tokens. Raises InputError for too
-    few."""
+    """A text's distinct sentences as rows of `window` tokens at most. Raises InputError for few."""
     texts = [document.strip() for document in documents if document.strip()]
     texts = [text.lower() for text in texts] if head.lower else texts
     texts = list(dict.fromkeys(texts))  # one that is held back is nowhere else

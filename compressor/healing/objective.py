@@ -29,8 +29,8 @@ HELD_BATCH = 8  # held-back windows that are run at once
 
 
 def kl(student: Tensor, teacher: Tensor | None, _: Tensor) -> Tensor:
-    """Σ KL(teacher ‖ student) in nats over rows of logits [n, v]. It computes its own gradient: for
-    `summed`."""
+    """Σ KL(teacher ‖ student) in nats over rows of logits [n, v]. Only for `summed`: the
+    gradient comes from the same kernel."""
     assert teacher is not None
     return divergence_sum(student, teacher, alone=True)
 
@@ -57,7 +57,7 @@ def lm(student: Tensor, _: Tensor | None, targets: Tensor) -> Tensor:
 
 
 class Replies(DividedDecoder):
-    """A divided model that gives the outputs of its blocks, too."""
+    """A decoder that returns what enters its head and, on request, the outputs of its blocks."""
 
     def __init__(self, model: Any, probe: Tensor) -> None:
         self._outputs: list[Tensor] | None = None  # of the blocks, while they are recorded
@@ -148,8 +148,7 @@ def summed(
 
 
 def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tensor:
-    """`relative_errors` of states [m, w, d], summed over tokens and averaged over the blocks'
-    outputs."""
+    """`relative_errors` of states [m, w, d]: summed over tokens, averaged over blocks."""
     pairs = zip(ours, theirs, strict=True)
     return torch.stack([relative_errors(mine, wanted).sum() for mine, wanted in pairs]).mean()
 
@@ -163,13 +162,12 @@ class Merit:
     teacher: float
 
     def judged(self, loss: str) -> float:
-        """The figure to lower."""
+        """The number that training minimizes: the divergence, or the loss on the text."""
         return self.kl if loss == "kl" else self.student
 
 
 class Objective:
-    """The loss of windows [m, w], summed over tokens; the first `idle` tokens of a window do not
-    count."""
+    """The loss of windows [m, w], summed over tokens but the first `idle` of each."""
 
     def __init__(self, pair: TrainedPair, options: HealOptions, probe: Tensor, idle: int = 0) -> None:
         self.student = Replies(pair.student, probe)

@@ -85,7 +85,7 @@ def read_inputs(pair: TrainedPair, rows: Tensor) -> dict[str, Tensor]:
 
 
 def metric_of(inputs: Tensor, device: torch.device) -> Metric:
-    """The metric of a layer with the inputs [n, i]."""
+    """What errors in a layer's weight cost, by the inputs [n, i] that it reads."""
     x = inputs.to(device, torch.float64)
     return Metric(x.mT @ x / len(x))
 
@@ -223,8 +223,7 @@ def _weight(pair: TrainedPair, name: str, packed: dict[str, Tensor] | None) -> T
 
 
 def check_told(checkpoint: Checkpoint) -> None:
-    """Try to update records and report as after the training. Raises InputError if `blr` did not write
-    them."""
+    """Try to update records and report. Raises InputError if `blr` did not write them."""
     folder, specs = checkpoint.source.folder, checkpoint.specs
     if (folder / CARD).is_file():
         read_text(folder / CARD, MAX_BYTES)

@@ -116,8 +116,7 @@ def _move(model: nn.Module, device: torch.device) -> None:
 
 
 def wants_sharding(options: HealOptions, processes: Processes) -> bool | None:
-    """Whether --fsdp or accelerate ask for sharding; None: memory decides. Raises UsageError if there
-    is one process."""
+    """Whether sharding is asked for; None: memory decides. Raises UsageError for one process."""
     if options.fsdp and processes.count == 1:
         raise UsageError("--fsdp shares a model out over processes; start several with --gpus N")
     if processes.count == 1:

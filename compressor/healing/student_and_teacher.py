@@ -64,8 +64,7 @@ class TrainedPair(TrainedSet):
         return {**self.masters, **{name: part.parameter for name, part in self.slices.items()}}
 
     def master_of(self, name: str) -> Tensor | None:
-        """The master of the parameter `name`, which may have several names; None if it is not
-        trained."""
+        """The master of a parameter, by any of its names; None if it is not trained."""
         return self.masters.get(self.first_names.get(name, name))
 
     def kinds(self) -> list[str]:
@@ -122,8 +121,7 @@ def _norm(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 
 def task_of(checkpoint: Checkpoint) -> str:
-    """The Auto class of a causal language model or an encoder. Raises CapabilityError for other
-    models."""
+    """The Auto class of a causal model or an encoder. Raises CapabilityError for others."""
     config = checkpoint.source.config
     name = (config.get("architectures") or [""])[0]
     if name.endswith(("ForCausalLM", "LMHeadModel")) or continues_text(checkpoint.source):
@@ -216,8 +214,7 @@ def narrowed(student: Any, teacher: Any) -> None:
 
 
 def take_twins(student: Any, folder: Path) -> dict[str, Twin]:
-    """Replace the student's layers in few bits by their trainable forms, and return these by name in
-    the model."""
+    """Make the student's layers in few bits trainable; returns their new forms by name."""
     entries, found = open_source(folder).entries, dict[str, Twin]()
     for stored, name in module_names(student, student.config.blr["layers"]).items():
         layer = student.get_submodule(name)

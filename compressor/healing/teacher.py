@@ -73,9 +73,9 @@ def _manifest(student: Path) -> dict[str, Any]:
 
 
 def check_teacher(student: Checkpoint, teacher: Checkpoint, force: bool) -> list[str]:
-    """What speaks against `teacher` if `force` lets the run go on. Raises InputError if the student is
-    dense, the teacher is not, they differ in vocabulary, or, without `force`, if anything else speaks
-    against it."""
+    """Check that the student was made of `teacher`; returns the doubts that `force` lets the run go on
+    with. Raises InputError if the student is dense, the teacher is not, they differ in vocabulary, or,
+    without `force`, for any doubt."""
     if not student.compressed:
         raise InputError(
             f"{student.source.folder}: a dense checkpoint, there is nothing to heal; "
@@ -134,7 +134,7 @@ def first_loss(held: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any])
         return []
     return [
         f"before training the answers are {far:.1f} nats a token from the teacher's: either the "
-        "compression lost nearly all (compress with --calibration), or it came from another model "
+        "compression lost nearly all (compress with --text TEXT), or it came from another model "
         "(check --teacher)"
     ]
 

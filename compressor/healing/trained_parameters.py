@@ -24,8 +24,7 @@ from blr.compressor.recipe.heal_settings import KINDS
 
 
 def check_has_kinds(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> None:
-    """Raise UsageError, from headers alone, if nothing in `checkpoint` is of the `kinds` to be
-    trained."""
+    """Raise UsageError, from headers, if `checkpoint` has nothing of the `kinds` to train."""
     if "factors" in kinds and checkpoint.specs:
         return
     source = open_source(checkpoint.source.folder)
@@ -74,8 +73,7 @@ def kind_of(model: Any, name: str) -> str:
 
 
 def _check_any(model: Any, kinds: tuple[str, ...], factored: Collection[str]) -> None:
-    """Raise UsageError if nothing in `model` is of the `kinds`; `factored` names whatever has
-    factors."""
+    """Raise UsageError if `model` has nothing of the `kinds`; `factored`: what has factors."""
     present = {kind_of(model, name) for name, _ in model.named_parameters()}
     present |= {"factors"} if factored else set()
     if not present & {*kinds}:

@@ -46,7 +46,7 @@ class StatePlace:
 
 
 class Trainer(TrainingLoop):
-    """Trains `pair` on `data`; after `run` the pair has the best masters."""
+    """Trains `pair` on `data`; `run` leaves the parameters that were best on held-back windows."""
 
     state: State
 
@@ -169,7 +169,7 @@ class Trainer(TrainingLoop):
         return {name: self.objective.merit(held) for name, held in self.held.items()}
 
     def _judged(self, merits: dict[str, Any]) -> float:
-        """The figure to lower, in which each part counts by its share of a batch. Raises
+        """The number to minimize: the mean over all texts, each by its share of a batch. Raises
         NumericsError."""
         parts = [p.windows * merits[p.name].judged(self.options.loss) for p in self.data.parts]
         found = self.processes.agreed(sum(parts) / self.data.batch)[0]
@@ -181,7 +181,7 @@ class Trainer(TrainingLoop):
         return found
 
     def judge(self) -> float:
-        """The figure to lower; the merits that it is made of are logged."""
+        """The number to minimize, on held-back windows; the merits of every text are logged."""
         self._flush()
         self.merits = self._merits()
         found = self._judged(self.merits)
@@ -278,16 +278,16 @@ def rounded_rates(rate: float, sizes: Iterable[float], shares: Iterable[float]) 
 
 
 def schedule(done: float, warmup: float) -> float:
-    """The share of the rate once `done` of the run is over: a linear rise, then half a cosine down."""
+    """The share of the learning rate at `done` of the run: a linear rise, then half a cosine down."""
     if done < warmup:
         return done / warmup
     return 0.5 * (1 + math.cos(math.pi * min((done - warmup) / (1 - warmup), 1.0)))
 
 
 class Passes:
-    """Leaves the gradients of the mean loss over `scored` tokens (or sentences) in the masters of
-    `pair`. A process has up to `most` windows of a step, and at first takes `micro` in a pass (None:
-    all)."""
+    """Runs the forward and backward passes of a step, in parts that fit in memory. The masters of `pair`
+    then have the gradients of the mean loss over `scored` tokens or sentences. A process has up to
+    `most` windows of a step, and at first takes `micro` in a pass (None: all)."""
 
     def __init__(
         self, pair: TrainedPair, objective: Objective | Embedding, scored: int, most: int,
@@ -299,8 +299,7 @@ class Passes:
         self.captures = pair.device.type == "cuda" and not pair.slices
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """This process's share of a batch's loss. Raises CapabilityError if a single window does not
-        fit."""
+        """This process's share of the loss. Raises CapabilityError if one window does not fit."""
         while True:
             try:
                 return self._run(rows)
@@ -332,8 +331,7 @@ class Passes:
         return loss.detach()
 
     def _capture(self, part: Tensor) -> bool:
-        """Try to capture the passes of a part of this shape; after a failure nothing is captured any
-        more."""
+        """Try to capture the passes of parts of this shape; after a failure none is captured."""
         try:
             given = self.pair.parameters, part.to(self.pair.device)
             self.graphs[part.shape] = CapturedPasses(self._eager, *given)

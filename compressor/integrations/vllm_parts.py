@@ -129,7 +129,7 @@ def product(parts: Sequence[nn.Module], x: Tensor, reduce: Reduce) -> Tensor:
 
 
 class PackedPart(Part):
-    """A layer in few bits or with pivots, held whole. Raises CapabilityError for several processes,
+    """A layer in few bits, held whole. Raises CapabilityError for several processes,
     which would cut groups that share a scale."""
 
     def __init__(self, name: str, spec: Spec, share: Share, dtype: torch.dtype) -> None:
@@ -162,7 +162,7 @@ class PackedPart(Part):
 
 def make_part(name: str, spec: Spec | None, shape: Shape, share: Share, dtype: torch.dtype) -> Part:
     """What `share` holds of a layer, as `Part` and `PackedPart` say."""
-    if spec is not None and (spec.quantized or spec.indices()):
+    if spec is not None and spec.quantized:
         return PackedPart(name, spec, share, dtype)
     return Part(name, spec, shape, share, dtype)
 
@@ -199,7 +199,7 @@ def check_whole(name: str, spec: Spec, share: Share) -> None:
     if share.size > 1:
         raise CapabilityError(
             f"{name}: {spec.structure} {spec.describe()} over {share.size} processes; expected factors "
-            "in the model's dtype and no pivots; serve it in one process"
+            "in the model's dtype; serve it in one process"
         )
 
 

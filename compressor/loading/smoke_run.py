@@ -15,7 +15,7 @@ from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.quoting import first_line, quote
 from blr.compressor.checkpoint.context import context_of
-from blr.compressor.checkpoint.numerics import check_finite, check_indices, check_product, norm
+from blr.compressor.checkpoint.numerics import check_finite, check_product, norm
 from blr.compressor.loading.native import quiet_transformers
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.kernels.fp8.reference import is_number
@@ -194,7 +194,6 @@ def check_layer(name: str, layer: Any) -> None:
         return {part: layer.factor(part) for part in layer.held}
 
     tensors = held()
-    check_indices(name, spec, tensors)
     check_product(name, spec, [norm(tensors[factor]) for factor in spec.shapes()], held, dtype)
 
 

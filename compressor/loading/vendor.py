@@ -72,8 +72,6 @@ class Contents:
         if not self.quantized:
             absent |= {f"decode.quantized.{part}" for part in ("grouped", "launch")}
             absent |= {f"decode.integer.{part}" for part in ("form", "launch", "looped")}
-        if "pivoted" not in self.structures:
-            absent.add("layers.pivoted.gather")
         if self.rows < SEVERAL:
             absent.add("decode.skinny")
         runtime = set() if self.rows else {"blr.compressor.runtime"}

@@ -60,8 +60,7 @@ class Basis:
         return [repr([own.get(name) for name in sorted(ADAPTER)]) for own in self.adapters]
 
     def is_watched(self, model: nn.Module) -> bool:
-        """Whether a call of one of the modules of `model` does more than its class's forward: a hook, or
-        another forward."""
+        """Whether calls of some module of `model` do more than its class: a hook, another forward."""
         if "forward" in model.__dict__ or any("forward" in own for own in self.own):
             return True
         found = [hook for hooks in self.hooks if hooks for hook in hooks.values()]

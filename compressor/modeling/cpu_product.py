@@ -25,8 +25,8 @@ LEAST = 32  # the operator's smallest group
 
 
 def cpu_product(layer: Any, names: Sequence[str], x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """``x Wᵀ + bias`` of a layer whose weight is the product of its factors `names`, the first to be
-    multiplied first; None where that is not computed so."""
+    """``x Wᵀ + bias`` by the operator of a CPU, where W is the product of the layer's factors `names`,
+    in the order in which x meets them; None where the operator does not take x or the factors."""
     if not takes_input(x, layer.out_features):
         return None
     if (weights := _held(layer, names)) is None:

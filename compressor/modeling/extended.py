@@ -19,8 +19,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Extension(nn.Module):
-    """Base of mixins before a module's class. native: that class. mixins: those before it, newest
-    first."""
+    """Base of mixins before a module's class: `native` is that class, `mixins` are newest first."""
 
     native: type[Any]
     mixins: tuple[type[Extension], ...]

@@ -143,7 +143,7 @@ def shared_rows(layer: object, x: Tensor) -> Rows:
 
 
 def hindrance(layer: Float8Layer, x: Tensor) -> str | None:
-    """Why a product is not computed in float8; "" where nobody need know, None where it is."""
+    """Why a product is not computed in float8: None if it is, "" for a reason not worth a warning."""
     if is_traced() or not x.numel():
         return ""
     if torch.compiler.is_compiling() and getattr(layer, "float8_prepared", None) is None:
@@ -159,7 +159,7 @@ def asks_gradient(*tensors: Tensor | None) -> bool:
 
 
 def refusal(packing: QuantizedSpec, x: Tensor) -> str | None:
-    """As `hindrance`, of any layer packed so and any inputs like x: decided once for each kind."""
+    """`unfit`, remembered for each kind of packing, dtype and device."""
     if torch.compiler.is_compiling():
         return unfit(packing, x)
     key = (id(packing), x.dtype, x.device)

@@ -229,8 +229,7 @@ class FusedActivation(Extension):
 
 
 def fuse_activations(model: nn.Module) -> None:
-    """Let the modules of `model` that apply an activation to what one low-rank layer widens do so by
-    one kernel."""
+    """Fuse each low-rank layer that widens with the activation behind it, in one kernel."""
     for module in model.modules():
         named = dict(module.named_children())
         wide = [name for name, layer in named.items() if _widens(layer)]
@@ -246,8 +245,7 @@ def _widens(layer: Any) -> bool:
 
 
 def _applies(module: nn.Module, layer: str, activation: str) -> bool:
-    """Whether a module applies its activation to all outputs of its layer. Asks it on a few numbers,
-    without its other layers."""
+    """Whether a module activates all outputs of its layer; tried on a few numbers."""
     weight, x, act = numbers(SMALL, SMALL), numbers(1, 3, SMALL), module.get_submodule(activation)
     parts = {**dict.fromkeys(module._modules, _same), layer: lambda x: x @ weight, activation: act}
     return computes(with_children(module, parts).forward, x, act(x @ weight))

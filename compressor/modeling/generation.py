@@ -68,8 +68,7 @@ def find_decoder(model: PreTrainedModel, settings: ExportSettings, request: Requ
 
 
 def held_decoder(model: PreTrainedModel, settings: ExportSettings) -> Any:
-    """The decoder of `model`, made anew when the model changes; or a text that says why there is
-    none."""
+    """The decoder of `model`, remade when the model changes, or a text why there is none."""
     from blr.compressor.runtime.phases import supports
 
     def make() -> object:

@@ -98,8 +98,7 @@ def part_heads(model: nn.Module) -> None:
 
 
 def _attended(attention: HeadSlices, given: Given, at_once: int) -> Tensor:
-    """What an attention gives to the layer behind its heads, computed for `at_once` heads of keys at a
-    time."""
+    """What the layer behind an attention's heads reads, made by `at_once` key heads at a time."""
     x, mask = given["hidden_states"], given.get("attention_mask")
     assert isinstance(x, Tensor)
     layers = ranked(attention, *attention.projections)
@@ -119,7 +118,7 @@ def _attended(attention: HeadSlices, given: Given, at_once: int) -> Tensor:
 
 
 class _Outputs(NamedTuple):
-    """In the place of a projection: some of its outputs, for an input whose ranks are there."""
+    """Stands for a projection: makes some of its outputs from ranks that are computed already."""
 
     ranks: Tensor
     product: OfRanks

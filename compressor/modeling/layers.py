@@ -142,7 +142,7 @@ class KernelLinear(modeling_blr.FormulaLinear):
         return self.kernels.product(self.spec, x, bias, *self.factors_for(x))
 
     def cpu_product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """The same of one token a sequence on a CPU, of packed factors; None of others."""
+        """The product for one token a sequence on a CPU, by packed factors; None elsewhere."""
         packed = self.packing is not None and self.kernels.packed
         return cpu_product(self, self.kernels.packed, x, bias) if packed else None
 

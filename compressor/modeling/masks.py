@@ -51,8 +51,7 @@ def is_full(mask: object) -> bool:
 
 @contextmanager
 def _answering(name: str, answer: object) -> Iterator[None]:
-    """While active, the function `name` of transformers returns `answer` in this thread, where this
-    release has it."""
+    """While active, the function `name` of transformers returns `answer` in this thread."""
     if not hasattr(masking_utils, name):
         yield
         return

@@ -143,7 +143,6 @@ def _empty_packed(factor: Factor) -> tuple[Tensor, ...]:
 STORAGES = {
     "float": Storage(trained=True),
     "kernel": Storage(("_kernel",), trained=True),
-    "index": Storage(empty=lambda factor: (torch.arange(factor.shape[0], dtype=torch.int32),)),
     "integer": Storage(("_q", "_scale"), False, _empty_packed, dequantize),
     "float8": Storage(("_q", "_scale"), False, _empty_packed, dequantize_float8),
 }
@@ -231,16 +230,16 @@ def factors_of(entry: Entry, exported: bool = False) -> list[Factor]:
         expected = f"{', '.join(STRUCTURES)}, in {', '.join(map(str, PLANES))} bits"
         raise ValueError(f"config.blr.layers has {found}; expected {expected}; {PACKAGE} --upgrade")
     shapes = structure.shapes(sizes(entry))
-    return [_factor(entry, n, s, exported, n in structure.indices) for n, s in shapes.items()]
+    return [_factor(entry, name, shape, exported) for name, shape in shapes.items()]
 
 
-def _factor(entry: Entry, name: str, shape: Shape, exported: bool, index: bool) -> Factor:
+def _factor(entry: Entry, name: str, shape: Shape, exported: bool) -> Factor:
     bits, group = entry.get("bits"), entry.get("group", GROUP)
     exported, side = exported and not bits, entry.get("side", "out")
     if name == "S":
         bits, group = bits and entry.get("kept_bits"), KEPT_GROUP
-    if index or not (bits or exported):
-        return Factor(name, shape, "index" if index else entry.get("storage", "float"))
+    if not (bits or exported):
+        return Factor(name, shape, entry.get("storage", "float"))
     axes = stored_axes(name, len(shape), bool(bits), side)
     if not bits:
         return Factor(name, shape, "kernel", axes)
@@ -259,13 +258,11 @@ class Formula:
     """One way to write a weight as a product.
 
     shapes: the factors by name, of the `sizes` of an entry. product: ``x Wᵀ + bias`` of an entry,
-    x [..., i], the bias [o] or None, and the factors in order. indices: those of them that say where
-    outputs go.
+    x [..., i], the bias [o] or None, and the factors in order.
     """
 
     shapes: Callable[[SimpleNamespace], dict[str, Shape]]
     product: Callable[..., Tensor]
-    indices: tuple[str, ...] = ()
 
 
 def sizes(entry: Entry) -> SimpleNamespace:
@@ -294,14 +291,6 @@ def _low_rank_shapes(n: SimpleNamespace) -> dict[str, Shape]:
         return {"U": (n.o, n.r), "V": (n.i, n.r)}
     rows, columns = (n.o // n.g, n.i) if n.side == "out" else (n.o, n.i // n.g)
     return {"U": (n.g, rows, n.r), "V": (n.g, columns, n.r)}
-
-
-def pivoted(entry: Entry, x: Tensor, bias: Tensor | None, U: Tensor, V: Tensor, at: Tensor) -> Tensor:
-    """Low rank held by r of its rows, ``W = P [Vᵀ; U Vᵀ]``: output k is number ``at[k]`` of both.
-    Source: PIFA (arXiv 2501.19090), section 3."""
-    t = x @ V
-    y = torch.cat((t, linear(t, U)), -1).index_select(-1, at)
-    return y if bias is None else y + bias
 
 
 def monarch(entry: Entry, x: Tensor, bias: Tensor | None, U: Tensor, V: Tensor) -> Tensor:
@@ -339,9 +328,6 @@ def kronecker(entry: Entry, x: Tensor, bias: Tensor | None, *factors: Tensor) ->
 STRUCTURES = {
     "dense": Formula(lambda n: {"weight": (n.o, n.i)}, lambda _, x, bias, w: linear(x, w, bias)),
     "svd": Formula(_low_rank_shapes, low_rank),
-    "pivoted": Formula(
-        lambda n: {"U": (n.o - n.r, n.r), "V": (n.i, n.r), "places": (n.o,)}, pivoted, ("places",)
-    ),
     "monarch": Formula(lambda n: {"U": (n.b, n.o // n.b, n.r), "V": (n.b, n.i // n.b, n.r)}, monarch),
     "blast": Formula(
         lambda n: {"U": (n.b, n.o // n.b, n.r), "S": (n.b, n.b, n.r), "V": (n.b, n.i // n.b, n.r)}, blast
@@ -483,13 +469,12 @@ def is_number(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def first_values(layer: ComposedLinear) -> None:
-    """Fill a layer that is made, not loaded: random factors, indices in order. Packed factors stay, for
-    nothing trains them, and so does what has values already, which transformers marks."""
+    """Fill a layer that is made, not loaded: random factors. Packed ones stay, for nothing trains
+    them, and so does what has values already, which transformers marks."""
     for factor in getattr(layer, "held", {}).values():
         first, *others = layer.stored(factor)  # type: ignore[operator]
         if not (others or first.is_meta or getattr(first, "_is_hf_initialized", False)):
-            index = factor.storage == "index"
-            first.copy_(torch.arange(len(first)) if index else torch.randn_like(first) * factor.unit)
+            first.copy_(torch.randn_like(first) * factor.unit)
 
 
 FACTS = {getattr(Tensor, n) for n in ("size", "dim", "numel", "element_size", "is_floating_point")} | {

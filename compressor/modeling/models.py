@@ -47,8 +47,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 class KernelModel(StructuredModel):
-    """Mixin of models whose layers are kernels, and which are prepared to be fast and small in
-    memory."""
+    """Mixin of models whose layers run kernels, fast and within little memory."""
 
     make_layer = staticmethod(make_layer)
 
@@ -76,8 +75,7 @@ class KernelModel(StructuredModel):
         super().initialize_weights()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Every move and cast of torch goes through this: then layers on a GPU that read one input are
-        computed together."""
+        """Follow a move or cast: group the layers on a GPU that read one input."""
         super()._apply(fn, recurse)
         share_siblings(self)
         return self
@@ -102,8 +100,7 @@ class KernelModel(StructuredModel):
     def maybe_distribute_model(
         cls, model: KernelModel, distributed_config: object, *rest: object, **options: object
     ) -> KernelModel:
-        """Distribute a model as transformers does, with factors cut where its native plan cuts
-        weights."""
+        """Distribute a model by its native plan, with factors cut in place of weights."""
         size = getattr(distributed_config, "tp_size", None) or 1
         if size > 1:
             plan = split_plan(model, size)

@@ -70,8 +70,7 @@ def activation_of(module: nn.Module) -> tuple[str, float] | None:
 
 
 def gate_of(module: nn.Module) -> str | None:
-    """The name in `MAKES` of the gate whose result an MLP puts into `down_proj`; None for other
-    modules."""
+    """The name in `MAKES` of a gated MLP's gate; None for other modules."""
     if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "act_fn")):
         return None
     gate, up = numbers(2, SMALL, SMALL)

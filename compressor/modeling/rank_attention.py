@@ -88,8 +88,7 @@ class RankStep:
         return made.flat(self.format.unpack(made.parts, made.dtype))
 
     def explains(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether keys and values [B, H, t, D] follow from the layers' outputs by a known order of
-        steps."""
+        """Whether keys and values [B, H, t, D] follow from the layers by a known order of steps."""
         if len(self.made) < 2 or len(keys.shape) != 4:
             return False
         known = self.attention.key_orders

@@ -65,7 +65,6 @@ def in_ranks(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> tuple[Tens
 
 
 def ranked(module: nn.Module, *names: str) -> list[RankedLayer]:
-    """The children of these names if all answer a `RankRequest`, else none. Layers inside an adapter do
-    not answer."""
+    """The children of these names if all answer a `RankRequest`, else none; adapters do not."""
     found = [module._modules.get(name) for name in names]
     return cast(list[RankedLayer], found) if all(getattr(f, "has_ranks", False) for f in found) else []

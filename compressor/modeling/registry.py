@@ -98,8 +98,7 @@ StructuredConfig.before_saving = staticmethod(before_saving)
 
 
 def auto_name(config: Mapping[str, Any]) -> str:
-    """The Auto class that loads the model which a structured config.json names, with its head; AutoModel
-    if there is none."""
+    """The Auto class for the model, with its head, that config.json names; else AutoModel."""
     named = next(iter(config.get("architectures") or ()), None)
     found = [auto for auto, name in config["auto_map"].items() if name.rpartition(".")[2] == named]
     plainest = (auto for task in _PLAINEST if (auto := f"AutoModel{task}") in found)

@@ -150,8 +150,7 @@ def _rows(argument: object, start: int, stop: int, batch: int) -> object:
 
 
 def bound_norms(model: nn.Module) -> None:
-    """Let the root-mean-square norms of `model`, which hold their input twice in float32, compute some
-    tokens at a time."""
+    """Let root-mean-square norms, which hold their input twice in float32, take few tokens at a time."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if type(module).__name__.endswith("RMSNorm") and isinstance(weight, Tensor):

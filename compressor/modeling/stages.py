@@ -89,8 +89,7 @@ def packed_factor(layer: FormulaLinear, name: str) -> Packed:
 
 
 def narrow_factor(layer: FormulaLinear, name: str) -> Narrow:
-    """A packed factor with a byte for each number, or dequantized where numbers are no multiples of
-    scales."""
+    """A packed factor with a byte a number; dequantized where scales do not divide its rows."""
     found, factor = packed_factor(layer, name), layer.held[name]
     whole = found.bits >= 4
     levels = unpack(found.packed, found.bits, found.group) if whole else found.dequantized()
@@ -112,9 +111,7 @@ class LayerStage(NamedTuple):
     """One blockwise product, as `blr.kernels.decode.gemv.segments.Segment` takes it.
 
     w: [B, R, K], a view of the layer's own factor, or a `Packed` of that shape. bias: [B·R]. mix, part:
-    as of `Segment`. correction: what is added to the product of a packed w. places: [o], of a last stage
-    whose outputs follow those of the stage before: output k is number ``places[k]`` of both, and the
-    bias [o] is added after that.
+    as of `Segment`. correction: what is added to the product of a packed w.
     """
 
     w: Tensor | Packed
@@ -122,7 +119,6 @@ class LayerStage(NamedTuple):
     mix: Tensor | None = None
     part: int | None = None
     correction: Corrections | None = None
-    places: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -133,7 +129,7 @@ class LayerStage(NamedTuple):
     def bytes(self) -> int:
         """The bytes that one token reads."""
         more = 0 if self.correction is None else self.correction.first.bytes + self.correction.u.nbytes
-        return more + sum(t.nbytes for t in (self.w, self.bias, self.mix, self.places) if t is not None)
+        return more + sum(t.nbytes for t in (self.w, self.bias, self.mix) if t is not None)
 
 
 class Corrections(NamedTuple):
@@ -153,11 +149,6 @@ def _low_rank(layer: FormulaLinear) -> Stages:
     return LayerStage(matrix(layer, "V")), LayerStage(matrix(layer, "U"), layer.bias)
 
 
-def _pivoted(layer: FormulaLinear) -> Stages:
-    last = LayerStage(matrix(layer, "U"), layer.bias, places=layer.factor("places"))
-    return LayerStage(matrix(layer, "V")), last
-
-
 def _monarch(layer: FormulaLinear) -> Stages:
     first = LayerStage(matrix(layer, "V"), part=layer.entry["block_rank"])
     return first, LayerStage(matrix(layer, "U"), layer.bias)
@@ -174,7 +165,9 @@ def _dense(layer: FormulaLinear) -> Stages:
 
 # Structure -> its products in order; Kronecker-sparse layers decode through their own operator
 STAGES: dict[str, Callable[[FormulaLinear], Stages]] = {
-    **{"svd": _low_rank, "pivoted": _pivoted, "monarch": _monarch, "blast": _blast},
+    "svd": _low_rank,
+    "monarch": _monarch,
+    "blast": _blast,
     "dense": _dense,
 }
 ADDED = ("svd", "monarch", "blast")  # corrections of packed weights: of others half is the first stage's
@@ -196,8 +189,7 @@ def stages_of(module: nn.Module) -> Stages | None:
 
 
 def correction_of(layer: FormulaLinear) -> Corrections | None:
-    """How decoding kernels add a layer's output to that of a stage with the same input; None if they
-    cannot."""
+    """The correction that decoding kernels add to a stage with the same input; None if they cannot."""
     if layer.entry.get("fp8") or layer.entry["structure"] not in ADDED:
         return None
     first, last = STAGES[layer.entry["structure"]](layer)

@@ -90,24 +90,6 @@ def most_tokens(source: Source) -> int:
     return most if most >= LEAST else 0
 
 
-@dataclass(frozen=True)
-class Unread:
-    """`tokens` [n] of a text that no fit and no training reads; the first one is number `first`."""
-
-    tokens: Tensor
-    first: int
-
-    def end(self, least: int) -> Unread:
-        """The last twentieth of the text, `least` tokens at least, as far as it is unread."""
-        last = max(int((self.first + len(self.tokens)) * HELD_SHARE), least)
-        return self.last(min(last, len(self.tokens)))
-
-    def last(self, count: int) -> Unread:
-        """The last `count` tokens."""
-        left_out = len(self.tokens) - count
-        return Unread(self.tokens[left_out:], self.first + left_out)
-
-
 def calibration_text(source: Source, recipe: Recipe, name: str | None, offline: bool) -> Text | None:
     """The part of a decoder's calibration text that judges it: the end of a file, which `blr heal`
     reports as well, else what lies behind the tokens that fits read. None if there is none, if the text
@@ -118,34 +100,42 @@ def calibration_text(source: Source, recipe: Recipe, name: str | None, offline: 
     tokenizer, found = read_text(source, recipe.samples, seq_len, name, True, offline)
     if found is None or found.held is None:
         return None
-    beginning, unread = beginning_of(tokenizer), Unread(found.held, found.first)
+    beginning, tail, length = beginning_of(tokenizer), found.held, found.first + len(found.held)
     if os.path.exists(name) and os.path.getsize(name) <= WHOLE:
         tokens = tokenize(read_documents(name), tokenizer)
-        unread = Unread(tokens[found.first :], found.first).end(_room(source, beginning))
-    return held_text({name: unread}, source, beginning)
+        tail, length = tokens[found.first :], len(tokens)
+        tail = _end(tail, length, _room(source, beginning))
+    return _held_text({name: (tail, length)}, source, beginning)
 
 
 def healing_text(streams: Mapping[str, Stream], source: Source, beginning: Beginning) -> Text | None:
     """The ends of the texts that train a decoder; None without a text, or if they are too short."""
-    tails = {name: s.held[:, len(beginning) :].flatten() for name, s in streams.items()}
-    unread = {n: Unread(tail, streams[n].length - len(tail)) for n, tail in tails.items()}
-    room = _room(source, beginning)
-    return held_text({n: part.end(room) for n, part in unread.items()}, source, beginning)
+    room, parts = _room(source, beginning), dict[str, tuple[Tensor, int]]()
+    for name, stream in streams.items():
+        tail = stream.held[:, len(beginning) :].flatten()
+        parts[name] = _end(tail, stream.length, room), stream.length
+    return _held_text(parts, source, beginning) if parts else None
 
 
-def held_text(parts: Mapping[str, Unread], source: Source, beginning: Beginning) -> Text | None:
-    """The last tokens of every part, as many as a pass may read, in windows of one length. None for too
-    few tokens. Raises InputError for unknown tokens."""
-    most = max(most_tokens(source) // max(len(parts), 1), LEAST)
-    room = min(_room(source, beginning), most, *(len(part.tokens) for part in parts.values()))
-    if not parts or room < 1:
+def _end(tail: Tensor, length: int, least: int) -> Tensor:
+    """The last twentieth of a text of `length` tokens, or `least`, as far as its unread `tail` goes."""
+    return tail[-max(int(length * HELD_SHARE), least) :]
+
+
+def _held_text(
+    parts: Mapping[str, tuple[Tensor, int]], source: Source, beginning: Beginning
+) -> Text | None:
+    """The last tokens of texts, as many as a pass may read, in windows of one length; of each text its
+    unread end and its length are given. None for too few. Raises InputError for unknown tokens."""
+    most = max(most_tokens(source) // len(parts), LEAST)
+    room = min(_room(source, beginning), most, *(len(tail) for tail, _ in parts.values()))
+    used = {n: tail[-(min(len(tail), most) // room * room) :] for n, (tail, _) in parts.items() if room}
+    if sum(map(len, used.values())) < LEAST:
         return None
-    used = [part.last(min(len(part.tokens), most) // room * room) for part in parts.values()]
-    windows = torch.cat([_rows(part.tokens, room, beginning) for part in used])
-    if windows.numel() < LEAST:
-        return None
-    name, first = " and ".join(parts), used[0].first if len(parts) == 1 else None
+    windows = torch.cat([_rows(tail, room, beginning) for tail in used.values()])
+    name = " and ".join(used)
     check_known((windows,), of_text(source.config).get("vocab_size"), name)
+    first = parts[name][1] - len(used[name]) if len(used) == 1 else None
     found = Text(windows, "", beginning, first)
     place = "" if first is None else f", from token {first:,} on"
     what = f"{found.tokens:,} held-back tokens of {printable(Path(name).name)}{place}"

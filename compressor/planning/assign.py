@@ -45,9 +45,8 @@ class Task:
 
     @property
     def cost(self) -> int:
-        """Parameters of one unit of rank, before those that pivots save. A chain is given the cost of
-        low rank."""
-        if not self.ranked or self.structure.pivots:
+        """Parameters of one unit of rank, that of low rank for a chain."""
+        if not self.ranked:
             return sum(self.layer.shape)
         return self.spec(self.step).parameters // self.step
 
@@ -71,7 +70,6 @@ class Task:
         o, i = self.layer.shape
         out = self.layer.head_side == "out"
         limit = min(o // self.groups, i) if out else min(o, i // self.groups)
-        limit = min(limit, o - 1) if self.structure.pivots else limit
         return max(limit - limit % self.step, self.step)
 
     @property
@@ -239,8 +237,7 @@ class Assigner:
 
     def _item(self, task: Task) -> Item:
         curve = self.curves.get(task.layer.module) if self._strength else None
-        pivots = task.structure.pivots
-        return Item(task.size, task.cost, task.step, curve=curve, width=task.groups, pivots=pivots)
+        return Item(task.size, task.cost, task.step, curve=curve, width=task.groups)
 
     def _merged(self, tasks: Sequence[Task], items: Sequence[Item]) -> list[tuple[Item, list[Task]]]:
         """Items with their tasks. Without sensitivities, layers of equal shape and structure share one

@@ -1,7 +1,7 @@
 """Finds ranks that meet a parameter budget, without torch.
 
 A layer of o×i spends `cost` parameters on each unit of rank: r(i + o) for `svd` and Monarch, r(i + o +
-b²) for BLAST; pivots save r of the factor's r rows, r(i + o − r). Uniform ranks give every layer the
+b²) for BLAST. Uniform ranks give every layer the
 same share of its dense parameters. Sensitivities do better. `curve` has the predicted loss that each
 further rank saves: the falling eigenvalues of G^½ W H Wᵀ G^½, where G is the Fisher matrix of the
 layer's output and H the Gram matrix of its input. The loss is least where one more parameter saves
@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import exp
 
 TOLERANCE = 0.01  # by which rounded ranks may miss the budget, relative to it
 ALMOST_FULL = 0.97  # most that sensitivities ask for, relative to the break-even rank
@@ -27,7 +27,7 @@ ALMOST_FULL = 0.97  # most that sensitivities ask for, relative to the break-eve
 class Item:
     """`count` layers of equal `size` that share a rank, a multiple of `step`; each unit of it takes
     `cost` parameters. `curve` is the predicted loss that each further rank saves, and a unit is worth
-    `width` of them; with `pivots` a rank r saves r² parameters."""
+    `width` of them."""
 
     size: int
     cost: int
@@ -35,26 +35,20 @@ class Item:
     count: int = 1
     curve: Sequence[float] | None = None
     width: int = 1
-    pivots: bool = False
 
-    def parameters(self, rank: float) -> float:
-        """The parameters of one layer of this rank."""
-        return rank * (self.cost - self.pivots * rank)
+    @property
+    def price(self) -> int:
+        """The parameters of one more unit of rank in all layers."""
+        return self.cost * self.count
 
     def rank_of(self, parameters: float) -> float:
         """The rank at which one layer has so many parameters."""
-        if not self.pivots:
-            return parameters / self.cost
-        return (self.cost - sqrt(max(self.cost**2 - 4 * parameters, 0))) / 2
-
-    def price(self, rank: float) -> float:
-        """The parameters of one more unit of rank in one layer."""
-        return max(self.cost - 2 * self.pivots * rank, 1)
+        return parameters / self.cost
 
     @property
     def full(self) -> float:
-        """The break-even rank, with as many parameters as the dense layer; with pivots one less."""
-        return self.rank_of(self.size) - self.pivots
+        """The break-even rank, with as many parameters as the dense layer."""
+        return self.rank_of(self.size)
 
     @property
     def most(self) -> int:
@@ -64,7 +58,7 @@ class Item:
     @property
     def least(self) -> int:
         """The parameters of all layers at the smallest possible rank."""
-        return int(self.parameters(self.step)) * self.count
+        return self.step * self.price
 
 
 def exact_ranks(
@@ -100,8 +94,8 @@ def equal_margins(items: Sequence[Item], budget: float, floor: float) -> list[fl
 
 def _saved(item: Item) -> Iterator[float]:
     """The loss that a parameter of each further rank of the curve saves."""
-    for n, value in enumerate(() if item.curve is None else item.curve):
-        yield float(value) * item.width / item.price(n / item.width)
+    for value in () if item.curve is None else item.curve:
+        yield float(value) * item.width / item.cost
 
 
 def snap(items: Sequence[Item], exact: Sequence[float], budget: float) -> list[int]:
@@ -121,7 +115,7 @@ def snap(items: Sequence[Item], exact: Sequence[float], budget: float) -> list[i
         coarse = [n for n, item in enumerate(items) if units[n] > item.step]
         if missed <= TOLERANCE / 2 * budget or not coarse:
             return _closest(items, ranks, budget) if abs(missed) > TOLERANCE * budget else ranks
-        worst = max(coarse, key=lambda n: units[n] * items[n].price(ranks[n]) * items[n].count)
+        worst = max(coarse, key=lambda n: units[n] * items[n].price)
         units[worst] //= 2
 
 
@@ -146,7 +140,7 @@ def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
 
 def _spent(items: Sequence[Item], ranks: Sequence[float]) -> float:
     """The parameters that these ranks take in all."""
-    return sum(item.parameters(rank) * item.count for rank, item in zip(ranks, items, strict=True))
+    return sum(rank * item.price for rank, item in zip(ranks, items, strict=True))
 
 
 def _unit(rank: float, step: int) -> int:
@@ -162,16 +156,11 @@ def _fill(
     ranks = [max(int(part) * unit, unit) for part, unit in zip(parts, units, strict=True)]
     left = budget - _spent(items, ranks)
     for n in sorted(range(len(items)), key=lambda n: int(parts[n]) - parts[n]):
-        price = _price(items[n], ranks[n], units[n])
+        price = units[n] * items[n].price
         if price <= left and ranks[n] + units[n] <= items[n].full:
             ranks[n] += units[n]
             left -= price
     return ranks
-
-
-def _price(item: Item, rank: int, more: int) -> float:
-    """The parameters that `more` ranks take in all layers of an item."""
-    return (item.parameters(rank + more) - item.parameters(rank)) * item.count
 
 
 def _closest(items: Sequence[Item], ranks: list[int], budget: float) -> list[int]:
@@ -184,8 +173,8 @@ def _closest(items: Sequence[Item], ranks: list[int], budget: float) -> list[int
         moves = [(n, move) for n, move in moves if 0 < ranks[n] + move <= items[n].full]
         if not moves:
             return ranks
-        n, move = min(moves, key=lambda m: abs(surplus + _price(items[m[0]], ranks[m[0]], m[1])))
-        if abs(surplus + _price(items[n], ranks[n], move)) >= abs(surplus):
+        n, move = min(moves, key=lambda m: abs(surplus + m[1] * items[m[0]].price))
+        if abs(surplus + move * items[n].price) >= abs(surplus):
             return ranks
         ranks[n] += move
     return ranks

@@ -29,7 +29,7 @@ from blr.compressor.planning.training_sizes import (
 )
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.structures.base import SPREAD_BYTES
-from blr.compressor.structures.specs import BlastSpec, CorrectedSpec, LowRankSpec, PivotedSpec, Spec
+from blr.compressor.structures.specs import BlastSpec, CorrectedSpec, LowRankSpec, Spec
 
 TOGETHER = 0.85  # of the speed that as many GPUs would have apart
 ALONE = ("libraries and the rest", "reading, writing and the check")  # what one process does
@@ -197,6 +197,6 @@ def disk_bytes(work: Compression) -> int:
     needed += trained * factors + (1 + trained) * packed
     if work.recipe.allocation == "uniform":
         return needed
-    whole = LowRankSpec | PivotedSpec | CorrectedSpec  # whose Fisher information is kept whole
+    whole = LowRankSpec | CorrectedSpec  # whose Fisher information is kept whole
     outputs = sum(s.out_features ** (2 if isinstance(s.plain, whole) else 1) for s in work.specs)
     return needed + SINGLE * (outputs + work.sizes.blocks * work.sizes.width**2)

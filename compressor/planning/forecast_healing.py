@@ -222,7 +222,7 @@ def _speed(sizes: Sizes, specs: Mapping[str, Spec], step: StepSize, gpu: Gpu, in
     """Tokens a second of one GPU, from a token's products and bytes and its part of the update. The
     teacher runs forward; the student runs forward and, for twice the time, backward."""
     plain = (spec.plain for spec in specs.values())
-    low = (spec for spec in plain if spec.low_rank().structure == LowRankSpec.structure)
+    low = (spec for spec in plain if spec.structure == LowRankSpec.structure)
     saved = sum(spec.dense_parameters - spec.parameters for spec in low)
     flops = 2.0 * (sizes.parameters + (sizes.parameters - saved) * (4 if step.kept else 3))
     products = flops / (EFFICIENCY * gpu.reached_tflops * 1e12)
@@ -250,7 +250,7 @@ def _composed(spec: Spec) -> int:
     mixed = inner.blocks * inner.in_features * inner.rank if isinstance(inner, BlastSpec) else 0
     if spec.corrected:  # the correction's weight, and the sum
         return 2 * spec.dense_parameters + mixed
-    plain = inner.low_rank().structure in (LowRankSpec.structure, DenseSpec.structure)
+    plain = inner.structure in (LowRankSpec.structure, DenseSpec.structure)
     return 0 if plain else spec.dense_parameters + mixed
 
 

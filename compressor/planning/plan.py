@@ -5,7 +5,7 @@ No weight is read and torch is not imported, except for a family without a table
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from blr.compressor.base.device import BYTES
 from blr.compressor.base.errors import UsageError
@@ -14,7 +14,7 @@ from blr.compressor.planning.assign import Assigned, Assigner, Curves, Task
 from blr.compressor.planning.layers import Layer, find_layers, select, stored_spec
 from blr.compressor.planning.rank_caches import KINDS as CACHED_KINDS
 from blr.compressor.planning.rank_caches import Cached, cache_notes
-from blr.compressor.recipe.schema import DENSE, FORMER, NONE, PIVOTED, Recipe
+from blr.compressor.recipe.schema import DENSE, FORMER, NONE, Recipe
 from blr.compressor.structures.specs import DenseSpec, Spec
 
 __all__ = ["KeptLayer", "Layer", "Plan", "PlannedLayer", "make_plan"]
@@ -151,8 +151,6 @@ def unmeasured(recipe: Recipe, calibrated: bool) -> list[str]:
 def _task(layer: Layer, recipe: Recipe, cached: Cached) -> Task:
     width = 8 * BYTES[recipe.dtype] if recipe.dtype else 8 * layer.entry.nbytes // layer.entry.parameters
     settings = cached.settings(layer, recipe.settings_for(layer.module))
-    if settings.method == PIVOTED and layer.shape[0] == 1:  # none is left to be made of others
-        settings = replace(settings, method="svd")
     return Task(layer, settings, width=width)
 
 

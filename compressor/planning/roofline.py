@@ -23,7 +23,6 @@ from blr.compressor.structures.specs import (
     KroneckerSpec,
     LowRankSpec,
     MonarchSpec,
-    PivotedSpec,
     Spec,
 )
 
@@ -133,13 +132,6 @@ def _low_rank(spec: LowRankSpec, n: int) -> Iterator[Kernel]:
     yield Kernel(n * inner + U + n * spec.out_features, n * U)
 
 
-def _pivoted(spec: PivotedSpec, n: int) -> Iterator[Kernel]:
-    U, V = (prod(shape) for shape in spec.shapes().values())
-    yield Kernel(n * spec.in_features + V + n * spec.rank, n * V)
-    yield Kernel(n * spec.rank + U + n * (spec.out_features - spec.rank), n * U)
-    yield Kernel(2 * n * spec.out_features, 0)
-
-
 def _blocked(spec: MonarchSpec | BlastSpec, n: int) -> Iterator[Kernel]:
     """The kernels of Monarch and BLAST. For one token BLAST's mix with S is part of the second
     product."""
@@ -158,7 +150,7 @@ def _kronecker(spec: KroneckerSpec, n: int) -> Iterator[Kernel]:
 
 
 KERNELS: dict[str, Callable[[Any, int], Iterator[Kernel]]] = {
-    **{"svd": _low_rank, "pivoted": _pivoted, "monarch": _blocked, "blast": _blocked},
+    **{"svd": _low_rank, "monarch": _blocked, "blast": _blocked},
     "ks": _kronecker,
 }
 

@@ -108,13 +108,7 @@ def _stored(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
     solver = {"solver", "rounds"} if settings["method"] == DENSE else set()  # none fits plain weights
     left = {"tokens_per_second", "method", *PACED} | solver
     given = recipe.model_dump(exclude_unset=True)
-    try:
-        return make_recipe(**{n: value for n, value in given.items() if n not in left}, **settings)
-    except UsageError as error:
-        wanted = recipe.tokens_per_second
-        raise UsageError(
-            f"--tokens-per-second {wanted:g}: {error}; leave out what a rule says of that"
-        ) from None
+    return make_recipe(**{n: value for n, value in given.items() if n not in left}, **settings)
 
 
 def _storages(recipe: Recipe) -> Iterator[dict[str, object]]:

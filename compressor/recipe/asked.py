@@ -55,7 +55,7 @@ def asked_recipe(
     if effort is None:
         return found
     if not calibrated:
-        refuse("effort", effort, "--calibration")
+        refuse("effort", effort, "--text")
     return load_recipe(recipe, {**effort_settings(effort, found), **asked})
 
 
@@ -80,13 +80,13 @@ def refuse_idle(recipe: Recipe, given: Mapping[str, object], calibrated: bool) -
 
 def idle(recipe: Recipe, given: Collection[str], calibrated: bool) -> dict[str, str]:
     """The `given` settings that no layer of `recipe` has a use for, with what they belong to."""
-    found = {} if calibrated else dict.fromkeys(CALIBRATION, "--calibration")
+    found = {} if calibrated else dict.fromkeys(CALIBRATION, "--text")
     layers = recipe.layers()
     for name, (uses, whose) in FITTED.items():
         if not any(_fits(layer, uses) for layer in layers):
             found[name] = whose
     if recipe.allocation != "uniform" and not calibrated:
-        found["allocation"] = "--calibration"
+        found["allocation"] = "--text"
     if recipe.kv_cf is None and not any(map(_shares, layers)):
         found["allocation"] = "layers that --cf or --kv-cf sizes"
     if recipe.caches_ranks:

@@ -42,20 +42,7 @@ Heads = Annotated[str, AfterValidator(_checked_heads)]
 NONE = "none"  # switches a setting off
 # Settings that choose a structure or its size
 STRUCTURED = frozenset(
-    {
-        "method",
-        "cf",
-        "model_cf",
-        "rank",
-        "blocks",
-        "pattern",
-        "pivot",
-        "heads",
-        "solver",
-        "rounds",
-        "base",
-        "bpw",
-    }
+    {"method", "cf", "model_cf", "rank", "blocks", "pattern", "heads", "solver", "rounds", "base", "bpw"}
     | {"couplings", "allocation", "tokens_per_second"}
 )
 

@@ -146,7 +146,7 @@ def check_options(options: HealOptions) -> HealOptions:
     if options.vary is not None and not 0 <= options.vary < 1:
         raise UsageError(f"--vary {options.vary:g}: expected a share from 0 to below 1")
     if options.mix and not options.files and options.mix < 1:
-        raise UsageError(f"--mix {options.mix:g}: a mixture needs a text of yours; add --data FILE")
+        raise UsageError(f"--mix {options.mix:g}: a mixture needs a text of yours; add --text FILE")
     _refuse_idle(options)
     if all(budget is None for budget in budgets):
         options = replace(options, minutes=MINUTES)
@@ -157,7 +157,7 @@ def check_options(options: HealOptions) -> HealOptions:
 def _refuse_idle(options: HealOptions) -> None:
     """Raise UsageError for options that have no use beside others."""
     if options.mix == 1 and options.files:
-        raise UsageError("--mix 1 reads nothing of --data; lower it, or leave out --data")
+        raise UsageError("--mix 1 reads nothing of --text; lower it, or leave out --text")
     if options.own_tokens is not None and options.mix == 0:
         raise UsageError(f"--own-tokens {options.own_tokens}: --mix 0 takes none; leave one of them out")
     if options.vary and options.loss != "kl":

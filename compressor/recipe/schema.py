@@ -28,15 +28,14 @@ FORMER = {"auto": "blast"}  # methods of earlier versions, and what they are now
 DENSE = "dense"  # no structure: unchanged, or in the bits of `quantize`
 FP8 = "fp8"
 KINDS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2, FP8: 8, NONE: None}  # to bits
-PIVOTED = "pivoted"  # the structure of method svd with `pivot`
 CORRECTING = ("svd", "monarch", "blast")  # methods that can correct a base
 # Settings that `tokens_per_second` takes the place of
-PACED = ("cf", "model_cf", "rank", "quantize", "base", "bpw", "kv_rank", "kv_cf", "kv_quantize", "pivot")
+PACED = ("cf", "model_cf", "rank", "quantize", "base", "bpw", "kv_rank", "kv_cf", "kv_quantize")
 CORRECTION_KIND = "int4"  # how a correction's factors are stored by default
 if TYPE_CHECKING:
     Method: TypeAlias = str
 else:
-    Method = Literal[(*(name for name in STRUCTURES if name != PIVOTED), DENSE)]
+    Method = Literal[(*STRUCTURES, DENSE)]
 LayerMethod: TypeAlias = str  # a structure or dense
 Allocation = Literal["uniform", "sensitivity"]
 Kind = Literal["int8", "int4", "int3", "int2", "fp8", "none"]
@@ -55,7 +54,6 @@ class _Settings(BaseModel):
     rank: Positive | None = None
     blocks: Positive | None = None
     pattern: fields.Chain | None = None
-    pivot: bool | None = None
     solver: str | None = None
     rounds: Natural | None = None
     quantize: Kind | None = None
@@ -154,7 +152,6 @@ class Recipe(RecipeFields):
         blocks: Divide Monarch and BLAST layers into this many blocks. [4 for Monarch, 16 for BLAST]
         pattern: Factors of Kronecker-sparse layers: '(1,192,48,2)(2,48,192,1)' or butterfly.
             [the pattern of the least predicted error]
-        pivot: Store r*r fewer numbers in each svd layer of rank r, at the same outputs. [no-pivot]
         heads: Split attention layers for svd: whole, grouped:G, per-head or auto. [whole]
         kv_rank: Reduce K and V of each group of heads to this rank, and cache the ranks. [none]
         kv_cf: Make the KV cache this many times smaller, in place of --kv-rank.
@@ -256,7 +253,7 @@ class Recipe(RecipeFields):
         ranked = method == DENSE or STRUCTURES[method].ranked
         sized = rule.rank or rule.cf or rule.pattern or rule.bpw or not ranked
         return LayerSettings(
-            PIVOTED if said("pivot") and method == "svd" else method,
+            method,
             rule.cf,
             rule.rank if sized else self.rank,
             *(bound("blocks"), bound("pattern"), said("heads"), bound("solver"), bound("rounds")),
@@ -324,8 +321,6 @@ def _refuse_pairs(settings: _Settings, method: str | None) -> None:
         raise ValueError(f"solver {settings.solver!r} is not one of {method}'s: {names}")
     if settings.pattern is not None and (structure is None or structure.ranked):
         raise ValueError(f"pattern belongs to method ks, not {method}")
-    if settings.pivot and method != "svd":
-        raise ValueError(f"pivot belongs to method svd, not {method}")
     _refuse_correction(method, settings.base)
     if settings.rank is not None and structure and not structure.ranked:
         raise ValueError(f"rank does not belong to method {method}; give cf")
@@ -379,10 +374,6 @@ def _refuse_sizes(recipe: Recipe, resolved: list[LayerSettings]) -> None:
 def _refuse_unfit(layer: LayerSettings) -> None:
     """Raise ValueError for a layer that cannot be stored as its settings say."""
     stored = layer.stored
-    if layer.method == PIVOTED and layer.heads != "whole":
-        raise ValueError(f"pivot takes whole layers, not heads {layer.heads}; leave one of them out")
-    if layer.method == PIVOTED and stored.base is not None:
-        raise ValueError(f"pivot corrects no int{stored.base}; leave base out, or pivot")
     _refuse_correction(layer.method, stored.base)
     if stored.fp8 and stored.group not in FP8_GROUPS:
         raise ValueError(

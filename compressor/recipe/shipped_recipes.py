@@ -18,12 +18,12 @@ from blr.compressor.recipe.yaml_file import MAX_BYTES, RecipeFile, explain, read
 
 MAX_CHAIN = 8  # recipes that extend each other
 RULE_KEYS = (
-    *("method", "blocks", "pattern", "pivot", "heads", "solver", "rounds"),
+    *("method", "blocks", "pattern", "heads", "solver", "rounds"),
     *("quantize", "group", "grid", "couplings", "base"),
 )
 SIZES = {"cf", "model_cf", "rank", "bpw"}  # one of them replaces the others
 CACHES = {"kv_rank", "kv_cf"}
-BOUND_KEYS = ("pattern", "pivot", "solver", "rounds")  # have no meaning under another method
+BOUND_KEYS = ("pattern", "solver", "rounds")  # have no meaning under another method
 
 
 def load_recipe(
@@ -31,14 +31,14 @@ def load_recipe(
 ) -> Recipe:
     """The recipe of a name or path, with everything it extends and with `overrides`. These also replace
     the same settings of rules, except in rules that keep layers dense. If they change the method,
-    pattern, pivot, solver and rounds are dropped; if they only ask for a cache of ranks, nothing else
+    pattern, solver and rounds are dropped; if they only ask for a cache of ranks, nothing else
     changes. Raises RecipeError if the recipe cannot be read, UsageError if an override does not fit."""
     overrides = dict(overrides or {})
     if {"rank", "cf"} <= overrides.keys():
         given = f"--rank {overrides['rank']} and --cf {overrides['cf']:g}"
         raise UsageError(f"{given}: a rank says what --cf would follow from; leave one of them out")
     if recipe is None:
-        if CACHES & overrides.keys() and not {"method", "pivot", *SIZES} & overrides.keys():
+        if CACHES & overrides.keys() and not {"method", *SIZES} & overrides.keys():
             overrides["method"] = DENSE  # nothing else was asked for
         return make_recipe(**overrides)
     if isinstance(recipe, Recipe):

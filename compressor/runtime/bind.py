@@ -21,7 +21,7 @@ from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment, 
 
 Run = Callable[[], object]
 # Kinds of phases that are kernels of ours, as the others are torch's.
-KERNELS = ("embed", "stages", "dual", "gather", "attention", "choose")
+KERNELS = ("embed", "stages", "dual", "attention", "choose")
 
 
 @dataclass(frozen=True)
@@ -127,16 +127,6 @@ class Binder:
         source, target = self._slots(phase)
         gate, up = source.chunk(2, -1)
         return lambda: torch.mul(ACTIVATIONS[phase.activation](gate), up, out=target)
-
-    def _gather(self, phase: Phase) -> Run:
-        (source, target), places = self._slots(phase), phase.places
-        assert places is not None
-        options: dict[str, Any] = {"activation": phase.activation, "add": phase.add}
-        if not self.triton:
-            return partial(places.into, source, target, **options)
-        from blr.kernels.layers.pivoted.gather import gather
-
-        return partial(gather, source, places, target, pdl=self.pdl, **options)
 
     def _norm(self, phase: Phase) -> Run:
         (source, target), gain = self._slots(phase), phase.gain

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,6 @@ from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.plan import Columns, Heads, Phase, StagePart, TokenPlan
 from blr.kernels.decode.gemv.segments import dual_fits
 from blr.kernels.decode.quantized.formats import GROUP
-from blr.kernels.layers.pivoted.places import Places
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ACTIVATIONS = {
@@ -116,8 +114,6 @@ def _mlp(plan: TokenPlan, prefix: str, layer: Any, activation: str, x: Columns) 
         gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if len(gate) == 1 else {}
         name += ".U" if len(gate) > 1 else ""
         plan.add(Phase(name, "dual", tuple(last), activation=activation, **gain))
-    elif gate is not None and up is not None and _pivots(gate) and _pivots(up):
-        _pivoted(plan, name, [gate, up], inner, x, norm, activation=activation)
     else:
         both = Columns("gate_up", 2 * width)
         targets = {"gate": (modules[0], Columns("gate_up", width))}
@@ -146,17 +142,12 @@ def _order(stages: Sequence[Sequence[LayerStage] | None], depth: int) -> tuple[i
 def _pair(gate: Sequence[LayerStage], up: Sequence[LayerStage]) -> bool:
     """Whether the last stages of two layers fit one `dual`."""
     same = _number(gate) == _number(up) and kind_of(gate[-1].w) == kind_of(up[-1].w)
-    return same and not _pivots(gate) and dual_fits(gate[-1].w, up[-1].w)
+    return same and dual_fits(gate[-1].w, up[-1].w)
 
 
-def _number(stages: Sequence[LayerStage] | None) -> tuple[int, bool]:
-    """The number of a layer's stages, 0 if its own forward computes it, and whether it holds pivots."""
-    return (0, False) if stages is None else (len(stages), _pivots(stages))
-
-
-def _pivots(stages: Sequence[LayerStage]) -> bool:
-    """Whether the outputs of the last stage but one are outputs of the layer as well."""
-    return stages[-1].places is not None
+def _number(stages: Sequence[LayerStage] | None) -> int:
+    """The number of a layer's stages, 0 if its own forward computes it."""
+    return 0 if stages is None else len(stages)
 
 
 def _projections(
@@ -179,10 +170,6 @@ def _projections(
         _modules(plan, prefix, targets, source, norm, add)
         return
     slots = [slot for _, slot in targets.values()]
-    if _pivots(stages[0]):
-        whole = Columns(slots[0].name, sum(slot.width for slot in slots), slots[0].start)
-        _pivoted(plan, prefix + name, stages, whole, source, norm, add)
-        return
     parts = _advance(plan, prefix + name, stages, source, norm)
     gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if norm and len(stages[0]) == 1 else {}
     label = prefix + name + (".U" if len(stages[0]) > 1 else "")
@@ -225,45 +212,6 @@ def _last(
             at += -(-z.width // 8) * 8  # 32-byte boundaries
         parts.append(StagePart(stage, given, target, first, order))
     return parts
-
-
-def _pivoted(
-    plan: TokenPlan,
-    name: str,
-    stages: Sequence[Sequence[LayerStage]],
-    target: Columns,
-    source: Columns,
-    norm: Any,
-    add: bool = False,
-    activation: str = "",
-) -> None:
-    """Add layers of pivots: both stages write side by side; then every result goes to its place in
-    `target`, where the layers' outputs stand side by side or, with an activation, are multiplied."""
-    first, last, index, at = [], [], [], 0
-    for V, U in stages:
-        pivots = Columns("pivots", V.rows, at)
-        behind = at + -(-V.rows // GROUP) * GROUP  # whole groups, should U be packed
-        others = Columns("pivots", U.rows, behind)
-        first.append(StagePart(V, source, pivots))
-        last.append(StagePart(U._replace(bias=None, places=None), pivots, others))
-        assert U.places is not None
-        index.append(torch.where(U.places < V.rows, U.places + at, U.places + behind - V.rows))
-        at = behind + -(-U.rows // GROUP) * GROUP
-    gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if norm else {}
-    plan.add(Phase(f"{name}.V", "stages", tuple(first), **gain))
-    plan.add(Phase(f"{name}.U", "stages", tuple(last)))
-    places = Places(torch.cat(index), _side_by_side([U.bias for _, U in stages], index))
-    phase = Phase(f"{name}.P", "gather", (), Columns("pivots", at), target, activation=activation)
-    plan.add(replace(phase, add=add, places=places))
-
-
-def _side_by_side(biases: Sequence[Tensor | None], index: Sequence[Tensor]) -> Tensor | None:
-    """All biases as one [o] in float32, with zeros for those that are None; None if all are."""
-    some = next((bias for bias in biases if bias is not None), None)
-    if some is None:
-        return None
-    pairs = zip(biases, index, strict=True)
-    return torch.cat([some.new_zeros(len(at)) if b is None else b for b, at in pairs]).float()
 
 
 def _modules(

@@ -1,7 +1,7 @@
 """Describes the computation of one token as data: phases that read and write named buffers.
 
 Buffers are [rows, width]: "x" is the residual stream, "qkv" the raw projections, "heads" the attention's
-result, "z0" the results of first stages, "pivots" those of both stages of pivot rows, "inner" the gated
+result, "z0" the results of first stages, "inner" the gated
 activations, "logits". `memory.py` gives their dtypes; `bind.py` runs phases by Triton kernels or in
 torch.
 """
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from blr.compressor.modeling.stages import LayerStage
-from blr.kernels.layers.pivoted.places import Places
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,9 @@ class Phase:
     """One step in the computation of a token.
 
     kind: "embed" (token to `target`), "stages" (`parts` in one launch), "dual" (act(first part) ⊙ second
-    part), "gate" (act(first half of `source`) ⊙ second half), "gather" (`places` of `source`, with an
-    activation then as "gate"), "norm", "module" (calls `module`), "attention", "choose" (takes the token
-    of the largest logit). gain, eps: of the RMS norm of the input. add: add the result to `target`.
+    part), "gate" (act(first half of `source`) ⊙ second half), "norm", "module" (calls `module`),
+    "attention", "choose" (takes the token of the largest logit). gain, eps: of the RMS norm before. add:
+    add the result to `target`.
     """
 
     name: str
@@ -80,13 +79,10 @@ class Phase:
     heads: Heads | None = None
     module: nn.Module | None = None
     weight: Tensor | None = None
-    places: Places | None = None
 
     @property
     def bytes(self) -> int:
         """The bytes of weights that one token reads in this phase, without the cache."""
-        if self.places is not None:
-            return self.places.bytes
         if self.weight is not None:  # the embedding, of which one row is read
             return self.weight.shape[1] * self.weight.element_size()
         own = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]

@@ -26,7 +26,7 @@ Tensors = dict[str, Tensor]
 
 
 def balanced(tensors: Tensors, spec: Spec) -> Tensors:
-    """Factors of the same product with even sizes. Pivot rows have none: theirs are fixed."""
+    """Factors of the same product with even sizes."""
     known: dict[str, Callable[[Tensors], Tensors]] = {
         **{"svd": _lowrank, "monarch": _monarch, "blast": _blast, "ks": _chain}
     }

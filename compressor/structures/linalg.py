@@ -193,25 +193,6 @@ def orthonormal(matrix: Tensor) -> Tensor:
     return _repeated(lambda m: torch.linalg.qr(m).Q, matrix, "QR decomposition").to(matrix)
 
 
-def independent_rows(matrix: Tensor) -> Tensor:
-    """The numbers of n independent rows of `matrix` [m, n] of full rank: the pivots of its triangular
-    factorization."""
-    exchanges = _repeated(lambda m: torch.linalg.lu_factor(m).pivots, matrix, "LU factorization")
-    order = list(range(len(matrix)))
-    for row, other in enumerate(exchanges.tolist()):  # counted from 1
-        order[row], order[other - 1] = order[other - 1], order[row]
-    return torch.tensor(order[: matrix.shape[1]], device=matrix.device)
-
-
-def solve_square(matrix: Tensor, right: Tensor) -> Tensor:
-    """X [m, n] with ``X A = B`` for regular A [n, n] and B [m, n]."""
-
-    def solve(matrix: Tensor) -> Tensor:
-        return torch.linalg.solve(matrix, right.to(matrix), left=False)
-
-    return _repeated(solve, matrix, "solution of a linear system").to(right)
-
-
 def _of_symmetric(call: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
     """``call(matrix)``, an eigendecomposition of symmetric matrices [..., m, m]. Where the library does
     not converge it is repeated on the CPU in float64, then with small distinct shifts of the diagonal,

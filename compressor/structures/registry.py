@@ -18,7 +18,6 @@ from blr.compressor.structures.specs import (
     KroneckerSpec,
     LowRankSpec,
     MonarchSpec,
-    PivotedSpec,
     Spec,
 )
 from blr.kernels.common.names import FOLDERS
@@ -45,10 +44,6 @@ def _lowrank(form: LayerSizes, rank: int) -> Spec:
     return LowRankSpec(form.inputs, form.outputs, rank, form.groups, form.side)
 
 
-def _pivoted(form: LayerSizes, rank: int) -> Spec:
-    return PivotedSpec(form.inputs, form.outputs, rank)
-
-
 def _monarch(form: LayerSizes, rank: int) -> Spec:
     return MonarchSpec(form.inputs, form.outputs, form.blocks, rank // form.blocks)
 
@@ -65,9 +60,8 @@ class Structure:
     rank; None where a chain of patterns takes the rank's place. blocks: the default number of blocks,
     None where there are none. stepped: whether a rank must be a multiple of the blocks. grouped: whether
     heads can be factorized on their own. linear: whether every row of W is a row of U times Zᵀ, with Z
-    the factorizer's ``right_factor``, so that U can be solved for given the others; with pivots every
-    row that is none. iterated: whether solvers take rounds. pivots: whether r outputs are those of the
-    first product, which saves r² parameters. tuned: whether there are kernels to choose from.
+    the factorizer's ``right_factor``, so that U can be solved for given the others. iterated: whether
+    solvers take rounds. tuned: whether there are kernels to choose from.
     """
 
     spec: type[Spec]
@@ -78,7 +72,6 @@ class Structure:
     grouped: bool = False
     linear: bool = False
     iterated: bool = True
-    pivots: bool = False
     tuned: bool = True
 
     @property
@@ -132,15 +125,6 @@ STRUCTURES: dict[str, Structure] = {
     entry.name: entry
     for entry in (
         Structure(LowRankSpec, ("closed-form",), _lowrank, grouped=True, linear=True, iterated=False),
-        Structure(
-            PivotedSpec,
-            ("closed-form",),
-            _pivoted,
-            linear=True,
-            iterated=False,
-            pivots=True,
-            tuned=False,
-        ),
         Structure(MonarchSpec, ("varpro",), _monarch, blocks=4, stepped=True, linear=True),
         Structure(BlastSpec, ("varpro", "precgd"), _blast, blocks=16, linear=True),
         Structure(KroneckerSpec, ("hierarchical",)),

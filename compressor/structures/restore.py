@@ -13,11 +13,10 @@ from blr.compressor.structures.specs import DenseSpec, Spec
 
 
 def factors_of(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The canonical factors of a plain or packed layer in `dtype`, and its indices, by name."""
-    indices = {name: tensors[name] for name in spec.indices()}
+    """The canonical factors of a plain or packed layer in `dtype`, by name."""
     if (packing := spec.packing) is not None:
-        return {n: unpack_factor(packing, n, tensors, dtype) for n in spec.shapes()} | indices
-    return {name: tensors[name].to(dtype) for name in spec.shapes()} | indices
+        return {n: unpack_factor(packing, n, tensors, dtype) for n in spec.shapes()}
+    return {name: tensors[name].to(dtype) for name in spec.shapes()}
 
 
 def restored(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

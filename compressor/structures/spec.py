@@ -10,9 +10,8 @@ if TYPE_CHECKING:
     from blr.compressor.structures.specs import QuantizedSpec
 
 Shape = tuple[int, ...]
-INDEX = "I32"  # of tensors that say where something goes
 # Bits of an element by safetensors' name of its dtype
-WIDTHS = {"U8": 8, "I8": 8, "F8_E4M3": 8, INDEX: 32}
+WIDTHS = {"U8": 8, "I8": 8, "F8_E4M3": 8}
 
 
 class Stored(NamedTuple):
@@ -34,14 +33,9 @@ class Spec:
         """The shape of each factor by its name (``U``, ``factors.0``), in the order of storage."""
         raise NotImplementedError
 
-    def indices(self) -> dict[str, Shape]:
-        """The shape of each tensor of indices by name, which nothing trains or casts."""
-        return {}
-
     def stored(self) -> dict[str, Stored]:
-        """Every tensor that a file holds, by name: of plain layers factors and indices."""
-        factors = {name: Stored(shape) for name, shape in self.shapes().items()}
-        return factors | {name: Stored(shape, INDEX) for name, shape in self.indices().items()}
+        """Every tensor that a file holds, by name: of plain layers the factors."""
+        return {name: Stored(shape) for name, shape in self.shapes().items()}
 
     def stored_bits(self, width: int = 16) -> int:
         """The bits of all that is stored, with `width` bits for a number of the weight's own dtype."""
@@ -76,21 +70,17 @@ class Spec:
         return self
 
     def fitted(self) -> Spec:
-        """The plain structure that is fitted: low rank for pivots and for corrections by BLAST."""
-        return self.added.plain.low_rank().start() if self.corrected else self.plain.low_rank()
-
-    def low_rank(self) -> Spec:
-        """The spec of the same function by two whole factors, for pivot rows; else itself."""
-        return self
+        """The plain structure that is fitted: low rank for corrections by BLAST."""
+        return self.added.plain.start() if self.corrected else self.plain
 
     @property
     def quantized(self) -> bool:
         """Whether some factor is stored in few bits or float8."""
-        return any(stored.dtype not in (None, INDEX) for stored in self.stored().values())
+        return any(stored.dtype is not None for stored in self.stored().values())
 
     @property
     def parameters(self) -> int:
-        """The number of parameters, without bias, which stays as it is, and indices."""
+        """The number of parameters, without bias, which stays as it is."""
         return sum(prod(shape) for shape in self.shapes().values())
 
     @property

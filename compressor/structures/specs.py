@@ -9,7 +9,6 @@ Notation (`i` inputs, `o` outputs, `b` blocks, `p = i/b`, `q = o/b`, rank `r`):
 * low-rank        ``W = U Vᵀ``                        U [o, r], V [i, r]
   in G groups     ``W_g = U_g V_gᵀ``                  U [G, o/G, r], V [G, i, r] of output rows,
                                                       U [G, o, r], V [G, i/G, r] of input columns
-* pivoted         ``W = P [Vᵀ; U Vᵀ]``                U [o − r, r], V [i, r], places [o]
 * Monarch         ``W_kl = U_kl V_klᵀ``               U [b, q, b·r'], V [b, p, b·r'], r = b·r'
 * BLAST           ``W_kl = U_k diag(S_kl) V_lᵀ``      U [b, q, r], S [b, b, r], V [b, p, r]
 * Kronecker-sparse ``W = K_0 K_1 … K_{L-1}``          factors.n [a, b, c, d]
@@ -28,13 +27,20 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from blr.compressor.structures.spec import INDEX, Shape, Spec, Stored
+from blr.compressor.base.errors import InputError
+from blr.compressor.structures.spec import Shape, Spec, Stored
 from blr.kernels.common.orders import order_of
 from blr.kernels.decode.quantized.formats import GROUP, ROW, check_format, packed_width, scale_count
 
 Pattern = tuple[int, int, int, int]
 Axes = tuple[tuple[int, ...], ...]
 PACKED, SCALE = "_q", "_scale"
+PIVOTED = "pivoted"  # a structure of versions before 0.2
+PIVOT_ROWS = (
+    "config.blr.layers holds pivot rows (`svd --pivot` of blr 0.1), which this version does not read; "
+    "load the folder by its own code, from_pretrained(folder, trust_remote_code=True) without "
+    "blr.compressor.register(), or compress the model again with --method svd"
+)
 
 
 @dataclass(frozen=True)
@@ -78,35 +84,6 @@ class LowRankSpec(Spec):
     def describe(self) -> str:
         grouped = f"{self.groups} {self.side} groups of " if self.groups > 1 else ""
         return f"{grouped}r={self.rank}"
-
-
-@dataclass(frozen=True)
-class PivotedSpec(Spec):
-    """Low rank held by `rank` of its own rows: r(i + o − r) parameters and o places.
-
-    ``W = P [Vᵀ; U Vᵀ]``: V holds the pivot rows, U what the others are made of them, and output k is
-    number ``places[k]`` of the outputs of both, one behind the other.
-    Source: PIFA (arXiv 2501.19090), section 3.
-    """
-
-    rank: int
-    structure = "pivoted"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.rank < self.out_features:
-            raise ValueError(f"rank {self.rank}: expected fewer pivots than {self.out_features} rows")
-
-    def shapes(self) -> dict[str, Shape]:
-        return {"U": (self.out_features - self.rank, self.rank), "V": (self.in_features, self.rank)}
-
-    def indices(self) -> dict[str, Shape]:
-        return {"places": (self.out_features,)}
-
-    def low_rank(self) -> LowRankSpec:
-        return LowRankSpec(self.in_features, self.out_features, self.rank)
-
-    def describe(self) -> str:
-        return f"r={self.rank}"
 
 
 @dataclass(frozen=True)
@@ -194,7 +171,7 @@ class DenseSpec(Spec):
 
 
 SPECS: dict[str, type[Spec]] = {
-    spec.structure: spec for spec in (LowRankSpec, PivotedSpec, MonarchSpec, BlastSpec, KroneckerSpec)
+    spec.structure: spec for spec in (LowRankSpec, MonarchSpec, BlastSpec, KroneckerSpec)
 }
 KEPT_GROUP = 32  # of couplings, whose rows are as short as the rank
 # What an entry says of how a layer is packed, and what it leaves unsaid
@@ -251,9 +228,6 @@ class QuantizedSpec(Spec):
     def shapes(self) -> dict[str, Shape]:
         return self.of.shapes()
 
-    def indices(self) -> dict[str, Shape]:
-        return self.of.indices()
-
     def format_of(self, name: str) -> tuple[int, int] | None:
         """Bits and group of a factor; None if it is not packed."""
         if name != "S":
@@ -298,7 +272,7 @@ class QuantizedSpec(Spec):
         found: dict[str, Stored] = {}
         for name in self.shapes():
             found |= self.packed_parts(name)
-        return found | {name: Stored(shape, INDEX) for name, shape in self.indices().items()}
+        return found
 
     def packed_parts(self, name: str) -> dict[str, Stored]:
         """The tensors that are stored for one factor, by name."""
@@ -374,9 +348,11 @@ def stored_names(name: str) -> tuple[str, str]:
 
 def spec_from_dict(fields: dict[str, Any]) -> Spec:
     """The spec of a layer table's entry (`Spec.to_dict`). Raises ValueError for an unknown structure or
-    sizes that it cannot have."""
+    sizes that it cannot have, InputError for a structure of earlier versions."""
     fields = dict(fields)
     structure = fields.pop("structure", None)
+    if structure == PIVOTED:
+        raise InputError(PIVOT_ROWS)
     if structure == CorrectedSpec.structure:
         if fields.keys() != {"base", "correction"} or any(p.get("base") for p in fields.values()):
             raise ValueError(

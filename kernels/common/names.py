@@ -4,6 +4,6 @@ from __future__ import annotations
 
 # A structure's name in specs, recipes and files -> its folder here, the name that kernel tables use.
 FOLDERS = {
-    **{"svd": "lowrank", "pivoted": "pivoted", "monarch": "monarch"},
+    **{"svd": "lowrank", "monarch": "monarch"},
     **{"blast": "blast", "ks": "kronecker"},
 }

@@ -216,18 +216,11 @@ def gaussian(
 def random_factors(
     spec: Spec, precision: Precision, device: torch.device, seed: int
 ) -> tuple[Tensor, ...]:
-    """Factors whose product keeps the size of its input, and indices of any order, as of `spec`."""
-    factors = [
+    """Factors whose product keeps the size of its input, as of `spec`."""
+    return tuple(
         gaussian(shape, summed(name, shape), precision, device, seed + n)
         for n, (name, shape) in enumerate(spec.shapes().items())
-    ]
-    return (*factors, *(random_order(count, device) for (count,) in spec.indices().values()))
-
-
-def random_order(count: int, device: torch.device) -> Tensor:
-    """[count] int32, each number below `count` once."""
-    random = torch.Generator().manual_seed(count)
-    return torch.randperm(count, generator=random, dtype=torch.int32).to(device)
+    )
 
 
 def summed(name: str, shape: Sequence[int]) -> int:
@@ -244,12 +237,11 @@ def reference_of(structure: str) -> Call:
 
 def our_layout(spec: Spec, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The factors as layers on a GPU give them to kernels: in their order in memory, shapes canonical
-    but for zeros behind ranks; indices as they are."""
-    named = dict(zip((*spec.shapes(), *spec.indices()), factors, strict=True))
-    orders = [(named[name], order_of(name, len(s))) for name, s in spec.shapes().items()]
-    indices, width = [named[name] for name in spec.indices()], laid_rank(spec)
+    but for zeros behind ranks."""
+    pairs = zip(factors, spec.shapes().items(), strict=True)
+    orders, width = [(f, order_of(name, len(s))) for f, (name, s) in pairs], laid_rank(spec)
     if width == getattr(spec, "rank", 0):
-        return (*(relaid(f, order) for f, order in orders), *indices)
+        return tuple(relaid(f, order) for f, order in orders)
     return tuple(with_zeros(spaced(f, order, width), width) for f, order in orders)
 
 

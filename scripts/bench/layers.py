@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
 
-from blr.bench.checks import Precision, computing_in, find_precision
+from blr.bench.checks import find_precision
 from blr.bench.harness import Arm, Case, Harness
 from blr.bench.layer_problem import (
     KernelTimer,
@@ -31,10 +30,7 @@ from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import Spec
 
 DRAWN = 32  # tokens whose products take a CPU as long as drawing the weights
-MOST = 120.0  # predicted seconds of a CPU that are waited for without being asked to
-CALLS = 8  # of an arm: the one that is checked, at least four that are timed, and what it must give
-CPU_SECONDS = 0.05  # of the smallest arm: its numbers are drawn and its samples taken
-SIDE, ROWS, TRIALS = 1024, 64, 3  # of the product by which the speed of a CPU is known
+MOST = 4e11  # products of a call of every arm: minutes of a CPU, which makes eight calls
 
 
 @dataclass(frozen=True)
@@ -95,41 +91,21 @@ def run_layers(options: LayerOptions, progress: Progress) -> tuple[BenchReport, 
     report = BenchReport("bench layers", asked, LayerRow)
     harness = Harness(report, progress, device, options.repeats, options.seconds, ARM_SECONDS)
     timer = KernelTimer(device, precision, compiling=compiling)
-    if not cuda:
-        progress.say(announce(cases, precision, options.seconds))
+    if not cuda and options.seconds is None:
+        refuse_slow(cases)
     made = LayerCases(timer, {min(work.tokens), max(work.tokens)} if compiling else ())
     return report, harness.run([made.case(*case) for case in cases])
 
 
-def announce(
-    work: Sequence[tuple[LayerShape, Sequence[Spec], int]], precision: Precision, seconds: float | None
-) -> str:
-    """How many cases a CPU is going to run and how long it takes, in words: a 7B's layers take an hour,
-    which nobody expects who types the command as the README has it for a GPU.
-
-    Raises UsageError for what takes minutes without `seconds` after which no case is started.
-    """
-    rate, found = cpu_rate(precision), 0.0
-    for layer, specs, n in work:
-        numbers = layer.in_features * layer.out_features + 2 * sum(spec.parameters for spec in specs)
-        found += CPU_SECONDS * (1 + 2 * len(specs)) + CALLS * 2.0 * (n + DRAWN) * numbers / rate
-    told = f"{found:.0f} s" if found <= MOST else f"{found / 60:.0f} minutes"
-    said = f"{len(work)} cases on a CPU take about {told} (predicted)"
-    if found > MOST and seconds is None:
+def refuse_slow(cases: Sequence[tuple[LayerShape, Sequence[Spec], int]]) -> None:
+    """Raise UsageError for what takes a CPU minutes: who types the command as the README has it for a
+    GPU does not expect a 7B's layers to take an hour."""
+    products = sum(
+        (n + DRAWN) * (layer.in_features * layer.out_features + 2 * sum(s.parameters for s in specs))
+        for layer, specs, n in cases
+    )
+    if products > MOST:
         raise UsageError(
-            f"{said}, expected at most {MOST:.0f} s unless asked for; give less to time (smaller "
-            "--models, fewer tokens or rows), a GPU, or --seconds N to start no case after N"
+            f"{len(cases)} cases on a CPU take minutes; give less to time (smaller --models, fewer "
+            "tokens or rows), a GPU, or --seconds N to start no case after N"
         )
-    return said
-
-
-def cpu_rate(precision: Precision) -> float:
-    """Floating-point operations a second of [64, 1024] times [1024, 1024]."""
-    x, w = (torch.ones(n, SIDE, dtype=precision.dtype) for n in (ROWS, SIDE))
-    best = float("inf")
-    with torch.no_grad(), computing_in(precision):
-        for _ in range(TRIALS):
-            started = perf_counter()
-            x @ w.mT
-            best = min(best, perf_counter() - started)
-    return 2 * ROWS * SIDE**2 / max(best, 1e-9)

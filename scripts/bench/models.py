@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.bench.layer_problem import random_order, summed
+from blr.bench.layer_problem import summed
 from blr.bench.shapes import LayerShape, specs_for
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.fitting.rounding import quantize_dense, quantize_factors
@@ -26,7 +26,7 @@ from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, LowRankSpe
 from blr.kernels.common.orders import order_of
 from blr.kernels.decode.quantized.formats import BITS, ROW
 
-STRUCTURES = {"lowrank": "svd", "pivoted": "pivoted", "monarch": "monarch", "blast": "blast"}
+STRUCTURES = {"lowrank": "svd", "monarch": "monarch", "blast": "blast"}
 FP8 = "fp8"
 OWN = "own"  # a checkpoint as it is
 CORRECTED = "corrected"  # dense weights in few bits and a low-rank correction
@@ -168,14 +168,10 @@ class Models:
 
 
 def fill(model: Any, device: torch.device) -> None:
-    """Allocate what is on the meta device and fill it: weights with unit gain, gains with 1, indices in
-    some order."""
+    """Allocate what is on the meta device and fill it: weights with unit gain, gains with 1."""
     for module in list(model.modules()):
         if type(module).__name__.endswith("RotaryEmbedding"):
             continue
-        if isinstance(module, StructuredLinear):
-            for name, (count,) in module.spec.indices().items():
-                setattr(module, name, random_order(count, device))
         for name, tensor in list(module._parameters.items()):
             if tensor is not None and tensor.is_meta:
                 stored = _drawn(module, name, tensor, device)

@@ -90,7 +90,7 @@ class LayerOptions(BenchOptions):
 
     Options:
         models: Comma-separated, of configs/bench-shapes.yaml. [llama-7b; gpt2-s on a CPU]
-        structures: Some of svd,pivoted,monarch,blast,ks.
+        structures: Some of svd,monarch,blast,ks.
         n: Tokens, comma-separated. [1,1024,4096; 1,64 on a CPU]
         dtype: float32, tf32, float16 or bfloat16.
         cf: Compression factor. [the model's published one]
@@ -142,9 +142,9 @@ class DecodeOptions(StructuredOptions):
     Options:
         models: Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders.
         arms: Comma-separated: hf- or ours- with dense or, for a checkpoint, own; ours- also with
-            lowrank, pivoted, blast, monarch or, in few bits, corrected. Ours may go on with -int8,
-            -int4, -int3 or -int2, then -head8 or -head4 for the output head, -kv8 for keys and values
-            in int8. [all usual ones]
+            lowrank, blast, monarch or, in few bits, corrected. Ours may go on with -int8, -int4, -int3
+            or -int2, then -head8 or -head4 for the output head, -kv8 for keys and values in int8. [all
+            usual ones]
         contexts: Tokens of the prompt.
         batches: Sequences at once, at most 16.
         steps: Tokens of a measurement.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from blr.bench.timing import Spread
 
 OK, WRONG, OOM, FAILED = "ok", "wrong", "oom", "failed"
-JSON_NAME, CSV_NAME = "results.json", "results.csv"
+NAME = "results.json"
 
 
 class Column(NamedTuple):
@@ -172,30 +170,28 @@ def check_output(folder: Path) -> None:
     """
     if folder == Path():
         raise OutputError("output: the current folder; give the name of a folder for the results")
-    check_outside(folder / JSON_NAME)
+    check_outside(folder / NAME)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_probe(folder)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise OutputError(f"output {folder}: cannot be written to ({reason}); give another") from error
-    for name in (JSON_NAME, CSV_NAME):
-        if os.path.lexists(folder / name):
-            raise OutputError(f"output {folder}: already holds {name}; give another folder or remove it")
+    if os.path.lexists(folder / NAME):
+        raise OutputError(f"output {folder}: already holds {NAME}; give another folder or remove it")
 
 
 def save(report: BenchReport, folder: Path) -> None:
-    """Write results.json and results.csv. Raises OutputError or StorageError."""
-    contents = {JSON_NAME: json.dumps(report.to_dict(), indent=1) + "\n", CSV_NAME: _csv(report)}
+    """Write results.json. Raises OutputError or StorageError."""
+    text = json.dumps(report.to_dict(), indent=1) + "\n"
     with storage_errors(folder):
-        for name, text in contents.items():
-            write_stream(folder / name, [text.encode()], new=True)
+        write_stream(folder / NAME, [text.encode()], new=True)
         fsync_folder(folder)
 
 
 def publish(report: BenchReport, output: Path | None, as_json: bool) -> None:
-    """Write the files, then print the table and a line of JSON, or all as JSON. Raises errors of files
-    last."""
+    """Write the file, then print the table and a line of JSON, or all as JSON. Raises errors of the
+    file last."""
     failed: BlrError | None = None
     if output is not None:
         try:
@@ -209,11 +205,3 @@ def publish(report: BenchReport, output: Path | None, as_json: bool) -> None:
         print(f"blr: stopped: {report.stopped}; results are of the cases before", file=sys.stderr)
     if failed is not None:
         raise failed
-
-
-def _csv(report: BenchReport) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [f.name for f in fields(report.kind)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in report.rows)
-    return text.getvalue()

@@ -133,9 +133,9 @@ def _spec(layer: LayerShape, structure: str, blocks: int, cf: float) -> Spec:
     if entry.of_rank is None:
         return KroneckerSpec(i, o, choose_patterns(i, o, cf).patterns)
     step, form = blocks if entry.stepped else 1, LayerSizes(i, o, blocks)
-    cost = i + o if entry.pivots else entry.of_rank(form, step).parameters // step
+    cost = entry.of_rank(form, step).parameters // step
     published = layer.published_rank(structure, blocks) if cf == layer.cf else None
-    item = Item(i * o, cost, step, pivots=entry.pivots)
+    item = Item(i * o, cost, step)
     return entry.of_rank(form, published or _rank(layer, cf, item))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from producing import snapshot
 
-from blr.bench.results import CSV_NAME, JSON_NAME, BenchReport, Timed, check_output, save
+from blr.bench.results import NAME, BenchReport, Timed, check_output, save
 from blr.compressor.base.errors import BlrError, OutputError, RecipeError, StorageError
 from blr.compressor.cli.bench import finish
 from blr.compressor.cli.from_fields import Format
@@ -20,13 +20,12 @@ MINE = "the user's"
 TABLE = table_text("mine", "a test", [{"structure": "lowrank", "dtype": "float16", "variant": "gemm"}])
 
 
-@pytest.mark.parametrize("name", [JSON_NAME, CSV_NAME])
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
-def test_a_folder_with_results_is_refused_before_the_work(name: str, kind: str, tmp_path: Path) -> None:
-    path = tmp_path / name
+def test_a_folder_with_results_is_refused_before_the_work(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / NAME
     {"file": path.touch, "folder": path.mkdir, "link": lambda: path.symlink_to("nowhere")}[kind]()
     before = snapshot(tmp_path)
-    with pytest.raises(OutputError, match=f"already holds {name}"):
+    with pytest.raises(OutputError, match=f"already holds {NAME}"):
         check_output(tmp_path)
     assert snapshot(tmp_path) == before
 
@@ -38,7 +37,7 @@ def test_a_folder_with_other_files_is_used_and_they_stay(tmp_path: Path) -> None
     check_output(tmp_path)
     save(BenchReport("bench layers", {}), tmp_path)
     after = snapshot(tmp_path)
-    assert after.keys() - before.keys() == {JSON_NAME, CSV_NAME}
+    assert after.keys() - before.keys() == {NAME}
     assert {name: after[name] for name in before} == before
 
 
@@ -49,10 +48,10 @@ def test_the_current_folder_is_refused(output: str) -> None:
 
 
 def test_files_that_appear_meanwhile_stay(tmp_path: Path) -> None:
-    (tmp_path / CSV_NAME).write_text(MINE)
+    (tmp_path / NAME).write_text(MINE)
     with pytest.raises(OutputError):
         save(BenchReport("bench layers", {}), tmp_path)
-    assert (tmp_path / CSV_NAME).read_text() == MINE
+    assert (tmp_path / NAME).read_text() == MINE
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])

@@ -32,7 +32,7 @@ def test_every_spec_fits_its_layer_and_computed_ones_the_budget(model: str) -> N
                 validate_chain(spec.patterns, spec.in_features, spec.out_features)
             else:
                 assert all(size > 0 for shape in spec.shapes().values() for size in shape)
-        computed = specs_for(layer, ("svd", "pivoted", "monarch", "blast"), (2, 8), cf=2.5)
+        computed = specs_for(layer, ("svd", "monarch", "blast"), (2, 8), cf=2.5)
         for spec in computed:
             assert 2.5 <= spec.dense_parameters / spec.parameters < 2.5 * 1.2
             assert spec.rank % 16 == 0

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from blr.compressor.cli import app
 from blr.compressor.cli.from_fields import ADVANCED
-from blr.compressor.recipe.schema import PIVOTED
 from blr.compressor.structures.registry import STRUCTURES
 
 pytestmark = pytest.mark.fast
@@ -134,7 +133,7 @@ def test_blr_alone_shows_what_to_start_with(invoke: Invoke) -> None:
 
 def test_the_method_lists_the_structures_of_the_registry(shown: dict[tuple[str, ...], str]) -> None:
     """All but the one that method svd becomes by another option."""
-    listed = ", ".join(name for name in STRUCTURES if name != PIVOTED)
+    listed = ", ".join(STRUCTURES)
     assert flat(f"Structure of the replaced layers: {listed}, dense. ks is") in shown["compress",]
 
 

@@ -92,7 +92,7 @@ def test_what_a_sweep_was_made_of_is_known_by_what_it_holds(
     swapped = [{"one.txt": "two.txt", "two.txt": "one.txt"}.get(part, part) for part in few]
     refuse(swapped, 5, "other settings (texts.1 has changed")
     twice = [part.replace("two.txt", "./one.txt") for part in few]
-    refuse(twice, 2, "--eval one.txt: the same text as one.txt; give every text once")
+    refuse(twice, 2, "--text one.txt: the same text as one.txt; give every text once")
     elsewhere = [f"../{part}" if part in ("model", "one.txt", "two.txt") else part for part in few]
     (tmp_path / "inside").mkdir()
     again = limited.run(*elsewhere, "--offline", cwd=tmp_path / "inside", patch=FORKED)
@@ -264,16 +264,6 @@ def test_the_grid_combines_what_belongs_together() -> None:
     assert by_name["int2-blast-r8-heal5"].blocks == 4 and by_name["svd-cf2"].blocks is None
     assert by_name["int3"].quantize == "int3" and by_name["int3"].group == 64
     assert by_name["svd-cf2"].group is None and by_name["blast-cf2"].rounds == 9
-
-
-def test_low_rank_of_pivots_is_a_method_of_its_own_and_no_correction() -> None:
-    grid = Grid(("svd", "svd-pivot"), (2.0,), ("none", "int8"), ("int2",), (8,))
-    points = {point.name: point for point in points_of(grid, {"group": 64}, calibrated=False)}
-    assert [*points] == ["svd-cf2", "svd-cf2-int8", "svd-pivot-cf2", "svd-pivot-cf2-int8", "int2-svd-r8"]
-    point = points["svd-pivot-cf2-int8"]
-    assert point.options == ["--method", "svd", "--pivot", "--cf", "2", "--quantize", "int8"]
-    with pytest.raises(UsageError, match="pivot belongs to method svd, not blast"):
-        points_of(Grid(("blast-pivot",), (2.0,)), {}, calibrated=False)
 
 
 def test_points_of_several_seeds_are_one_with_its_spread(capsys: pytest.CaptureFixture[str]) -> None:

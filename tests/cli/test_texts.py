@@ -71,7 +71,7 @@ def test_a_line_of_compress_is_planned(
 
 def test_plan_refuses_what_compress_would(tiny: Path, invoke: Invoke) -> None:
     for wrong, said in (
-        (("--samples", 3), "--samples 3: nothing would use it, it belongs to --calibration"),
+        (("--samples", 3), "--samples 3: nothing would use it, it belongs to --text"),
         (("--text", "self", "--mix", 0.5), "--mix 0.5 is beside a text of yours, not --text self"),
         (("--heal", "-1"), "--heal -1: expected minutes over 0"),
     ):
@@ -101,6 +101,14 @@ def test_a_missing_package_is_told_before_torch_is_loaded(case: str) -> None:
     assert done.code == 9, done.err
     be = "are" if " and " in package else "is"
     assert f"{package} {be} not installed; pip install 'blr-compress[{extra}]'" in done.err
+
+
+@pytest.mark.parametrize("command", ["eval", "eval --sts", "export", "sweep"])
+def test_a_text_that_is_not_there_is_told_before_torch_is_loaded(command: str, tiny: Path) -> None:
+    name, _, option = command.partition(" ")
+    output = () if name == "eval" else ("-o", "out")
+    done = blr_process(name, tiny, option or "--text", "nothere", *output, hidden=("torch",))
+    assert done.code == 4 and "nothere: found no readable file" in done.err
 
 
 def test_a_missing_tracker_is_told_before_torch_is_loaded() -> None:

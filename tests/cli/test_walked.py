@@ -122,10 +122,10 @@ CALIBRATED = ("--calibration", "t.txt", "--samples", "2", "--seq-len", "16", "--
 @pytest.mark.parametrize(
     "options",
     [
-        ("--method", "svd", "--pivot", "--cf", "1.3", "--quantize", "fp8", "--finish", "0"),
+        ("--method", "svd", "--cf", "1.3", "--quantize", "fp8", "--finish", "0"),
         ("--method", "blast", "--blocks", "32", "--cf", "1.1", "--rounds", "2", "--finish", "0"),
     ],
-    ids=["pivots in float8", "more blocks than tensors"],
+    ids=["float8", "more blocks than tensors"],
 )
 def test_what_was_fitted_is_written(
     options: tuple[str, ...], limited: Limited, dense: Path, place: Path

@@ -6,22 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from blr.compressor.base.errors import UsageError
-from blr.compressor.commands.sweep.grid import Grid, listed, points_of
-
-
-@pytest.mark.parametrize("methods", [("svd-pivot",), ("svd", "svd-pivot")])
-def test_pivots_without_a_factor_are_refused(methods: tuple[str, ...]) -> None:
-    """They correct no base: their points would be missing."""
-    grid = Grid(methods, (), bases=("int2",), ranks=(8,), plain=("int4",))
-    with pytest.raises(UsageError, match=r"--methods svd-pivot: pivots correct no base.*give that"):
-        points_of(grid, {}, calibrated=False)
-
-
-def test_a_base_that_no_method_corrects_is_refused() -> None:
-    grid = Grid(("svd-pivot",), (2.0,), bases=("int2",), ranks=(8,))
-    with pytest.raises(UsageError, match="--base is for methods without pivots to correct; name one"):
-        points_of(grid, {}, calibrated=False)
+from blr.compressor.commands.sweep.grid import listed
 
 
 @pytest.mark.parametrize("option", ["--methods", "--quantize", "--heal"])

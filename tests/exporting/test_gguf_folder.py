@@ -146,7 +146,8 @@ def test_what_llama_cpp_has_no_form_of_is_refused(
     yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
     yarn["original_max_position_embeddings"] = 64
     for kind, changed, reason in (
-        ("olmo", {}, "has a olmo"),
+        ("olmo", {}, "a model of type olmo"),
+        ("llama", {"hidden_act": "gelu"}, "the activation gelu"),
         ("qwen3", {"rope_parameters": yarn}, "rotary positions of type yarn"),
     ):
         known = {**MODELS, "olmo": ("OlmoConfig", MODELS["llama"][1], "OlmoForCausalLM")}

@@ -95,3 +95,12 @@ def test_what_mlx_has_no_form_of_is_refused(dense: Path, tmp_path: Path, invoke:
         "export", narrow, "-o", tmp_path / "out", "--as", "mlx", "--dense-rest", "--no-check"
     )
     assert code == 0 and "2 of other form, made dense" in out
+
+
+def test_a_sliding_window_is_told(tmp_path: Path, invoke: Invoke) -> None:
+    """MLX has none in these model types, so that long texts are read otherwise."""
+    config, settings, cls = MODELS["mistral"]
+    save_model(config, {**settings, "intermediate_size": 64}, cls, tmp_path / "dense")
+    source = compress_to(tmp_path / "dense", tmp_path / "source", **FORMATS["int2"])
+    code, _, err = invoke("export", source, "-o", tmp_path / "out", "--as", "mlx", "--no-check")
+    assert code == 0 and "they agree up to 16 tokens" in err

@@ -37,7 +37,7 @@ def test_stored_tensors_are_contiguous_and_canonical_names_are_views(name: str) 
     assert kernel.exported and isinstance(kernel, type(layer))
     stored = kernel.state_dict()
     factors = {stored_name(factor) for factor in layer.spec.shapes()}
-    assert set(stored) == {*factors, *layer.spec.indices(), "bias"}
+    assert set(stored) == {*factors, "bias"}
     assert all(tensor.is_contiguous() for tensor in stored.values())
     for factor, shape in layer.spec.shapes().items():
         view = kernel.factor(factor)

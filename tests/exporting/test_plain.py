@@ -36,14 +36,11 @@ for folder in sys.argv[1:]:
         print(json.dumps([linear, model(torch.arange(2, 26)[None])[0].tolist()]))
 """
 )
-K_SMALL = {"match": "*k_proj", "cf": 3.0}
 # name: model, settings of the compression, layers that are pairs, layers that are not
 CASES: dict[str, tuple[str, dict[str, Any], set[str], set[str]]] = {
     "llama": ("llama-tied", {}, {"q_proj", "o_proj", "down_proj"}, set()),
     "heads": ("llama", {"heads": "per-head"}, {"down_proj", "up_proj"}, {"q_proj", "k_proj"}),
     "packed": ("qwen2", {"quantize": "int8", "group": 32}, {"q_proj", "down_proj"}, set()),
-    "pivots": ("qwen2", {"pivot": True, "cf": 1.1, "rules": [K_SMALL]}, {"k_proj"}, {"q_proj"}),
-    "pivots-packed": ("llama", {"pivot": True, "quantize": "int8", "group": 32}, {"down_proj"}, set()),
     "conv1d": ("gpt2", {}, {"c_attn", "c_fc"}, set()),
     "encoder": ("bert", {}, {"query", "dense"}, set()),
 }

@@ -181,7 +181,7 @@ def test_blocks_that_are_not_the_model_are_refused(
 ) -> None:
     """Before anything is fitted: blocks that are shared, that count otherwise, that keep something."""
     saved(model_type, tmp_path, **settings)
-    with pytest.raises(CapabilityError, match=f"{found}.*compress it without --calibration"):
+    with pytest.raises(CapabilityError, match=f"{found}.*compress it without --text"):
         opened(tmp_path).start(calibration())
 
 

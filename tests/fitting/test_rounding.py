@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,10 @@ from blr.compressor.fitting.rounding import (
     Metric,
     is_latent,
     plain_fit,
-    quantize_factors,
     round_layer,
 )
 from blr.compressor.modeling.layers import layer_of
-from blr.compressor.structures import pivoted
 from blr.compressor.structures.base import FitOptions, relative_error, weighted_norm_squared
-from blr.compressor.structures.packing import pack_factor
 from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import (
     BlastSpec,
@@ -29,7 +25,6 @@ from blr.compressor.structures.specs import (
     DenseSpec,
     LowRankSpec,
     MonarchSpec,
-    PivotedSpec,
     QuantizedSpec,
     Spec,
 )
@@ -46,7 +41,6 @@ SPECS: list[Spec] = [
     QuantizedSpec(DenseSpec(IN, OUT), 8),
     QuantizedSpec(DenseSpec(IN, OUT), 3, 32),
     QuantizedSpec(LowRankSpec(IN, OUT, 24), 4),
-    QuantizedSpec(PivotedSpec(IN, OUT, 24), 4, 32),
     QuantizedSpec(MonarchSpec(IN, OUT, 4, 6), 3, 32),
     QuantizedSpec(BlastSpec(IN, OUT, 4, 24), 4, 32, kept_bits=8),
     CorrectedSpec(BASE, LowRankSpec(IN, OUT, 8)),
@@ -93,7 +87,7 @@ def test_a_layer_computes_the_weight_that_its_tensors_stand_for(spec: Spec, bias
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("spec", SPECS[6:], ids=lambda s: s.describe())
+@pytest.mark.parametrize("spec", SPECS[5:], ids=lambda s: s.describe())
 def test_a_correction_takes_error_off_the_base(spec: CorrectedSpec) -> None:
     """Of a weight with a few large directions, which two bits alone lose."""
     weight = _weight() + 2 * torch.randn(OUT, 3).double() @ torch.randn(3, IN).double()
@@ -117,29 +111,6 @@ def test_statistics_of_the_inputs_take_errors_off_the_outputs(spec: Spec) -> Non
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("known", [False, True], ids=["white", "inputs"])
-@pytest.mark.parametrize(
-    "form",
-    [{"bits": 8, "group": 32}, {"bits": 4, "group": 32}, {"bits": 8, "group": 0, "fp8": True}],
-    ids=["int8", "int4", "fp8"],
-)
-def test_other_rows_make_good_what_rounded_pivots_lose(form: dict[str, Any], known: bool) -> None:
-    """Against factors that are each rounded to the nearest levels: U multiplies V's errors."""
-    spec = QuantizedSpec(PivotedSpec(IN, OUT, 48), **form)
-    x = torch.randn(512, IN, dtype=torch.float64) @ torch.randn(IN, IN, dtype=torch.float64)
-    gram = x.mT @ x if known else torch.eye(IN, dtype=torch.float64)
-    factors = pivoted.fit(_weight(), spec.of, gram).tensors
-    packed = [pack_factor(spec, n, factors[n], torch.float32) for n in "UV"]
-    nearest = {"places": factors["places"], **packed[0], **packed[1]}
-    found = quantize_factors(spec, factors, torch.float32, Metric(gram) if known else None).tensors
-    exact = restored(spec.of, factors, torch.float64)
-    missed = [
-        weighted_norm_squared(exact - restored(spec, t, torch.float64), gram) for t in (found, nearest)
-    ]
-    assert missed[0] < (0.5 if known else 0.75) * missed[1]
-
-
-@pytest.mark.fast
 def test_scales_beyond_their_dtype_are_named() -> None:
     for spec in SPECS[:2]:
         with pytest.raises(NumericsError, match="scales of weight are not finite"):
@@ -151,10 +122,9 @@ def test_scales_beyond_their_dtype_are_named() -> None:
     [
         {"method": "dense", "quantize": "int4"},
         {"method": "svd", "cf": 1.25, "quantize": "int4"},
-        {"method": "svd", "pivot": True, "cf": 1.25, "quantize": "int4"},
         {"method": "blast", "blocks": 4, "rounds": 3, "base": "int3", "rank": 4},
     ],
-    ids=["dense", "svd", "pivot", "corrected"],
+    ids=["dense", "svd", "corrected"],
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_calibrated_fits_in_few_bits(name: str, settings: dict[str, object], tmp_path: Path) -> None:

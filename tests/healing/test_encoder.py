@@ -104,7 +104,7 @@ def test_the_distance_is_that_of_the_embeddings(smaller: Path, encoder: Path, se
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        ({}, 2, "an encoder writes no text of its own; add --data FILE, .* .of compress --calibration"),
+        ({}, 2, "an encoder writes no text of its own; add --text FILE, a sentence a line"),
         ({"data": ("self",)}, 2, "an encoder writes no text of its own"),
         ({"loss": "lm", "text": 80}, 2, "--loss and --top-k are for decoders"),
         ({"vary": 0.1, "text": 80}, 2, "--vary is for decoders"),

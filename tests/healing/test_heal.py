@@ -111,8 +111,8 @@ def test_the_output_tells_what_was_done(healed: Any, compressed: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"method": "svd"}, {"method": "svd", "pivot": True}, {"method": "monarch"}, {"method": "ks"}],
-    ids=["svd", "pivot", "monarch", "ks"],
+    [{"method": "svd"}, {"method": "monarch"}, {"method": "ks"}],
+    ids=["svd", "monarch", "ks"],
 )
 def test_other_structures_heal_too(settings: dict[str, Any], dense: Path, tmp_path: Path) -> None:
     compressed = compress_pico(dense, tmp_path / "compressed", **settings)

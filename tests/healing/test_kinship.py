@@ -130,7 +130,7 @@ def test_a_stranger_is_refused_unless_forced(
 def test_the_first_loss_is_a_hint_only() -> None:
     config, half = {"vocab_size": 1000}, 0.5 * log(1000)
     (line,) = first_loss({"self": {"kl": half + 0.1}}, config)
-    assert "3.6 nats a token" in line and "--teacher" in line and "--calibration" in line
+    assert "3.6 nats a token" in line and "--teacher" in line and "--text" in line
     assert first_loss({"self": {"kl": half - 0.1}}, config) == []
     assert first_loss({"t": {"distance": 0.9, "states": 9.0}}, config) == [], "of an encoder"
 

@@ -93,9 +93,9 @@ def test_shares_of_a_batch(texts: dict[str, int], own: float, batch: int, expect
     ("options", "enough"),
     [
         ({"batch": 7}, "raise it or lower --window"),
-        ({"batch": 8, "data": ("a",)}, "1 of --data and the teacher's own; give --batch 16 or more"),
+        ({"batch": 8, "data": ("a",)}, "1 of --text and the teacher's own; give --batch 16 or more"),
         ({"batch": 24, "data": ("a", "b"), "mix": 2 / 3}, "--batch 40 or more"),
-        ({"batch": 8, "data": ("a", "b"), "mix": 0.0}, "2 of --data; give --batch 16 or more"),
+        ({"batch": 8, "data": ("a", "b"), "mix": 0.0}, "2 of --text; give --batch 16 or more"),
     ],
     ids=str,
 )
@@ -116,8 +116,8 @@ def test_a_text_given_twice_is_refused(tmp_path: Path) -> None:
         Path(name).write_text(text)
     assert len(set(text_digests([first, other]))) == 2
     for names, said in (
-        ([first, other, first], f"--data {first}: given twice; give every text once"),
-        ([first, copy], f"--data {copy}: the same text as {first}; give every text once"),
+        ([first, other, first], f"--text {first}: given twice; give every text once"),
+        ([first, copy], f"--text {copy}: the same text as {first}; give every text once"),
     ):
         with pytest.raises(UsageError, match=re.escape(said)):
             text_digests(names)

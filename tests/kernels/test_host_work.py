@@ -37,7 +37,7 @@ MOST = {
     "blast": (23, 2, 3),
     "blast of many blocks": (23, 10, 1),
     "monarch": (26, 6, 1),
-    "int4": (54, 6, 2),
+    "int4": (35, 4, 2),
 }
 
 

@@ -21,7 +21,6 @@ INT2 = {"method": "svd", "base": "int2", "rank": 2, "group": 32}
 WAYS: dict[str, dict[str, Any]] = {
     "svd": {"method": "svd"},
     "ks": {"method": "ks"},
-    "pivot": {"method": "svd", "pivot": True},
     "int2": INT2,
     "fp8": {"method": "blast", "blocks": 4, "rounds": 1, "quantize": "fp8"},
     "int8": {"method": "dense", "quantize": "int8", "group": 32},

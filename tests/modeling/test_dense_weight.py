@@ -18,7 +18,6 @@ from blr.compressor.structures.specs import (
     KroneckerSpec,
     LowRankSpec,
     MonarchSpec,
-    PivotedSpec,
     Spec,
 )
 
@@ -27,7 +26,6 @@ pytestmark = pytest.mark.fast
 SPECS: dict[str, Spec] = {
     "svd": LowRankSpec(12, 8, 3),
     "svd-in": LowRankSpec(12, 8, 3, 2, "in"),
-    "pivoted": PivotedSpec(12, 8, 3),
     "monarch": MonarchSpec(12, 8, 4, 2),
     "blast": BlastSpec(12, 8, 4, 3),
     "ks": KroneckerSpec(12, 12, ((1, 6, 4, 2), (2, 2, 3, 2))),

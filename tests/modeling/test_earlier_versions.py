@@ -20,15 +20,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
+from blr.compressor.base.errors import InputError
 from blr.compressor.loading.vendor import code_files
 
 register()
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "outputs-0.1.1.tar.xz"
-STRUCTURES = ("svd", "pivoted", "monarch", "blast", "kronecker")
+STRUCTURES = ("svd", "monarch", "blast", "kronecker")
 NUMBERS = ("int8", "int4", "int3", "int2", "int2+2", "blast-int4", "fp8")
-EXPORTED = ("svd", "blast", "int2+2", "int4", "monarch", "kronecker", "pivoted")
+EXPORTED = ("svd", "blast", "int2+2", "int4", "monarch", "kronecker")
 NAMES = (*STRUCTURES, *NUMBERS, *(f"{name}-export" for name in EXPORTED))
+GONE = ("pivoted", "pivoted-export")  # read by their own files alone
 # Loads folders by their own files where blr cannot be imported; prints how far logits are from theirs.
 REMOTE = (
     bare.without("blr")
@@ -76,8 +78,14 @@ def test_the_package_loads_it(name: str, earlier: Path) -> None:
     assert (found - told["logits"]).norm() < CLOSE * told["logits"].norm()
 
 
+@pytest.mark.parametrize("name", GONE)
+def test_pivot_rows_are_refused_with_a_way_on(name: str, earlier: Path) -> None:
+    with pytest.raises(InputError, match=r"pivot rows.*trust_remote_code=True.*--method svd"):
+        AutoModelForCausalLM.from_pretrained(earlier / name)
+
+
 def test_its_own_files_load_it_where_blr_is_missing(earlier: Path, tmp_path: Path) -> None:
-    found = remote([earlier / name for name in NAMES], earlier, tmp_path)
+    found = remote([earlier / name for name in (*NAMES, *GONE)], earlier, tmp_path)
     assert {name: far for name, far in found.items() if far > CLOSE} == {}
 
 

@@ -32,7 +32,6 @@ from blr.compressor.structures.specs import (
     KroneckerSpec,
     LowRankSpec,
     MonarchSpec,
-    PivotedSpec,
     Spec,
 )
 from blr.kernels.common.layout import canonical_view, in_order, relaid, to_physical
@@ -46,7 +45,6 @@ SPECS: dict[str, Spec] = {
     "svd": LowRankSpec(12, 10, 3),
     "svd-out": LowRankSpec(12, 10, 3, 2, "out"),
     "svd-in": LowRankSpec(12, 10, 3, 2, "in"),
-    "pivoted": PivotedSpec(12, 10, 3),
     "monarch": MonarchSpec(12, 9, 3, 2),
     "blast": BlastSpec(12, 9, 3, 4),
     "ks": KroneckerSpec(12, 12, ((1, 6, 4, 2), (2, 2, 3, 2))),

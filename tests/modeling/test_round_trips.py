@@ -40,7 +40,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "corrected": {"method": "svd", "base": "int2", "rank": 4, "group": 32},
     "blast": {"method": "blast", "cf": 1.5, "blocks": 4, "rounds": 2},
     "ks": {"method": "ks", "cf": 1.5},
-    "pivoted": {"method": "svd", "pivot": True, "cf": 1.5},
     "packed": {"method": "svd", "cf": 1.25, "quantize": "int8", "group": 32},
 }
 FAMILIES = (

@@ -203,7 +203,7 @@ EXPORTS: dict[str, tuple[Contents, int, set[str], set[str]]] = {
     ),
     "blast": (
         *(Contents(frozenset({"blast"})), 4, {"decode.gemv.triton", "decode.attention.triton"}),
-        {"decode.quantized.triton", "decode.skinny.triton", "layers.pivoted.gather"},
+        {"decode.quantized.triton", "decode.skinny.triton"},
     ),
     "int4": (
         *(Contents(frozenset({"dense"}), True), 4, {"decode.quantized.triton", "decode.integer.rows"}),

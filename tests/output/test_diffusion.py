@@ -149,5 +149,5 @@ def test_what_is_no_such_model(changed: dict[str, Any], message: str, tmp_path: 
 def test_options_that_read_text(option: dict[str, Any], tmp_path: Path) -> None:
     source = save_diffusion(tmp_path / "dit")
     settings = Settings("dit", check=False, **option)
-    with pytest.raises(InputError, match="a model of diffusers; --calibration and --heal take models"):
+    with pytest.raises(InputError, match="a model of diffusers; --text and --heal take models"):
         compress(source, make_recipe(), tmp_path / "out", settings, Progress(quiet=True))

@@ -39,7 +39,6 @@ def test_alone_it_stores_dense_weights(settings: dict[str, Any]) -> None:
         {"cf": 2.0},
         {"rank": 8},
         {"method": "svd"},
-        {"pivot": True},
         {"heads": "auto"},
         {"base": "int3", "bpw": 3.5},
         {"rules": [{"match": "*.v_proj", "rank": 8}]},

@@ -37,7 +37,7 @@ def test_a_level_wins_over_a_recipe() -> None:
 
 
 def test_without_a_text_there_is_nothing_to_put_effort_into() -> None:
-    with pytest.raises(UsageError, match="--effort quick: nothing would use it, it belongs to --cal"):
+    with pytest.raises(UsageError, match="--effort quick: nothing would use it, it belongs to --text"):
         asked_recipe(None, {}, calibrated=False, effort="quick")
 
 

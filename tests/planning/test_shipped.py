@@ -144,9 +144,6 @@ def test_options_replace_the_same_settings_of_rules(tmp_path: Path) -> None:
     assert recipe.settings_for("a.v_proj").method == "dense"
     with pytest.raises(UsageError, match="solver"):
         load_recipe(path, {"solver": "hierarchical"})
-    pivoted = 'cf: 2\nrules:\n  - {match: "*", method: svd, pivot: true}\n'
-    path = written(tmp_path, pivoted=pivoted)
-    assert load_recipe(path, {"pivot": False}).settings_for("a.q_proj").method == "svd"
 
 
 @pytest.mark.parametrize(

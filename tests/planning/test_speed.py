@@ -88,9 +88,6 @@ def test_a_setting_of_none_is_none(tiny: Path) -> None:
     source = open_source(tiny)
     asked = Recipe(method="svd", quantize=None, base=None, bpw=None, tokens_per_second=500.0)
     assert paced(source, asked, False)[0].quantize == "int8"
-    asked = Recipe(method="svd", tokens_per_second=500.0, rules=[{"match": "*o_proj", "pivot": True}])
-    with pytest.raises(UsageError, match=r"pivot belongs to method svd.*leave out what a rule says"):
-        paced(source, asked, False)
 
 
 def test_a_cache_of_ranks_is_not_beside_a_speed() -> None:

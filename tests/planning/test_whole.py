@@ -34,7 +34,7 @@ def test_the_plan_says_what_the_file_becomes(
 @pytest.mark.parametrize(
     ("options", "said", "name"),
     [
-        ("--pivot --kv-cf 2", "10 replaced by pivoted, 4 replaced by svd", "pivoted-cf2-kv-cf2"),
+        ("--kv-cf 2 -m monarch", "10 replaced by monarch, 4 replaced by svd", "monarch-cf2-kv-cf2"),
         ("--kv-cf 1 --kv-quantize int8", "4 replaced by svd, 10 kept dense", "kv-cf1-int8"),
         ("--kv-rank 4 -m blast", "10 replaced by blast, 4 replaced by svd", "blast-cf2-kv-r4"),
         ("--rank 32", "14 replaced by svd", "svd-r32"),

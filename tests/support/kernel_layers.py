@@ -19,7 +19,6 @@ SPECS: dict[str, dict[str, Any]] = {
         **{"structure": "svd", "in_features": 20, "out_features": 12, "rank": 3},
         **{"groups": 5, "side": "in"},
     },
-    "pivoted": {"structure": "pivoted", "in_features": 20, "out_features": 12, "rank": 3},
     "monarch": {
         **{"structure": "monarch", "in_features": 20, "out_features": 12},
         **{"blocks": 4, "block_rank": 2},

@@ -13,7 +13,6 @@ from blr.compressor.recipe.asked import idle, refuse
 from blr.compressor.recipe.schema import DENSE, Recipe, make_recipe
 
 NONE = "none"
-PIVOT = "-pivot"  # behind a method: held by pivot rows
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,6 @@ class Point:
 
 
 def _option(name: str, value: object) -> list[str]:
-    if value is True:
-        return [f"--{name}"]
     return [f"--{name}", _shown(value) if isinstance(value, float) else str(value)]
 
 
@@ -96,16 +93,6 @@ def _refuse_halves(grid: Grid) -> None:
         raise UsageError(
             "--quantize is of the factors of --cf; give that, or --plain for dense weights in few bits"
         )
-    pivoted = [method for method in grid.methods if method.endswith(PIVOT)]
-    if pivoted and not grid.cfs:
-        raise UsageError(
-            f"--methods {','.join(pivoted)}: pivots correct no base, they make points with --cf alone; "
-            "give that, or leave them out"
-        )
-    if grid.bases and len(pivoted) == len(grid.methods):
-        raise UsageError(
-            "--base is for methods without pivots to correct; name one, as svd, or leave it out"
-        )
 
 
 def _refuse_unused(points: Sequence[Point], common: dict[str, object], calibrated: bool) -> None:
@@ -114,7 +101,8 @@ def _refuse_unused(points: Sequence[Point], common: dict[str, object], calibrate
     unused = [idle(recipe, common, calibrated) for recipe in recipes]
     for name in common:
         if all(name in found for found in unused):
-            refuse(name, common[name], unused[0][name])
+            # --text of a sweep is what losses are measured on
+            refuse(name, common[name], unused[0][name].replace("--text", "--calibration"))
 
 
 def _fitting(point: Point, common: dict[str, object]) -> dict[str, object]:
@@ -128,14 +116,12 @@ def _structured(grid: Grid) -> Iterator[Point]:
     for method, cf, kind in product(grid.methods, grid.cfs, grid.quantize):
         stored = () if kind == NONE else (("quantize", kind),)
         suffix = "" if kind == NONE else f"-{kind}"
-        plain = method.removesuffix(PIVOT)
-        form = (("method", plain), *((("pivot", True),) if plain != method else ()))
-        yield Point(f"{method}-cf{cf:g}{suffix}", f"{method}{suffix}", (*form, ("cf", cf), *stored))
+        settings = (("method", method), ("cf", cf), *stored)
+        yield Point(f"{method}-cf{cf:g}{suffix}", f"{method}{suffix}", settings)
 
 
 def _corrected(grid: Grid) -> Iterator[Point]:
-    methods = [method for method in grid.methods if not method.endswith(PIVOT)]
-    for base, method, rank in product(grid.bases, methods, grid.ranks):
+    for base, method, rank in product(grid.bases, grid.methods, grid.ranks):
         settings = (("base", base), ("method", method), ("rank", rank))
         yield Point(f"{base}-{method}-r{rank}", f"{base} + {method}", settings)
 

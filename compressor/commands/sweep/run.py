@@ -85,7 +85,7 @@ def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict
     texts = [digest_of(path, MAX_TEXT) for path in settings.texts]
     for path, digest in zip(settings.texts, texts, strict=True):
         if (first := settings.texts[texts.index(digest)]) is not path:
-            raise UsageError(f"--eval {path}: the same text as {first}; give every text once")
+            raise UsageError(f"--text {path}: the same text as {first}; give every text once")
     device = pick_device(settings.device)
     beginning = beginning_of(load_tokenizer(source.folder))
     return {
