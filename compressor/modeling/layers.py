@@ -133,10 +133,11 @@ class KernelLinear(modeling_blr.FormulaLinear):
         return packed_factor(self, name)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if is_float8(self) and (y := float8_product(self, x, bias)) is not None:
-            return y
-        if (y := self.cpu_product(x, bias)) is not None:
-            return y
+        if self.packing is not None:
+            if is_float8(self) and (y := float8_product(self, x, bias)) is not None:
+                return y
+            if (y := self.cpu_product(x, bias)) is not None:
+                return y
         if self.kernels.product is None:
             return super().product(x, bias)
         return self.kernels.product(self.spec, x, bias, *self.factors_for(x))
@@ -200,7 +201,8 @@ class StructuredLinear(KernelLinear):
         if self.packing is None and not self.exported:  # as they are stored: the way of every token
             if (factors := self._modules.get("factors")) is not None:
                 return [*factors().values()]
-            return [getattr(self, name) for name in self.held]
+            known = self._parameters  # asked by name each costs the host a microsecond more
+            return [known[name] if name in known else getattr(self, name) for name in self.held]
         return super().ordered()
 
     @property
