@@ -18,14 +18,9 @@ from blr.compressor.cli.from_fields import (
 from blr.compressor.recipe.eval_settings import EvalSettings
 
 FIRST = "text against tasks sts window max_tokens dtype device quiet format"
-TAIL = {"50": "median", "90": "90%", "99": "99%", "99.9": "99.9%", "100": "most"}
-FLIPS = {"from right": "lost", "to right": "gained", "between others": "between"}
 
 
-@taking(
-    setting_options(EvalSettings),
-    first="text against tasks sts window max_tokens dtype device quiet format",
-)
+@taking(setting_options(EvalSettings), first=FIRST)
 def evaluate(
     checkpoint: Checkpoint,
     quiet: Quiet = False,
@@ -52,7 +47,8 @@ def _text(result: dict[str, Any]) -> str:
     for row in texts or [result]:
         if far := row.get("against"):
             lines += [f"{row['text']}:"] if texts else []
-            lines += _embeddings(far) if "cosine" in far else _distance(far)
+            plain = [f"{name.replace('_', ' ')}: {_number(value)}" for name, value in far.items()]
+            lines += _distance(far) if "kl" in far else plain
     if texts or "counted" in result:
         lines.append(f"counted: {(texts or [result])[0]['counted']}")
     if scores := result.get("tasks"):
@@ -62,11 +58,10 @@ def _text(result: dict[str, Any]) -> str:
 
 def _distance(far: dict[str, Any]) -> list[str]:
     """How far a decoder is from the dense one in a text, with standard errors behind ±."""
-    kl, shares = far["kl"], far["kl"]["percentiles"]
-    figures = far["perplexities"].items()
+    kl, figures = far["kl"], far["perplexities"].items()
     three = ", ".join(f"{name} {one['value']:.4f} ± {one['error']:.4f}" for name, one in figures)
-    tail = ", ".join(f"{name} {shares[n]:.4g}" for n, name in TAIL.items())
-    flips = ", ".join(f"{n} {far['flips'][key]}" for n, key in FLIPS.items())
+    tail = ", ".join(f"{share}% {value:.4g}" for share, value in kl["percentiles"].items())
+    flips = ", ".join(f"{count} {how}" for how, count in far["flips"].items())
     worst = ", ".join(f"{window['token']:,} ({window['kl']:.3g})" for window in kl["worst"])
     rows = [
         (
@@ -80,19 +75,10 @@ def _distance(far: dict[str, Any]) -> list[str]:
     return [
         f"perplexities: {three}",
         f"KL: mean {kl['mean']:.4g} ± {kl['error']:.2g}, {tail}",
-        f"same top-1 token: {far['agreement']:.2%}; flips {flips}",
+        f"same top-1 token: {far['agreement']:.2%}, flips: {flips}",
         f"RMS change of the right token's probability: {far['rms_dp']:.2%}",
         f"worst windows begin at tokens: {worst}",
         aligned([head, *rows], {0, 1}),
-    ]
-
-
-def _embeddings(far: dict[str, Any]) -> list[str]:
-    """How far an encoder is from the dense one."""
-    return [
-        f"cosine to the dense embeddings: {far['cosine']:.4f}, of 1 in 100 below {far['lowest']:.4f}",
-        f"spearman of the dense model: {_number(far['dense_spearman'])}; of the output with it: "
-        f"{_number(far['spearman_to_dense'])}",
     ]
 
 

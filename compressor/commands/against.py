@@ -31,16 +31,6 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Flips:
-    """Places where the likeliest token is another: the dense model's was right (`lost`), the output's is
-    (`gained`), or neither (`between`)."""
-
-    lost: int
-    gained: int
-    between: int
-
-
-@dataclass(frozen=True)
 class FarToken:
     """Token number `token` of a text, behind the text `before` it: its probabilities by the dense model
     and by the output, and what they find the likeliest."""
@@ -57,12 +47,13 @@ class FarToken:
 class Distance:
     """An output beside its dense model on a text: perplexities of `dense` and `output` and their
     `ratio`, `kl` as of `output/loss.divergence`, the share of equal top-1 tokens (`agreement`), and the
-    root mean square by which the right token's probability changed (`rms_dp`)."""
+    root mean square by which the right token's probability changed (`rms_dp`). `flips` count other top-1
+    tokens: the dense model's was right (`lost`), the output's is (`gained`), or neither (`between`)."""
 
     perplexities: dict[str, Estimate]
     kl: dict[str, Any]
     agreement: float
-    flips: Flips
+    flips: dict[str, int]
     rms_dp: float
     tokens: list[FarToken]
 
@@ -72,8 +63,8 @@ class EmbeddingDistance:
     """Cosines of an encoder's embeddings with the dense model's, their mean and the one that 1 in 100
     is below; the dense model's correlation with the scores, and the output's with the dense model."""
 
-    cosine: float
-    lowest: float
+    cosine_to_dense: float
+    lowest_cosine: float
     dense_spearman: float
     spearman_to_dense: float
 
@@ -102,7 +93,7 @@ def distance(
     at = torch.cat([place + torch.arange(len(scores.kl)) for place, scores in windows])
     right, p, q = ids[at], (-every.dense_loss).exp(), (-every.loss).exp()
     same, hit, before = every.best == every.dense_best, every.best == right, every.dense_best == right
-    flips = Flips(*(int(x.sum()) for x in (before & ~hit, hit & ~before, ~(same | hit | before))))
+    flips = {"lost": before & ~hit, "gained": hit & ~before, "between": ~(same | hit | before)}
 
     def said(ids: Tensor) -> str:
         return str(tokenizer.decode(ids))
@@ -119,7 +110,7 @@ def distance(
         {name: _exponential(loss.double()) for name, loss in losses.items()},
         divergence([row.kl for _, row in windows], [first + place for place, _ in windows], EXACT),
         float(same.double().mean()),
-        flips,
+        {how: int(places.sum()) for how, places in flips.items()},
         float((q - p).square().mean().sqrt()),
         far,
     )

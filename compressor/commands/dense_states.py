@@ -20,15 +20,15 @@ from blr.compressor import __version__
 from blr.compressor.base.disk import scratch_for, settle
 from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import first_line
-from blr.compressor.fitting.readout import DividedDecoder, Readout
+from blr.compressor.healing.objective import Readout, Replies
 from blr.compressor.workspace.journal import canonical_json
 
 MOST_KEPT = 4 << 30  # bytes of the states of one text that are kept
 
 
-def predicting(model: DividedDecoder, rows: Tensor, fresh: int) -> Tensor:
+def predicting(model: Replies, rows: Tensor, fresh: int) -> Tensor:
     """The states [m fresh, d] that predict the last `fresh` tokens of rows [m, w]."""
-    return model.hidden(rows)[:, -fresh - 1 : -1].flatten(0, 1)
+    return model.run(rows)[0][:, -fresh - 1 : -1].flatten(0, 1)
 
 
 def kept_at(folder: Path, checkpoint: Path, *key: object) -> Path:
@@ -44,7 +44,7 @@ class DenseStates:
     """States of the windows of a text of `tokens`, in their order: read from `path` where they lie, else
     computed by the model that `load` gives, and kept there. None: kept nowhere."""
 
-    def __init__(self, load: Callable[[], DividedDecoder], path: Path | None, tokens: int) -> None:
+    def __init__(self, load: Callable[[], Replies], path: Path | None, tokens: int) -> None:
         self.path, self.tokens = path, tokens
         self.kept = _read(path) if path is not None else {}
         self.model = None if self.kept else load()

@@ -126,9 +126,9 @@ class Evaluation:
         wanted = Asked(asked.task_names, asked.tasks_path, asked.shots, asked.limit, bool(self.against))
         found = run_tasks(self.model(self.folder), self.tokenizer, wanted, asked.batch)
         if self.against is None:
-            return asdict(found.scores)
+            return asdict(found[0])
         dense = run_tasks(self.model(self.against), self.tokenizer, wanted, asked.batch)
-        return {**asdict(found.scores), "tasks_against": asdict(compared(found, dense))}
+        return {**asdict(found[0]), "tasks_against": asdict(compared(found, dense))}
 
     def of_texts(self, tokens: list[Tensor]) -> dict[str, Any]:
         """The result on one text, or those on several."""

@@ -22,7 +22,7 @@ class JudgedDistance(Told):
 
     kl: JudgedMean | None = None
     agreement: float | None = None
-    cosine: float | None = None
+    cosine_to_dense: float | None = None
 
 
 class JudgedText(Told):

@@ -228,8 +228,8 @@ def _measured(found: Judged) -> Iterator[tuple[str, str, str, float]]:
             yield "text-generation", task, metric, value
     if found.spearman is not None:
         yield "sentence-similarity", "sts", "spearman", found.spearman
-    if found.against is not None and found.against.cosine is not None:
-        yield "sentence-similarity", "sts", "cosine_to_dense", found.against.cosine
+    if found.against is not None and found.against.cosine_to_dense is not None:
+        yield "sentence-similarity", "sts", "cosine_to_dense", found.against.cosine_to_dense
 
 
 def printed(push: Push) -> dict[str, object]:

@@ -13,7 +13,7 @@ from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.commands.dense_states import DenseStates, predicting
-from blr.compressor.fitting.readout import DividedDecoder, Readout
+from blr.compressor.healing.objective import Readout, Replies, chunks
 from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.text.reading import Beginning, begun, room_in
 
@@ -70,7 +70,7 @@ def scores(
 ) -> TokenScores:
     """Scores of the tokens `targets` [n] by the states before them [n, d], logits a few at a time."""
     parts = list[TokenScores]()
-    for at in head.chunks(hidden):
+    for at in chunks(hidden, head.weight):
         ours = likelihoods(head.logits(hidden[at]), targets[at])
         theirs = ours if dense is None else likelihoods(dense[1].logits(dense[0][at]), targets[at])
         kl = torch.zeros_like(ours.loss) if dense is None else divergences(theirs, ours)
@@ -82,9 +82,9 @@ def _at(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.gather(-1, targets[:, None])[:, 0]
 
 
-def divided(model: PreTrainedModel, ids: Tensor, beginning: Beginning) -> DividedDecoder:
+def divided(model: PreTrainedModel, ids: Tensor, beginning: Beginning) -> Replies:
     """A decoder in two parts, tried on the beginning of a text."""
-    return DividedDecoder(model, begun(ids[None, :1], beginning).to(model.device))
+    return Replies(model, begun(ids[None, :1], beginning).to(model.device), blocks=False)
 
 
 @torch.inference_mode()

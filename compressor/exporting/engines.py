@@ -80,6 +80,7 @@ class Engine:
         load: loads a written folder in a dtype of torch, or "auto". The result is called and asked as a
             causal language model of transformers is: ``model(input_ids=ids).logits``, ``model.config``.
         commands: the shell commands that run a folder, given its path and its plan.
+        otherwise: another way to run there what it has no form of, as the end of a sentence.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Engine:
     plan: Callable[[Checkpoint, Mapping[str, Spec], ExportOptions], ExportPlan]
     load: Callable[[Path, Any], Any]
     commands: Callable[[str, ExportPlan], list[str]]
+    otherwise: str = ""
 
     @property
     def missing(self) -> list[str]:
@@ -119,6 +121,7 @@ def plan_for(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
         raise UsageError(
             f"--as {engine.name}: {len(rest)} layers have no form in {engine.title}, as {module} "
             f"({reasons[module]}); add --dense-rest to write those dense, or take --as dense"
+            f"{engine.otherwise}"
         )
     if not continues_text(source):
         raise UsageError(f"--as {engine.name}: {source.model_type} writes no text; take --as onnx")
@@ -145,7 +148,7 @@ def _strange_modules(checkpoint: Checkpoint) -> dict[str, str]:
     model = meta_model(checkpoint.source)
     modules, names = dict(model.named_modules()), module_names(model, checkpoint.specs)
     kinds = {module: type(modules.get(names[module])) for module in checkpoint.specs}
-    return {m: f"a {kind.__name__}" for m, kind in kinds.items() if kind is not nn.Linear}
+    return {m: "no nn.Linear of its own" for m, kind in kinds.items() if kind is not nn.Linear}
 
 
 def base_of(spec: Spec) -> QuantizedSpec | None:

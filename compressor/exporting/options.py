@@ -106,4 +106,4 @@ def _check_meant(options: ExportOptions) -> None:
             option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
             raise UsageError(f"{option}: --as {options.kind} has no use for it; leave one of them out")
     if options.dense_rest and options.kind not in ENGINES:
-        raise UsageError(f"--dense-rest: it is for --as {' and '.join(ENGINES)}; leave it out")
+        raise UsageError(f"--dense-rest: it is for --as {' or '.join(ENGINES)}; leave it out")

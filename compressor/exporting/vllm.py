@@ -53,7 +53,8 @@ def engine() -> Engine:
     """vLLM by compressed-tensors, which transformers loads, too."""
     packages = ("compressed-tensors", "peft")
     adapter = f"`{ADAPTER}`, which a server has as the model `{SERVED}`,"
-    return Engine("vllm", "vLLM", packages, refusal, kind, adapter, plan, load, commands)
+    plugin = ", or serve the checkpoint itself by the plugin of blr-compress"
+    return Engine("vllm", "vLLM", packages, refusal, kind, adapter, plan, load, commands, plugin)
 
 
 def kind(spec: Spec) -> str:

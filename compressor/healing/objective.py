@@ -1,9 +1,9 @@
 """The loss of a decoder: the distance between the student's and the teacher's answers, summed over
 tokens.
 
-Logits are made for a few thousand tokens at a time (`fitting/readout`), and the gradients with respect
-to hidden states and head are computed at once. This is the idea of fused linear cross entropy (Liger,
-arXiv 2410.10989).
+Logits are by far the largest tensors of a step. So they are made for a few thousand tokens at a time,
+and the gradients with respect to hidden states and head are computed at once; this is the idea of fused
+linear cross entropy (Liger, arXiv 2410.10989).
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, log_softmax
+from torch.nn.functional import cross_entropy, linear, log_softmax
 
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.fitting.readout import DividedDecoder, Readout
+from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.healing.sharding import blocks_of
 from blr.compressor.healing.student_and_teacher import TrainedPair
+from blr.compressor.modeling.masks import unpacked
+from blr.compressor.modeling.modeling_blr import DenseWeight
+from blr.compressor.planning.training_sizes import CHUNK
 from blr.compressor.recipe.heal_settings import HIDDEN, HealOptions
 from blr.kernels.training.distance.op import relative_errors
 from blr.kernels.training.divergence.op import divergence_sum
@@ -56,27 +59,70 @@ def lm(student: Tensor, _: Tensor | None, targets: Tensor) -> Tensor:
     return cross_entropy(student.float(), targets, reduction="sum")
 
 
-class Replies(DividedDecoder):
-    """A decoder that returns what enters its head and, on request, the outputs of its blocks."""
+@dataclass
+class Readout:
+    """The output head: `weight` [v, d], in whose dtype it computes, and `bias` [v]. Without a weight
+    the hidden states are logits already."""
 
-    def __init__(self, model: Any, probe: Tensor) -> None:
+    weight: Tensor | None
+    bias: Tensor | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, v] of `hidden` [n, d]."""
+        if self.weight is None:
+            return hidden
+        return linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+
+
+class Replies:
+    """A causal language model, divided into hidden states and a head. A model that scales or caps its
+    logits is run whole, and its logits stand for hidden states. `blocks`: theirs may be asked for."""
+
+    def __init__(self, model: Any, probe: Tensor, blocks: bool = True) -> None:
+        self.model, self.body = model, model.base_model
         self._outputs: list[Tensor] | None = None  # of the blocks, while they are recorded
-        for block in blocks_of(model):
+        for block in blocks_of(model) if blocks else ():
             block.register_forward_hook(self._note)
-        super().__init__(model, probe)
+        with torch.no_grad():
+            whole = model(probe, use_cache=False).logits
+            self.plain = self._fits(probe, whole)
+
+    @torch.no_grad()
+    def _fits(self, probe: Tensor, whole: Tensor) -> bool:
+        head = self.model.get_output_embeddings()
+        if not isinstance(getattr(head, "weight", None), Tensor) or self.body is self.model:
+            return False  # no head, or one that is not one matrix
+        try:
+            hidden = self.body(probe, use_cache=False).last_hidden_state
+            return torch.equal(head(hidden.to(head.weight.dtype)).float(), whole.float())
+        except Exception as error:  # of a body that takes or gives other things than the model
+            raise_exhausted(error)
+            return False
+
+    @property
+    def head(self) -> Readout:
+        """What turns the hidden states of `run` into logits."""
+        if not self.plain:
+            return Readout(None)
+        module = self.model.get_output_embeddings()
+        weight = module.weight
+        if isinstance(weight, DenseWeight):  # itself no function of the factors that are trained
+            weight = module.composed()
+        return Readout(weight, getattr(module, "bias", None))
 
     def run(self, ids: Tensor, states: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The states that enter the head [m, w, d], and, if `states` is set, the outputs of all blocks,
         the last one normed."""
-        outputs = list[Tensor]()
+        model, outputs = self.body if self.plain else self.model, list[Tensor]()
         self._outputs = outputs if states else None
         try:
-            found = self.hidden(ids)
+            with unpacked():
+                out = model(ids, use_cache=False)
         finally:
             self._outputs = None  # a pass that ran out of memory must not keep any
         if not self.plain:
-            return found, tuple(outputs)
-        return found, (*outputs[:-1], found) if outputs else ()
+            return out.logits, tuple(outputs)
+        return out.last_hidden_state, (*outputs[:-1], out.last_hidden_state) if outputs else ()
 
     def _note(self, block: Any, given: Any, output: Any) -> None:
         """Record a block's output; transformers cannot for a model that is divided over processes."""
@@ -97,7 +143,7 @@ class _Chunked(torch.autograd.Function):
         wide = {id(x): x.dtype if x is hidden else torch.float32 for x in wanted}  # sums over chunks
         gradients = {id(x): torch.zeros_like(x, dtype=wide[id(x)]) for x in wanted}
         total = hidden.new_zeros((), dtype=torch.float32)
-        for at in Readout(weight).chunks(hidden):
+        for at in chunks(hidden, weight):
             with torch.enable_grad():
                 part = hidden[at].detach().requires_grad_(hidden.requires_grad)
                 w, b = _leaf(weight), _leaf(bias)
@@ -126,6 +172,13 @@ def _leaf(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach().requires_grad_(x.requires_grad)
 
 
+def chunks(hidden: Tensor, weight: Tensor | None) -> list[slice]:
+    """Rows of hidden states [n, d] in parts of about `CHUNK` logits each."""
+    width = hidden.shape[1] if weight is None else weight.shape[0]
+    size = max(CHUNK // width, 1)
+    return [slice(n, n + size) for n in range(0, len(hidden), size)]
+
+
 def summed(
     hidden: Tensor,
     head: Readout,
@@ -142,7 +195,10 @@ def summed(
             return teacher[1].logits(teacher[0][at])
 
     if not torch.is_grad_enabled():
-        parts = [measure(head.logits(hidden[at]), theirs(at), targets[at]) for at in head.chunks(hidden)]
+        parts = [
+            measure(head.logits(hidden[at]), theirs(at), targets[at])
+            for at in chunks(hidden, head.weight)
+        ]
         return torch.stack(parts).sum()
     return _Chunked.apply(hidden, head.weight, head.bias, theirs, targets, measure)
 

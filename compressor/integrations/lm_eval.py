@@ -35,12 +35,7 @@ class Scores:
     harness: str
 
 
-@dataclass(frozen=True)
-class TaskRun:
-    """The scores of a model, and by task and item what the first metric of the task gave it."""
-
-    scores: Scores
-    items: dict[str, dict[str, float]]
+Items = dict[str, dict[str, float]]  # by task and item what the first metric of the task gave it
 
 
 @dataclass(frozen=True)
@@ -54,21 +49,19 @@ class TaskDistance:
     gained: dict[str, int]
 
 
-def compared(found: TaskRun, dense: TaskRun) -> TaskDistance:
+def compared(found: tuple[Scores, Items], dense: tuple[Scores, Items]) -> TaskDistance:
     """How a model does beside its dense one."""
-    wanted = dense.scores.tasks
+    wanted = dense[0].tasks
     recovery = {
         task: {n: 100 * v / wanted[task][n] for n, v in metrics.items() if wanted[task].get(n)}
-        for task, metrics in found.scores.tasks.items()
+        for task, metrics in found[0].tasks.items()
     }
-    pairs = {
-        task: [(value, dense.items[task][item]) for item, value in items.items()]
-        for task, items in found.items.items()
+    gaps = {
+        task: [value - dense[1][task][item] for item, value in items.items()]
+        for task, items in found[1].items()
     }
-    lost, gained = (
-        {task: sum(worse * (a - b) < 0 for a, b in items) for task, items in pairs.items()}
-        for worse in (1, -1)
-    )
+    lost = {task: sum(gap < 0 for gap in every) for task, every in gaps.items()}
+    gained = {task: sum(gap > 0 for gap in every) for task, every in gaps.items()}
     return TaskDistance(wanted, recovery, lost, gained)
 
 
@@ -76,9 +69,9 @@ def check_installed() -> None:
     check_packages("--tasks", "lm_eval", extra="eval")
 
 
-def run_tasks(model: object, tokenizer: object, asked: Asked, batch: int = 8) -> TaskRun:
-    """Score a causal model. Raises CapabilityError without lm_eval, InputError for unknown or broken
-    tasks, HubError without data."""
+def run_tasks(model: object, tokenizer: object, asked: Asked, batch: int = 8) -> tuple[Scores, Items]:
+    """Score a causal model, and its items if those are asked for. Raises CapabilityError without
+    lm_eval, InputError for unknown or broken tasks, HubError without data."""
     check_installed()
     os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -113,7 +106,7 @@ def run_tasks(model: object, tokenizer: object, asked: Asked, batch: int = 8) ->
     samples = {task: int(n["effective"]) for task, n in (found.get("n-samples") or {}).items()}
     shots = {task: int(n) for task, n in (found.get("n-shot") or {}).items()}
     items = {task: _items(logged) for task, logged in (found.get("samples") or {}).items()}
-    return TaskRun(Scores(tasks, samples, shots, lm_eval.__version__), items)
+    return Scores(tasks, samples, shots, lm_eval.__version__), items
 
 
 def _items(logged: list[dict[str, Any]]) -> dict[str, float]:

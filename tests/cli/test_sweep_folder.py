@@ -19,7 +19,7 @@ from blr.compressor.commands.sweep.folder import Folder, files_of
 
 COMMON = {"texts": {"1": "a"}, "headers": "h"}
 POINTS = {"dense": "", "svd": "1" * 64}
-RECORD = {"perplexities": [2.5], "bits": 3.0, "bytes": 9, "seconds": 1.0, "kept": False}
+RECORD = {"perplexities": [2.5], "kl": [0.1], "bits": 3.0, "bytes": 9, "seconds": 1.0, "kept": False}
 Make = Callable[[Path], object]
 
 
@@ -67,6 +67,7 @@ WRONG: dict[str, tuple[str, Spoil]] = {
     "record-less": ("points/svd.json", changed(seconds=...)),
     "record-no-texts": ("points/svd.json", changed(perplexities=[])),
     "record-two-texts": ("points/svd.json", changed(perplexities=[2.0, 3.0])),
+    "record-two-kl": ("points/svd.json", changed(kl=[0.1, 0.2])),
     "record-of-another-point": ("points/svd.json", changed(digest="2" * 64)),
     "spent-text": ("logs/svd.spent.json", changed(seconds="4")),
     "spent-negative": ("logs/svd.spent.json", changed(seconds=-4.0)),

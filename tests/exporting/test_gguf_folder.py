@@ -17,8 +17,12 @@ from safetensors.torch import load_file
 from tolerances import TOLERANCES
 from torch import Tensor
 
+from blr.compressor.exporting.gguf_values import tokenizer_values
+
 NUMBERS = {4: "I", 5: "i", 6: "f", 7: "?"}
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+SEQUENCE = {"id": "A", "type_id": 0}
+ADDED = ("single_word", "lstrip", "rstrip", "normalized")
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"method": "dense", "quantize": "int8", "group": 64},
     "int4": {"method": "dense", "quantize": "int4"},
@@ -167,3 +171,42 @@ def test_what_llama_cpp_has_no_form_of_is_refused(
     capsys.readouterr()
     code, _, err = invoke("export", source, "-o", tmp_path / "out", "--as", "gguf")
     assert code == 9 and "Metaspace" in err and err.count("\n") == 1
+
+
+def test_a_tokenizer_of_characters_is_one_of_sentencepiece(tmp_path: Path) -> None:
+    """As those of Llama 2: merges are tried in the order of tokens, bytes stand for the rest."""
+    tokens = ["<unk>", "<s>", "</s>", "<0x0A>", "a", "b", "▁", "▁a", "ab"]
+    template: dict[str, Any] = {"type": "TemplateProcessing"}
+    template["single"] = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": SEQUENCE}]
+    template["special_tokens"] = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
+    template["pair"] = template["single"] + [{"Sequence": {**SEQUENCE, "id": "B"}}]
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    table = {
+        "version": "1.0",
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Prepend", "prepend": "▁"}, spaces],
+        },
+        "post_processor": template,
+        "added_tokens": [
+            {"id": n, "content": tokens[n], "special": True, **dict.fromkeys(ADDED, False)}
+            for n in range(3)
+        ],
+        "model": {
+            **{"type": "BPE", "vocab": {text: n for n, text in enumerate(tokens)}, "unk_token": "<unk>"},
+            **{"byte_fallback": True, "fuse_unk": True, "merges": [["▁", "a"], ["a", "b"]]},
+        },
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    names["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    config, settings, cls = MODELS["llama"]
+    save_model(config, {**settings, "vocab_size": 12}, cls, tmp_path)
+    values = tokenizer_values(tmp_path, 12)
+    said = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
+    assert said["model"] == "llama" and said["tokens"] == [*tokens, "[PAD9]", "[PAD10]", "[PAD11]"]
+    assert said["token_type"] == [2, 3, 3, 6, 1, 1, 1, 1, 1, 5, 5, 5]
+    assert said["scores"] == sorted(said["scores"], reverse=True)
+    assert (said["bos_token_id"], said["add_bos_token"], said["add_eos_token"]) == (1, True, False)
+    assert said["add_space_prefix"]

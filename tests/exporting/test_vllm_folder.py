@@ -91,7 +91,13 @@ def test_what_has_no_exact_form_is_refused_or_dense(
     source = compress_to(dense, tmp_path / "source", **settings, **only)
     asked = ("export", source, "-o", tmp_path / "out", "--as", "vllm", "--no-check")
     code, _, err = invoke(*asked)
-    assert code == 2 and reason in err and "--dense-rest" in err and err.count("\n") == 1
+    assert (
+        code == 2
+        and reason in err
+        and "--dense-rest" in err
+        and "by the plugin" in err
+        and err.count("\n") == 1
+    )
     code, _, err = invoke(*asked, "--dense-rest")
     assert code == 2 and "no layer in few bits" in err
 

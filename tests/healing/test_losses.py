@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM
 
-from blr.compressor.fitting import readout
+from blr.compressor.healing import objective
 from blr.compressor.healing.objective import (
     Measure,
     Readout,
@@ -34,7 +34,7 @@ def case() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("name", MEASURES)
 @pytest.mark.parametrize("rows", [2, 100])
 def test_in_parts_as_in_one(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readout, "CHUNK", rows * VOCABULARY)
+    monkeypatch.setattr(objective, "CHUNK", rows * VOCABULARY)
     hidden, weight, theirs, their_weight, targets = case()
     whole = MEASURES[name](hidden @ weight.mT, theirs @ their_weight.mT, targets)
     expected = torch.autograd.grad(3 * whole, (hidden, weight))
@@ -107,7 +107,7 @@ def test_a_head_takes_states_of_a_wider_dtype() -> None:
 @pytest.mark.parametrize("trained", ["weight", "bias", "both"])
 def test_a_bias_of_the_head_is_trained(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts as in one, and by itself."""
-    monkeypatch.setattr(readout, "CHUNK", 2 * VOCABULARY)
+    monkeypatch.setattr(objective, "CHUNK", 2 * VOCABULARY)
     hidden, weight, theirs, their_weight, targets = case()
     bias = torch.randn(VOCABULARY, requires_grad=True)
     hidden = hidden.detach()

@@ -18,6 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+# Newer releases of Triton call it `barrier`.
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
 
 @gluon.constexpr_function
 def repeated(kind, count):
@@ -207,7 +210,7 @@ def product_kernel(
         area = r[:, None] * NP + t[None, :]
         base = partial + tile.to(gl.int64) * (SPLIT * BR * NP)
         gl.store(base + part * (BR * NP) + area, acc)
-        gl.thread_barrier()
+        thread_barrier()
         arrived = gl.atomic_add(counter + tile, 1, sem="acq_rel")
         if arrived == SPLIT - 1:
             gl.store(counter + tile, 0)
@@ -277,7 +280,7 @@ def corrected(acc, u, u_row, z, row0, token0, rows, tokens, ranks, RANKS: gl.con
     held = (row < rows)[:, None] & (rank < ranks)[None, :]
     left = gl.load(u + row[:, None].to(gl.int64) * u_row + rank[None, :], mask=held, other=0.0)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     return warpgroup_mma(left, zs.permute((1, 0)), acc)
 
 
