@@ -22,17 +22,15 @@ _PLANS = Plans()
 
 
 class Fp8Tile(NamedTuple):
-    """How a product is cut. programs: a multiprocessor, 0 for one a tile. store: 0 by pointers, 1 by the
-    bulk copy engine, 2 in halves."""
+    """How a product is cut. lasting: by a program a multiprocessor, which stores tiles in halves through
+    the bulk copy engine where that can write, not by one a tile."""
 
     BM: int = 128
     BN: int = 128
     BK: int = 128
     warps: int = 8
     stages: int = 4
-    programs: int = 0
-    store: int = 0
-    flatten: bool = False
+    lasting: bool = False
 
 
 def quantize_rows(
@@ -121,8 +119,8 @@ def _product_plan(
     constants |= {"BIAS": bias is not None, "RUN": run_length(N if part is None else part)}
     tiles = -(-M // tile.BM) * -(-N // tile.BN)
     if tma_ready(a, b):
-        store = tile.store if part is None and _stores(out, tile) else 0
-        return _engine_plan(a, b, by_col, out, tail, tile._replace(store=store), tiles, constants)
+        constants["HALVES"] = tile.lasting and part is None and _stores(out, tile)
+        return _engine_plan(a, b, by_col, out, tail, tile, tiles, constants)
     from blr.kernels.fp8.triton import product_kernel
 
     numbers = (M, N, K, a.stride(0), a.stride(1), b.stride(0), b.stride(1), by_col.stride(0), *tail)
@@ -139,16 +137,16 @@ def _engine_plan(
     (batch, M, K), to = a.shape, None
     left, a_rows, a_cols = flat(a)
     right, b_rows, b_cols = flat(b)
-    if tile.store:
+    if constants["HALVES"]:
         stored, c_rows, c_cols = flat(out)
-        to = _box(stored, tile.BM, tile.BN // tile.store)
+        to = _box(stored, tile.BM, tile.BN // 2)
         tail = (tail[0], c_rows, c_cols, *tail[3:])
     programs = tiles * batch
-    if tile.programs:
-        programs = min(programs, tile.programs * multiprocessors(a.device))
+    if tile.lasting:
+        programs = min(programs, multiprocessors(a.device))
     boxes = _box(left, tile.BM, tile.BK), _box(right, tile.BN, tile.BK), to
     numbers = (M, b.shape[1], K, batch, a_rows, a_cols, b_rows, b_cols, by_col.stride(0), *tail)
-    constants |= {"STORE": tile.store, "FLATTEN": tile.flatten, "STAGES": tile.stages}
+    constants |= {"FLATTEN": tile.lasting, "STAGES": tile.stages}
     return Bound(product_tma_kernel, (programs,), constants, num_warps=tile.warps), boxes, numbers
 
 
@@ -204,7 +202,7 @@ def tile_for(M: int, N: int, K: int, batch: int = 1) -> Fp8Tile:
         return Fp8Tile(BM=64, BN=64, stages=6, warps=4)
     wide, narrow = (-(-rows * -(-N // width) // UNITS) for width in (256, 128))
     if N > 128 and 1.75 * wide <= narrow * (1.15 if K < 2048 else 1.0):
-        return Fp8Tile(BM=128, BN=256, stages=4, programs=1, store=2, flatten=True)
+        return Fp8Tile(BM=128, BN=256, stages=4, lasting=True)
     return Fp8Tile(BM=128, BN=128, warps=4)
 
 
@@ -213,7 +211,7 @@ def _batched(rows: int, N: int, K: int) -> Fp8Tile:
     if N <= 128 or rows * -(-N // 256) < UNITS:
         return Fp8Tile() if rows * -(-N // 128) >= 2 * UNITS else Fp8Tile(BM=64, BN=128, warps=4)
     if K <= SHORT:  # a program stores while the next tile is on its way
-        return Fp8Tile(BM=128, BN=256, stages=3, programs=1, store=2, flatten=True)
+        return Fp8Tile(BM=128, BN=256, stages=3, lasting=True)
     return Fp8Tile(BM=128, BN=256, stages=3)
 
 

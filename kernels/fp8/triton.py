@@ -123,13 +123,13 @@ def product_tma_kernel(
     M, N, K, BATCHES, a_rows, a_cols, b_rows, b_cols,
     by_batch, bias_batch, c_batch, c_row, c_part, part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
-    RUN: tl.constexpr, STORE: tl.constexpr, FLATTEN: tl.constexpr, STAGES: tl.constexpr,
+    RUN: tl.constexpr, HALVES: tl.constexpr, FLATTEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The same through the bulk copy engine, a program for every tile or, of a smaller grid, for some.
 
     a and b are descriptors of matrices of which batch g starts at row g·`a_rows`, column g·`a_cols`
-    (`b_…` likewise); one of the two ends with its batch's K columns. STORE: `to` is a descriptor of c,
-    of tiles [BM, BN / STORE], whose batch g starts at row g·`c_batch`, column g·`c_row`.
+    (`b_…` likewise); one of the two ends with its batch's K columns. HALVES: `to` is a descriptor of
+    c, of tiles [BM, BN / 2], whose batch g starts at row g·`c_batch`, column g·`c_row`.
     """
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     each = tiles_m * tiles_n
@@ -144,7 +144,7 @@ def product_tma_kernel(
             sums = tl.dot(left, right.T, sums)
         rows = (row + tl.arange(0, BM)).to(tl.int64)
         cols = col + tl.arange(0, BN)
-        if STORE:
+        if HALVES:  # half a tile at a time: shared memory for another stage
             down = tl.load(by_row + rows, mask=rows < M, other=0.0)
             along = tl.load(by_col + batch * by_batch + cols, mask=cols < N, other=0.0)
             y = sums * down[:, None] * along[None, :]
@@ -152,13 +152,10 @@ def product_tma_kernel(
                 shift = tl.load(bias + batch * bias_batch + cols, mask=cols < N, other=0.0)
                 y += shift.to(tl.float32)[None, :]
             to_row, to_col = batch * c_batch + row, batch * c_row + col
-            if STORE == 2:  # half a tile at a time: shared memory for another stage
-                halves = tl.permute(tl.reshape(y, (BM, 2, BN // 2)), (0, 2, 1))
-                first, second = tl.split(halves)
-                to.store([to_row, to_col], first.to(c.dtype.element_ty))
-                to.store([to_row, to_col + BN // 2], second.to(c.dtype.element_ty))
-            else:
-                to.store([to_row, to_col], y.to(c.dtype.element_ty))
+            halves = tl.permute(tl.reshape(y, (BM, 2, BN // 2)), (0, 2, 1))
+            first, second = tl.split(halves)
+            to.store([to_row, to_col], first.to(c.dtype.element_ty))
+            to.store([to_row, to_col + BN // 2], second.to(c.dtype.element_ty))
         else:
             finish_fp8(sums, by_row, by_col, bias, c, batch.to(tl.int64), rows, cols, M, N, by_batch,
                        bias_batch, c_batch, c_row, c_part, part, BIAS, RUN)  # fmt: skip

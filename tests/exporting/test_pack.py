@@ -160,8 +160,8 @@ def test_stages_compute_the_layer(spec: Spec) -> None:
         return
     x = torch.randn(3, spec.in_features)
     expected = layer(x)
-    for w, bias, mix, part, correction, places in stages:
-        assert correction is places is None
+    for w, bias, mix, part, correction in stages:
+        assert correction is None
         y = torch.empty(3, w.shape[0] * w.shape[1])
         grouped([QuantizedSegment(x, *w[:4], y, bias, mix, part)])
         x = y

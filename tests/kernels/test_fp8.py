@@ -128,20 +128,16 @@ def test_products_scale_add_a_bias_and_permute(batch: int, M: int, N: int, K: in
         assert relative(room.permute(2, 1, 0, 3).flatten(2), expected) < 1e-5
 
 
-@pytest.mark.sampled(4)
 @needs_triton
-@pytest.mark.parametrize("store", [0, 1, 2])
-@pytest.mark.parametrize("programs", [0, 1])
-def test_products_through_the_copy_engine(
-    store: int, programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("lasting", [False, True])
+def test_products_through_the_copy_engine(lasting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches below and beside one another, sizes that are no multiples of a tile."""
     torch.manual_seed(0)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(
         launch, "tma_ready", lambda a, b: launch.engine_reads(a) and launch.engine_reads(b)
     )
-    tile = SMALL._replace(store=store, programs=programs)
+    tile = SMALL._replace(lasting=lasting)
     for batch, M, N, K in ((1, 37, 40, 48), (3, 32, 32, 64), (3, 20, 48, 32)):
         wide = torch.randn(M, batch * K).to(E4M3).view(M, batch, K).transpose(0, 1)
         for a in (wide, wide.contiguous()):
@@ -375,15 +371,15 @@ def test_where_nothing_multiplies_in_float8_weights_are_dequantized(
 
 
 @needs_triton
-@pytest.mark.parametrize(("store", "flatten"), [(0, False), (2, True)])
-def test_the_hopper_product_has_wide_instructions_and_no_spills(store: int, flatten: bool) -> None:
+@pytest.mark.parametrize("lasting", [False, True])
+def test_the_hopper_product_has_wide_instructions_and_no_spills(lasting: bool) -> None:
     tile = "tensordesc<fp8e4nv[{},128]>"
     names = "M N K BATCHES a_rows a_cols b_rows b_cols by_batch bias_batch c_batch c_row c_part part"
-    to = f"tensordesc<bf16[128,{256 // store}]>" if store else tile.format(128)
+    to = "tensordesc<bf16[128,128]>" if lasting else tile.format(128)
     signature = {"a": tile.format(128), "b": tile.format(256), "to": to, "bias": "*bf16", "c": "*bf16"}
     signature |= {"by_row": "*fp32", "by_col": "*fp32"} | dict.fromkeys(names.split(), "i32")
     constants = {"BM": 128, "BN": 256, "BK": 128, "GROUP": 8, "BIAS": False, "RUN": 16}
-    constants |= {"STORE": store, "FLATTEN": flatten, "STAGES": 3}
+    constants |= {"HALVES": lasting, "FLATTEN": lasting, "STAGES": 3}
     made = compile_for(
         "blr.kernels.fp8.triton", "product_tma_kernel", signature, constants, 90, num_warps=8
     )
