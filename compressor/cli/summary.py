@@ -92,7 +92,7 @@ def use_lines(output: str, check: Mapping[str, Any] | None) -> list[Line]:
     exported = next_line("export", output, "-o", quote(f"{output}-fast"))
     if not generates(check):
         return [exported if installed_card() else next_line("inspect", output)]
-    served = f"vllm serve {quote(output)}, with blr beside vLLM; servers take no exports"
+    served = f"vllm serve {quote(output)}, with blr beside vLLM; not an export"
     tried = next_line("generate", output, PROMPT)
     return [exported if installed_card() else tried, ("server", served)]
 

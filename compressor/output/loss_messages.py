@@ -90,7 +90,7 @@ def better_export(
 
 def better_healing(texts: bool) -> str:
     """The advice that loses less than a training, with or without `texts` of the user's."""
-    more = "train longer (--minutes), or compress the model less"
+    more = "train longer (--minutes) unless an early step was the best, or compress the model less"
     return more if texts else f"give --text TEXT of the kind that the model will read, {more}"
 
 

@@ -313,7 +313,7 @@ def _check_occupied(output: Path, overwrite: bool) -> None:
     if not overwrite:
         raise OutputError(
             f"{output}: the output folder exists and is not empty; "
-            "remove it, choose another --output, or pass --overwrite if blr wrote it"
+            "choose another --output, or pass --overwrite if blr wrote it"
         )
     try:
         listed = {*read_manifest(output)["files"], MANIFEST}
