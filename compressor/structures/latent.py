@@ -69,6 +69,12 @@ class Latent:
         """The tensors that an optimizer moves, each with its share of the learning rate."""
         return [(self.latent, 1.0), (self.scale, SCALE_RATE)]
 
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters and give the parameter that value."""
+        levels, scale = self._levels()
+        self.take(values_of(levels, scale, self.bits, self.curved))
+
     def take(self, value: Tensor) -> None:
         """Give the parameter a value that is shaped as the latent weights."""
         self.parameter.copy_(self._ungrouped(value))
@@ -87,12 +93,26 @@ class Latent:
         gradient, self.parameter.grad = self.parameter.grad, None
         return self._groups(gradient.float())
 
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the parameter's gradient to those of the masters, and drop it."""
+        if self.parameter.grad is None:
+            return
+        levels, scale = self._levels()
+        found = straight_through(self.latent, scale, levels, self.given(), self.bits, self.curved)
+        for master, gradient in zip((self.latent, self.scale), found, strict=True):
+            add_gradient(master, gradient)
+
     def rounded(self) -> tuple[Tensor, Tensor]:
         """The rounded weights: levels int8 [..., R, K'], padded to whole groups, and scales [..., R,
         groups] as they are stored."""
-        scale = self.scale.to(self.scale_dtype)
-        levels = levels_of(self.latent, scale.float(), self.bits, self.curved)
-        return levels.flatten(-2), scale.squeeze(-1)
+        levels, scale = self._levels()
+        return levels.flatten(-2), scale.squeeze(-1).to(self.scale_dtype)
+
+    def _levels(self) -> tuple[Tensor, Tensor]:
+        """Levels of the latent weights, and the scales as they are stored."""
+        scale = self.scale.to(self.scale_dtype).float()
+        return levels_of(self.latent, scale, self.bits, self.curved), scale
 
     def _groups(self, tensor: Tensor) -> Tensor:
         matrix = self.place.rows(tensor)
@@ -129,6 +149,20 @@ class Plain:
     def masters(self) -> list[tuple[Tensor, float]]:
         """The tensor that an optimizer moves, with its share of the learning rate."""
         return [(self.master, 1.0)]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give the parameter the value of its master."""
+        if self.master is not self.parameter:
+            self.parameter.copy_(self.master)
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the parameter's gradient to that of a wider master, and drop it."""
+        if self.master is self.parameter or self.parameter.grad is None:
+            return
+        add_gradient(self.master, self.parameter.grad.to(self.master.dtype))
+        self.parameter.grad = None
 
 
 Trained = Plain | Latent
@@ -176,18 +210,21 @@ class Bank:
 
 
 class Banks:
-    """All that is trained: rounded parameters in banks, parameters with a wider master together. Others
-    are their own masters."""
+    """All that is trained: rounded parameters in banks, parameters with a wider master together, others
+    one by one."""
 
     def __init__(self, trained: Iterable[Trained]) -> None:
         kinds: dict[tuple[int, int, bool, torch.dtype], list[Latent]] = {}
         self.copies: list[Plain] = []
+        self.others: list[Trained] = []
         for part in trained:
             if isinstance(part, Latent):
                 kind = part.bits, part.group, part.curved, part.scale_dtype
                 kinds.setdefault(kind, []).append(part)
-            elif part.master is not part.parameter:
+            elif type(part) is Plain and part.master is not part.parameter:
                 self.copies.append(part)
+            else:
+                self.others.append(part)
         self.banks = [Bank(some) for same in kinds.values() for some in _portions(same)]
 
     @torch.no_grad()
@@ -195,8 +232,8 @@ class Banks:
         """Give all parameters the values of their masters."""
         if self.copies:
             torch._foreach_copy_([p.parameter for p in self.copies], [p.master for p in self.copies])
-        for bank in self.banks:
-            bank.publish()
+        for part in (*self.banks, *self.others):
+            part.publish()
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -209,8 +246,8 @@ class Banks:
             for copy in fresh:
                 copy.parameter.grad = None
             _add_all([part.master for part in fresh], wide)
-        for bank in self.banks:
-            bank.collect()
+        for part in (*self.banks, *self.others):
+            part.collect()
 
 
 def _portions(latents: Iterable[Latent]) -> Iterator[list[Latent]]:

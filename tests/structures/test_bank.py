@@ -43,10 +43,10 @@ def test_banks_do_what_their_parts_do(
     """Steps of two micro-batches, in one of which a parameter has no gradient."""
     monkeypatch.setattr(bank, "MOST", most)
     alone, together = _trained(), _trained()
-    each, banks = [Banks([part]) for part in alone], Banks(together)
+    banks = Banks(together)
     assert [len(found.latents) for found in banks.banks] == sizes
     for seed in range(3):
-        for part in each:
+        for part in alone:
             part.publish()
         banks.publish()
         for one, other in zip(alone, together, strict=True):
@@ -54,7 +54,7 @@ def test_banks_do_what_their_parts_do(
         for without in (None, seed):
             _step(alone, seed, without)
             _step(together, seed, without)
-            for part in each:
+            for part in alone:
                 part.collect()
             banks.collect()
         _moved(alone)
