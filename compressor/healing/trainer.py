@@ -112,7 +112,7 @@ class Trainer(TrainingLoop):
         self.pair.restore(masters)
         self.optimizer.load([moments.get(name, {}) for name in self.pair.masters])
         self.meter.go_on(self.state.loss_sum, self.state.loss_steps)
-        self.progress.say(f"resumed at step {self.state.step}, {self.state.seconds:.0f} s trained before")
+        self.progress.say(f"resumed at step {self.state.step}, trained for {self.state.seconds:.0f} s")
 
     def free(self) -> None:
         self.passes.graphs.clear()

@@ -75,7 +75,7 @@ def test_an_encoder_writes_nothing(tmp_path: Path) -> None:
     """Whoever asks for its own text is told to give one, or not to mix with what was given."""
     encoder, text = save_pico("bert", tmp_path / "bert"), write_text(tmp_path / "text.txt")
     for given, mix, remedy in (
-        ("self", 0.0, "give --calibration a text"),
+        ("self", 0.0, "give a text by --text"),
         (text, 0.5, "leave --mix out"),
     ):
         with pytest.raises(BlrError, match=f"generates no text has none of its own; {remedy}") as raised:
