@@ -31,7 +31,7 @@ def test_without_a_gpu_a_decoder_may_write_and_servers_get_the_folder(
     monkeypatch.setattr(summary, "installed_card", lambda: None)
     (_, tried), (label, served) = use_lines("out", check)
     assert tried == 'blr generate out "A prompt"'
-    assert label == "server" and served.startswith("vllm serve out,") and "no exports" in served
+    assert label == "server" and served.startswith("vllm serve out,") and "not an export" in served
     assert use_lines("out", {"distance": 0.1}) == [("next", "blr inspect out")]
 
 
