@@ -92,8 +92,9 @@ def product_kernel(
 ):  # fmt: skip
     """y [n, rows] = x Wᵀ + bias + z Uᵀ.
 
-    u: [rows, ranks]; z: [PARTS, n, ranks], whose sum over PARTS is meant; RANKS: ranks in whole 16s, 0
-    without them. WAIT: 0 if nothing is made by the launch before; 1 for inputs, 2 for z and counters.
+    u: [rows, ranks], in the dtype of x. z: [PARTS, n, ranks] float32, summed over PARTS. RANKS: the
+    power of two from 16 on that holds `ranks`, 0 without a correction. WAIT: when the kernel waits for
+    the launch before: 0 never, 1 before it reads inputs, 2 before it reads z and counters.
     """
     LOW: gl.constexpr = 2 if BITS == 3 else BITS
     WORDS: gl.constexpr = GROUP * LOW // 32  # of a group's lowest plane
@@ -261,7 +262,7 @@ def copy_inputs(at_x, xs, piece, slot, COLUMNS: gl.constexpr):
 def corrected(acc, u, u_row, z, row0, token0, rows, tokens, ranks, RANKS: gl.constexpr,
               PARTS: gl.constexpr, BR: gl.constexpr, NP: gl.constexpr, A: gl.constexpr, D: gl.constexpr,
               WARPS: gl.constexpr):  # fmt: skip
-    """`acc` plus z Uᵀ of a correction, by one product more."""
+    """Add z Uᵀ of a correction to `acc`, by one more product."""
     ZS: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=32 if RANKS == 16 else 64 if RANKS == 32 else 128, element_bitwidth=16, rank=2
     )

@@ -67,7 +67,7 @@ def dequantize_kernel(
 
 @triton.jit
 def source_of(place, GROUP: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The column of x that is at a place of the order that `prepare` makes."""
+    """Give the column of x for each `place` in the order that `prepare` makes."""
     step, inside = place // COLUMNS, place % COLUMNS
     word = inside % 16
     if WORDS >= 16:
