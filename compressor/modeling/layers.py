@@ -301,7 +301,7 @@ class CorrectedLinear(modeling_blr.SummedLinear):
         return layer_of(dict(self.spec.parts())[part], False, exported)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output [..., o] of x [..., i]. One operator computes few bits with a low-rank correction."""
+        """The output [..., o] of x [..., i]; one operator takes few bits with low rank."""
         if not self._is_one_operator(x):
             return super().forward(x)
         assert isinstance(self.base, QuantizedLinear)
