@@ -28,8 +28,9 @@ LONGEST = 4096  # columns of a row of first factors that a program reads at once
 
 @triton.jit
 def source_of(place, K, GROUP: tl.constexpr, LOW: tl.constexpr):
-    """The column that is at a place of a block of K columns, or K: see `segments.field_order`. LOW: bits
-    of the lowest plane, 16 of plain weights."""
+    """The column that is at a place of a block of K columns, or K. LOW: bits of the lowest plane, 16 of
+    plain weights. Half h of word j of that plane (i = 2 j + h of H halves) has fields s = 0 …: place
+    s·H + i of a group."""
     if LOW == 16:
         return place
     else:

@@ -172,7 +172,7 @@ def fused_product(
 ) -> Tensor:  # fmt: skip
     """`product` by one kernel and one that prepares its inputs; tile: in place of `default_tile`'s."""
     from blr.kernels.layers.packed.fused import product_kernel
-    from blr.kernels.layers.packed.triton import prepare, whole_ranks
+    from blr.kernels.layers.packed.prepare import prepare, whole_ranks
 
     (tokens, K), rows = x.shape, len(packed)
     tile = tile or default_tile(rows, K, bits, group, tokens)
