@@ -45,7 +45,7 @@ class Push:
     folder: Path
     repository: str
     files: dict[str, bytes | Path]
-    front: dict[str, Any]
+    front: dict[str, object]
     notes: tuple[str, ...] = ()
 
     @property
@@ -161,7 +161,7 @@ class ToldRun(Told):
 
     recipe: dict[str, Any] | None = None
     calibration: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    heal: float | dict[str, Any] | None = None  # minutes behind a compression; settings of `blr heal`
+    heal: float | dict[str, object] | None = None  # minutes behind a compression; settings of `blr heal`
     max_shard_size: int | None = None
     threads: int | None = None
     device: Line | None = None

@@ -187,7 +187,7 @@ def rotary_factors(config: Any) -> Tensor:
     return config.rope_parameters["rope_theta"] ** -places / scaled
 
 
-def _add_packed(model: File, source: Source, config: Any, module: str, spec: Spec) -> None:
+def _add_packed(model: File, source: Source, config: object, module: str, spec: Spec) -> None:
     """Add the weight of a layer in few bits."""
     name, shape = name_of(f"{module}.weight"), (spec.out_features, spec.in_features)
     form = {"Q8_0": Q8_0, "Q4_0": Q4_0}[kind(spec)]
@@ -206,7 +206,7 @@ def _blocks(source: Source, module: str, spec: Spec, order: Tensor | None) -> Te
     return blocks(levels[rows], each[rows], base.bits)
 
 
-def _add_adapter(adapter: File, source: Source, config: Any, module: str, spec: Spec) -> None:
+def _add_adapter(adapter: File, source: Source, config: object, module: str, spec: Spec) -> None:
     """Add the factors of a correction; nothing for a layer without one."""
     if (correction := correction_of(spec)) is None:
         return
@@ -221,7 +221,7 @@ def _add_adapter(adapter: File, source: Source, config: Any, module: str, spec: 
         adapter.add(f"{name}.{part}", F32, shape, source.shards[0], make)
 
 
-def load(folder: Path, dtype: Any = "auto") -> ForeignModel:
+def load(folder: Path, dtype: object = "auto") -> ForeignModel:
     """The model in a written folder, by llama-cpp-python alone, which computes in types of its own."""
     import llama_cpp
 
@@ -262,7 +262,7 @@ def _check_loads(source: Source, folder: Path) -> Written:
 
 
 @cache
-def _silent() -> Any:
+def _silent() -> object:
     """A function for the messages of llama.cpp, which says nothing; llama.cpp keeps it."""
     import llama_cpp
 

@@ -108,9 +108,9 @@ def plan_plain(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     told = {"name": options.source_name, "pairs": len(pairs), "dense": dense, "loss": MARK}
     card = PLAIN.format(**told, auto=auto_name(config), version=__version__)
     files = partial(_small_files, source, config, card, options.source_name, code_files())
-    how = (files, partial(check_loads, source, cls), {"pairs": sorted(pairs)})
-    kept = replace(checkpoint, specs=pairs)
-    return ExportPlan(kept, specs, config, tensors, sorted(rest), *how)
+    kept, loads = replace(checkpoint, specs=pairs), partial(check_loads, source, cls)
+    how = (files, loads)
+    return ExportPlan(kept, specs, config, tensors, sorted(rest), *how, {"pairs": sorted(pairs)})
 
 
 def is_pair(spec: Spec) -> bool:

@@ -171,7 +171,7 @@ class BlockModel:
         """The states that enter the first block, and for every block its other arguments."""
         kept: list[tuple[Tensor, Arguments]] = []
 
-        def passed(number: int, entering: Tensor, positional: Any, named: Any) -> Any:
+        def passed(number: int, entering: Tensor, positional: Any, named: Any) -> object:
             kept.append(parted(positional, named))
             if len(kept) == len(self.blocks):
                 raise Reached

@@ -64,7 +64,7 @@ class Outcome:
 
     results: dict[str, Result]
     plan: Plan
-    facts: dict[str, Any]
+    facts: dict[str, object]
     curves: dict[str, list[float]]
     norms: dict[str, TensorEntry]
 
@@ -137,7 +137,7 @@ def expected(recipe: Recipe, text: str | None, device: str) -> list[str]:
 
 def read_text(
     source: Source, samples: int, seq_len: int, name: str, packed: bool, offline: bool
-) -> tuple[Any, Calibration | None]:
+) -> tuple[object, Calibration | None]:
     """The tokenizer of `source`, and the calibration's text in windows of `seq_len` tokens (None where
     the model writes it). Raises what `read_calibration` does, and InputError for unknown tokens."""
     from blr.compressor.loading.load import load_tokenizer

@@ -25,7 +25,7 @@ LEFT, RIGHT = "added_B", "added_A"
 Tensors = dict[str, Tensor]
 
 
-def holds_sum(layer: Any) -> bool:
+def holds_sum(layer: object) -> bool:
     """Whether the weight of `layer` plus a low-rank product has the same structure."""
     if not isinstance(layer, StructuredLinear):
         return type(layer) is nn.Linear

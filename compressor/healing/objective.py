@@ -124,7 +124,7 @@ class Replies:
             return out.logits, tuple(outputs)
         return out.last_hidden_state, (*outputs[:-1], out.last_hidden_state) if outputs else ()
 
-    def _note(self, block: Any, given: Any, output: Any) -> None:
+    def _note(self, block: object, given: object, output: Any) -> None:
         """Record a block's output; transformers cannot for a model that is divided over processes."""
         if self._outputs is not None:
             self._outputs.append(output[0] if isinstance(output, tuple | list) else output)
@@ -160,7 +160,7 @@ class _Chunked(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, g: Tensor) -> tuple[object, ...]:
         found = [
             None if x is None else (x * g).to(dtype)
             for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)

@@ -33,7 +33,7 @@ def blocks_of(model: Any) -> list[Any]:
     return max(lists, key=len, default=[])
 
 
-def checkpoint_blocks(model: Any) -> None:
+def checkpoint_blocks(model: object) -> None:
     """Let the backward pass keep only the blocks' inputs. transformers' own way needs training mode,
     with its dropout."""
     from torch.utils.checkpoint import checkpoint
@@ -42,7 +42,7 @@ def checkpoint_blocks(model: Any) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def compile_blocks(model: Any) -> None:
+def compile_blocks(model: object) -> None:
     """Compile each of the model's blocks."""
     torch._dynamo.config.cache_size_limit = 64  # ranks differ from block to block
     for block in blocks_of(model):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.processes import Processes
@@ -39,7 +40,7 @@ class TrainedPair(TrainedSet):
     and `twins` its layers in few bits."""
 
     def __init__(
-        self, teacher: Any, student: Any, trained: dict[str, Trained], places: StoredNames,
+        self, teacher: PreTrainedModel, student: Any, trained: dict[str, Trained], places: StoredNames,
         sentences: Sentences | None, twins: dict[str, Twin],
     ) -> None:  # fmt: skip
         super().__init__(trained)
@@ -243,7 +244,7 @@ def structured_layers(model: Any) -> dict[str, StructuredLinear]:
 
 
 @torch.no_grad()
-def _balance(student: Any, twins: dict[str, Twin]) -> None:
+def _balance(student: object, twins: dict[str, Twin]) -> None:
     inside = {id(part) for twin in twins.values() for part in twin.module.modules()}
     for layer in structured_layers(student).values():
         if id(layer) in inside:

@@ -83,7 +83,7 @@ def _check_any(model: Any, kinds: tuple[str, ...], factored: Collection[str]) ->
         )
 
 
-def _is_trained(student: Any, name: str, kinds: tuple[str, ...], added: set[str]) -> bool:
+def _is_trained(student: object, name: str, kinds: tuple[str, ...], added: set[str]) -> bool:
     """Whether a parameter is trained; of layers with additions only these are."""
     if is_addition(name):
         return True

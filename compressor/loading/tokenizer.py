@@ -81,7 +81,7 @@ def encode_prompt(
     return taken_by(model, found.to(model.device))
 
 
-def taken_by(model: PreTrainedModel, inputs: Mapping[str, object]) -> dict[str, Any]:
+def taken_by(model: PreTrainedModel, inputs: Mapping[str, object]) -> dict[str, object]:
     """Those of `inputs` that the model has an argument for."""
     known = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in known}

@@ -45,15 +45,15 @@ def fuse_trained(model: Any) -> None:
             module.forward = partial(_norm, module, forward, norm[1])
 
 
-def _attend(attention: Any, native: Any, *args: Any, **kwargs: Any) -> Any:
+def _attend(attention: object, native: Any, *args: object, **kwargs: object) -> object:
     inner = behind_renaming(native)
     if torch.compiler.is_compiling() or is_renamed(inner, kwargs):
         return native(attention, *args, **kwargs)
     return rotating(inner, _trained)(attention, *args, **kwargs)
 
 
-def _trained(native: Any) -> Any:
-    def rotation(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+def _trained(native: Any) -> object:
+    def rotation(q: Any, k: Any, cos: Any, sin: Any, *args: object, **kwargs: object) -> object:
         fixed = isinstance(cos, Tensor) and not (cos.requires_grad or sin.requires_grad)
         fused = fixed and _is_fused(q, k, cos, sin) and is_whole(q, cos)
         if args or kwargs or not fused:
@@ -63,14 +63,14 @@ def _trained(native: Any) -> Any:
     return rotation
 
 
-def _gate(mlp: Any, make: str, x: Tensor) -> Any:
+def _gate(mlp: Any, make: str, x: Tensor) -> object:
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
     if _is_fused(gate, up) and gate.shape == up.shape:
         return mlp.down_proj(gated_with_gradient(gate, up, make))
     return mlp.down_proj(mlp.act_fn(gate) * up)
 
 
-def _norm(norm: Any, native: Any, eps: float, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _norm(norm: Any, native: Any, eps: float, x: Tensor, *args: object, **kwargs: object) -> object:
     if args or kwargs:  # a gated norm with its gate
         return native(norm, x, *args, **kwargs)
     return rms_norm(x, norm.weight.shape, norm.weight, eps)

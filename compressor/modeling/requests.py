@@ -42,7 +42,7 @@ class Request:
 
 
 def read_request(
-    model: Any, inputs: Tensor | None, config: GenerationConfig | None, kwargs: Mapping[str, Any]
+    model: Any, inputs: Tensor | None, config: GenerationConfig | None, kwargs: Mapping[str, object]
 ) -> Request | str:
     """Read a call ``model.generate(inputs, config, **kwargs)``; a text says what is unusual in it."""
     kwargs = dict(kwargs)

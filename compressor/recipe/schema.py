@@ -185,7 +185,7 @@ class Recipe(RecipeFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _dense_for_storing_alone(cls, data: object) -> Any:
+    def _dense_for_storing_alone(cls, data: object) -> object:
         return {**data, "method": DENSE} if isinstance(data, dict) and stores_alone(data) else data
 
     @model_validator(mode="after")

@@ -108,7 +108,7 @@ def _fits(model: Any, shape: tuple[int, int], ids: Tensor) -> bool:
     return int(ids.min()) >= 0 and int(ids.max()) < model.get_input_embeddings().weight.shape[0]
 
 
-def _surroundings(model: Any, tokenizer: Any) -> dict[str, Any]:
+def _surroundings(model: Any, tokenizer: Any) -> dict[str, object]:
     """Whatever a batch depends on besides its key: the model without its weights, and the device."""
     device = model.device
     config = json.loads(model.config.to_json_string(use_diff=False))
@@ -241,7 +241,7 @@ def _continued_as_it_is(model: Any, ids: Tensor, generator: torch.Generator, wan
     return tokens[:, : wanted.length].to("cpu", torch.int32)
 
 
-def _fresh_cache(model: Any) -> dict[str, Any]:
+def _fresh_cache(model: Any) -> dict[str, object]:
     from transformers import DynamicCache
 
     return {cache_name(model): DynamicCache(config=model.config)}

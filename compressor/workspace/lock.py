@@ -125,7 +125,7 @@ class Lock:
             self._write()
         return True
 
-    def _is_alive(self, left: dict[str, Any]) -> bool:
+    def _is_alive(self, left: dict[str, object]) -> bool:
         """Whether the process that a lock names still runs, as far as that can be seen from here."""
         process, host = left.get("pid"), left.get("host")
         if host != socket.gethostname():

@@ -168,7 +168,7 @@ def _chosen(
     device: torch.device,
     variants: Variants,
     reference: Variant,
-) -> tuple[str, Variant, dict[str, Any]]:
+) -> tuple[str, Variant, dict[str, object]]:
     wrong = device.type == "cpu" and dtype == torch.bfloat16  # in Triton's interpreter
     if wrong or not kernel_device(torch.empty(0, device=device)):
         return REFERENCE, reference, {}

@@ -31,7 +31,7 @@ class Operator:
     run: Callable[..., Any]
     op: Callable[..., Any]
     plain: Callable[..., Any]
-    bare: Callable[..., Any]
+    bare: Callable[..., object]
 
 
 def register(
@@ -69,7 +69,7 @@ def register(
     return Operator(run, _found(full), plain, _found(bare))
 
 
-def _implemented(library: Any, name: str, schema: str, run: Any, fake: Any) -> str:
+def _implemented(library: Any, name: str, schema: str, run: object, fake: Any) -> str:
     """The name of an operator that has still to be told of gradients: the first that is free."""
     names = (f"{name}_{number}" if number else name for number in count())
     free = next(each for each in names if not hasattr(getattr(torch.ops, NAMESPACE), each))

@@ -58,7 +58,9 @@ def bmm(
     return out
 
 
-def _launch(kernel: Any, grid: Any, arguments: Any, constants: Any, config: dict[str, Any]) -> None:
+def _launch(
+    kernel: object, grid: Any, arguments: Any, constants: Any, config: dict[str, object]
+) -> None:
     tile = {name: config[name] for name in TILE}
     rest = {name: value for name, value in config.items() if name not in TILE}
     launch(kernel, grid, arguments, {**tile, **constants}, **rest)

@@ -57,7 +57,7 @@ class Stage(NamedTuple):
     w_block: int
     w_row: int
     w_col: int
-    mix: Any
+    mix: object
     mix_out: int
     mix_in: int
     mix_rank: int

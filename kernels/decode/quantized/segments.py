@@ -119,10 +119,10 @@ class QuantizedStage(NamedTuple):
     w: Any
     w_block: int
     w_row: int
-    scale: Any
+    scale: object
     scale_block: int
     scale_row: int
-    mix: Any
+    mix: object
     mix_out: int
     mix_in: int
     mix_rank: int
@@ -133,9 +133,9 @@ class QuantizedStage(NamedTuple):
     blocks: int
     part: int
     z: Any
-    u: Any
+    u: object
     u_row: int
-    u_scale: Any
+    u_scale: object
     u_scale_row: int
     u_part: int
     ranks: int

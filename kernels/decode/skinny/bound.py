@@ -25,7 +25,7 @@ from blr.kernels.decode.skinny.launch import (
     width_of,
 )
 
-Run = Callable[[], Any]
+Run = Callable[[], object]
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Mix(NamedTuple):
 
     z: Any
     z_token: int
-    s: Any
+    s: object
     s_out: int
     s_in: int
     s_rank: int

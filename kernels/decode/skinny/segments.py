@@ -19,7 +19,7 @@ class SkinnyStage(NamedTuple):
     w: Any
     w_block: int
     w_row: int
-    scale: Any
+    scale: object
     scale_block: int
     scale_row: int
     bias: Any
@@ -29,7 +29,7 @@ class SkinnyStage(NamedTuple):
     K: int
     blocks: int
     part: int
-    u: Any
+    u: object
     u_row: int
     z: Any
     z_token: int

@@ -72,7 +72,7 @@ def _fake(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None) -> Te
     return x.new_empty(x.shape[0], U.shape[0] * U.shape[1])
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:4])
 
 

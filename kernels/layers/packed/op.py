@@ -78,7 +78,7 @@ def _forward(
     return y if u is None or v is None else y.addmm_(x @ v.mT, u.mT)
 
 
-def _fake(x: Tensor, packed: Tensor, *_: Any) -> Tensor:
+def _fake(x: Tensor, packed: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape[0], packed.shape[0])
 
 
