@@ -124,7 +124,7 @@ class Replies:
             return out.logits, tuple(outputs)
         return out.last_hidden_state, (*outputs[:-1], out.last_hidden_state) if outputs else ()
 
-    def _note(self, block: object, given: object, output: Any) -> None:
+    def _note(self, block: object, given: object, output: Tensor) -> None:
         """Record a block's output; transformers cannot for a model that is divided over processes."""
         if self._outputs is not None:
             self._outputs.append(output[0] if isinstance(output, tuple | list) else output)

@@ -53,7 +53,9 @@ def _attend(attention: object, native: Any, *args: object, **kwargs: object) -> 
 
 
 def _trained(native: Any) -> object:
-    def rotation(q: Any, k: Any, cos: Any, sin: Any, *args: object, **kwargs: object) -> object:
+    def rotation(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: object, **kwargs: object
+    ) -> object:
         fixed = isinstance(cos, Tensor) and not (cos.requires_grad or sin.requires_grad)
         fused = fixed and _is_fused(q, k, cos, sin) and is_whole(q, cos)
         if args or kwargs or not fused:

@@ -8,7 +8,7 @@ computes all of them and leaves the others' outputs at that input until they ask
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +131,7 @@ def _plain(layer: nn.Module) -> TypeGuard[StructuredLinear]:
     return layer.spec.structure == "svd" and layer.V.dim() == 2
 
 
-def _kind(layer: Any) -> tuple[object, ...]:
+def _kind(layer: nn.Module) -> tuple[object, ...]:
     return layer.in_features, layer.V.dtype, layer.V.device
 
 

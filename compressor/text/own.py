@@ -178,7 +178,7 @@ def _prompts(
     return torch.cat([start, plain[picks]], 1).to(model.device)
 
 
-def _reading(model: object, wanted: OwnText) -> StaticReading:
+def _reading(model: Any, wanted: OwnText) -> StaticReading:
     from blr.compressor.text.decoding import StaticReading  # brings in transformers
 
     return StaticReading(model, wanted.length)

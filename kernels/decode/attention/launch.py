@@ -33,7 +33,7 @@ def even_count(programs: int, bucket: int, most: int) -> int:
 
 
 def attention_workspace(
-    rows: int, heads: int, kv_heads: int, width: int, device: Any
+    rows: int, heads: int, kv_heads: int, width: int, device: torch.device
 ) -> dict[str, Tensor]:
     """What splits leave for the last one of them, for up to `rows` rows of heads of size `width`.
 
@@ -67,7 +67,7 @@ def decode_attention(
     streamed: bool | None = None,
     exact: bool = False,
     pdl: bool = False,
-    **config: Any,
+    **config: int,
 ) -> Tensor:
     """`reference.decode_attention` as one kernel into `out` [B, Hq·D].
 

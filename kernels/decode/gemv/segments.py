@@ -53,7 +53,7 @@ class Stage(NamedTuple):
 
     x: Any
     x_block: int
-    w: Any
+    w: Tensor
     w_block: int
     w_row: int
     w_col: int

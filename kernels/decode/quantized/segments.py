@@ -116,7 +116,7 @@ class QuantizedStage(NamedTuple):
 
     x: Any
     x_block: int
-    w: Any
+    w: Tensor
     w_block: int
     w_row: int
     scale: object

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from blr.kernels.common.available import TRAINED, kernel_device
 from blr.kernels.training.distance import reference
@@ -20,7 +21,7 @@ def relative_errors(mine: Tensor, wanted: Tensor) -> Tensor:
 
 class _Relative(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, wanted: Tensor) -> Tensor:
+    def forward(ctx: BackwardCFunction, mine: Tensor, wanted: Tensor) -> Tensor:
         found, size = _module(mine, wanted).distances(mine, wanted)
         ctx.save_for_backward(mine, wanted, size)
         return found
