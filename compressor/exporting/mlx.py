@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ from blr.compressor.exporting.tensors import STORED, Tensors
 from blr.compressor.output.files import json_file
 from blr.compressor.structures.specs import Spec
 from blr.kernels.decode.quantized.formats import grid_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 ADAPTER = "adapters"
 CONFIG, WEIGHTS = f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapters.safetensors"
@@ -88,7 +91,7 @@ def _told(kept: Checkpoint, dtype: str | None) -> tuple[str, ...]:
     return (said,) if halves and dtype == "bfloat16" else ()
 
 
-def rotary(config: Any) -> dict[str, object]:
+def rotary(config: PreTrainedConfig) -> dict[str, object]:
     """The rotary positions as mlx-lm reads them; of most models it knows only these older entries."""
     found = dict(config.rope_parameters)
     scaled = {} if found["rope_type"] == "default" else {"rope_scaling": found}

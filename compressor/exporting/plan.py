@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from blr.compressor import __version__
 from blr.compressor.base.device import pick_device
@@ -88,7 +88,7 @@ class ExportPlan:
 
     checkpoint: Checkpoint
     stored: Mapping[str, Spec]
-    config: dict[str, PreTrainedConfig]
+    config: dict[str, Any]
     tensors: Tensors
     densified: list[str]
     small_files: Callable[[], dict[str, bytes | Path]]

@@ -41,6 +41,8 @@ from blr.compressor.text.windows import (
 from blr.compressor.workspace.journal import canonical_json
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from blr.compressor.output.loss import Text
 
 CPU_BATCH, GPU_BATCH = 8, 64  # windows a step
@@ -101,7 +103,7 @@ class Reading:
     """How a model with so many tokens in its `vocabulary` reads text: in windows of at most `window`
     tokens that start with the `beginning`, or, if `sentences` is given, one sentence a line."""
 
-    tokenizer: object
+    tokenizer: PreTrainedTokenizerBase
     window: int
     context: int
     sentences: Sentences | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from blr.compressor.planning.training_sizes import CHUNK
 from blr.compressor.recipe.heal_settings import HIDDEN, HealOptions
 from blr.kernels.training.distance.op import relative_errors
 from blr.kernels.training.divergence.op import divergence_sum
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 HELD_BATCH = 8  # held-back windows that are run at once
@@ -78,7 +81,7 @@ class Replies:
     """A causal language model, divided into hidden states and a head. A model that scales or caps its
     logits is run whole, and its logits stand for hidden states. `blocks`: theirs may be asked for."""
 
-    def __init__(self, model: Any, probe: Tensor, blocks: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel, probe: Tensor, blocks: bool = True) -> None:
         self.model, self.body = model, model.base_model
         self._outputs: list[Tensor] | None = None  # of the blocks, while they are recorded
         for block in blocks_of(model) if blocks else ():

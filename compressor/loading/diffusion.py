@@ -126,7 +126,7 @@ def stored_dtype(source: Source) -> torch.dtype:
     return getattr(torch, TORCH_NAMES[max(sizes, key=lambda dtype: sizes[dtype])])
 
 
-def diffusion_trial(model: object, where: object) -> Trial:
+def diffusion_trial(model: Any, where: object) -> Trial:
     """Run `model` on a random latent image, a time step, and a class or a text. Raises InputError if it
     does not run, NumericsError for no finite result."""
     try:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.base.exhaustion import raise_exhausted
@@ -32,7 +32,7 @@ class Trial:
     expected: Tensor
     what: str
 
-    def distance(self, model: object, where: object) -> float:
+    def distance(self, model: PreTrainedModel, where: object) -> float:
         """Relative distance of the results of `model` from the expected ones. Raises NumericsError for
         results that are not finite."""
         found, keep = run(model, self.inputs), self.expected.isfinite()
@@ -69,7 +69,7 @@ def refuse_model(model: object, where: object, reason: str) -> NoReturn:
     )
 
 
-def trial_of(model: object, inputs: dict[str, Any], what: str, where: object) -> Trial:
+def trial_of(model: PreTrainedModel, inputs: dict[str, Any], what: str, where: object) -> Trial:
     """Run `model` on `inputs`, which are `what`. Raises NumericsError for no finite result, and what the
     model raises."""
     return _checked(Trial(inputs, run(model, inputs), what), where)
@@ -84,7 +84,7 @@ def _checked(trial: Trial, where: object) -> Trial:
 
 
 @torch.no_grad()
-def run(model: Any, inputs: dict[str, Any]) -> Tensor:
+def run(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
     """The first floating-point result of a forward pass, in float32."""
     given = {name: _cast(value, model) for name, value in inputs.items()}
     if hasattr(model.config, "return_dict"):
@@ -127,7 +127,7 @@ def _tokens(model: PreTrainedModel) -> Tensor | None:
     return ids
 
 
-def plain_tokens(config: Any) -> Tensor:
+def plain_tokens(config: PreTrainedConfig) -> Tensor:
     """The first 65,536 ids [n] of a vocabulary at most, without special ones and images."""
     text = config.get_text_config()
     told = {**config.to_dict(), **text.to_dict()}

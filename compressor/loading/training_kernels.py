@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from blr.compressor.modeling.extended import Extension
@@ -31,7 +31,7 @@ from blr.kernels.fused.gated.gradient import gated_with_gradient
 from blr.kernels.fused.rotary.gradient import rotated_with_gradient
 
 
-def fuse_trained(model: Any) -> None:
+def fuse_trained(model: nn.Module) -> None:
     """Let attention, gated MLPs and norms of `model` compute, with gradients or without, by kernels."""
     for module in model.modules():
         kind: Any = type(module)
