@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
+from transformers.modeling_utils import PreTrainedModel
 
 # Of a GenerationConfig: what a `Request` holds, and what has no influence on the tokens.
 FOLLOWED = {
