@@ -14,13 +14,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 NAMESPACE = "blr"
+Call = Callable[..., object]
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library object
+
+
+class Context(Protocol):
+    """What is kept of a call for its gradients, as `torch.autograd.Function` has it."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: Sequence[bool]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -37,8 +47,8 @@ class Operator:
 def register(
     name: str,
     schema: str,
-    run: Callable[..., object],
-    fake: Callable[..., object],
+    run: Call,
+    fake: Call,
     setup: Callable[..., None] | None,
     backward: Callable[..., object] | None,
     plain: Callable[..., object],
@@ -69,7 +79,7 @@ def register(
     return Operator(run, _found(full), plain, _found(bare))
 
 
-def _implemented(library: Any, name: str, schema: str, run: object, fake: Any) -> str:
+def _implemented(library: torch.library.Library, name: str, schema: str, run: Call, fake: Call) -> str:
     """The name of an operator that has still to be told of gradients: the first that is free."""
     names = (f"{name}_{number}" if number else name for number in count())
     free = next(each for each in names if not hasattr(getattr(torch.ops, NAMESPACE), each))

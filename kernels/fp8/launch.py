@@ -115,7 +115,7 @@ def _product_plan(
     tile = tile or tile_for(M, N, K, batch)
     column = (0, N) if part is None else (out.stride(2), part)
     tail = (0 if bias is None else bias.stride(0), out.stride(0), out.stride(1), *column)
-    constants: dict[str, Any] = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": GROUP}
+    constants: dict[str, object] = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": GROUP}
     constants |= {"BIAS": bias is not None, "RUN": run_length(N if part is None else part)}
     tiles = -(-M // tile.BM) * -(-N // tile.BN)
     if tma_ready(a, b):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import e, log2
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,14 +132,14 @@ def _checked_splits(asked: int | None, programs: int, bucket: int, most: int) ->
     return splits
 
 
-def stream_shape(group: int, width: int, dot: bool) -> dict[str, Any]:
+def stream_shape(group: int, width: int, dot: bool) -> dict[str, int]:
     """`tile_shape` of the streamed kernel, and its STAGES: how many tiles are under way."""
     small = max(power_of_two(group), 16) if dot else power_of_two(group)
     slots = 64 if dot else min(max(HELD // (small * power_of_two(width)), 16), 64)
     return {"GP": small, "BN": slots, "DOT": dot, "STAGES": 3 if dot else 2, "num_warps": 4}
 
 
-def tile_shape(group: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
+def tile_shape(group: int, width: int, dtype: torch.dtype) -> dict[str, int]:
     """Padded queries GP, slots of a tile BN and the kind of product for `group` queries a key head.
 
     Tensor cores pad the group to 16 and round queries to `dtype`; with one query, or in float32,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.common.launching import run_kernel
+from blr.kernels.common.launching import Kernel, run_kernel
 from blr.kernels.decode.gemv.segments import Segment, Stage, shared_input
 
 FEW = 64  # rows of a stage that would leave most of the GPU idle
@@ -119,7 +119,7 @@ def mix_strides(mix: Tensor | None) -> tuple[int, ...]:
 
 
 def run_grouped(
-    kernel: object,
+    kernel: Kernel,
     stages: list[Any],
     tiles: list[Any],
     *,
@@ -144,7 +144,7 @@ def run_grouped(
     )
 
 
-def launch_options(pdl: bool) -> dict[str, object]:
+def launch_options(pdl: bool) -> dict[str, bool]:
     """PDL of a kernel, and what its launch needs then."""
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 

@@ -51,7 +51,7 @@ class Stage(NamedTuple):
     an absent tensor: it is never read.
     """
 
-    x: Any
+    x: Tensor
     x_block: int
     w: Tensor
     w_block: int
@@ -61,8 +61,8 @@ class Stage(NamedTuple):
     mix_out: int
     mix_in: int
     mix_rank: int
-    bias: Any
-    y: Any
+    bias: Tensor
+    y: Tensor
     rows: int
     K: int
     blocks: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,7 +114,7 @@ class QuantizedStage(NamedTuple):
     """What kernels take of a `QuantizedSegment`, as `blr.kernels.decode.gemv.segments.Stage`; w and its
     strides count words of 4 bytes, w_row units of them. z, u…: of a correction."""
 
-    x: Any
+    x: Tensor
     x_block: int
     w: Tensor
     w_block: int
@@ -126,13 +126,13 @@ class QuantizedStage(NamedTuple):
     mix_out: int
     mix_in: int
     mix_rank: int
-    bias: Any
-    y: Any
+    bias: Tensor
+    y: Tensor
     rows: int
     K: int
     blocks: int
     part: int
-    z: Any
+    z: Tensor
     u: object
     u_row: int
     u_scale: object

@@ -6,8 +6,6 @@ With V of ``Q + U V`` among the programs that prepare the input of Q, the correc
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -119,7 +117,7 @@ def prepare(
     padded = out.shape[1] // blocks
     BK = min(power_of_two(out.shape[1]), WIDEST)
     parts = -(-out.shape[1] // BK)
-    options: dict[str, Any] = launch_options(pdl)
+    options = launch_options(pdl)
     rows = out if v is None else v
     sums = x if z is None else z
     prepare_kernel[(tokens * (parts + (0 if v is None else len(v))),)](

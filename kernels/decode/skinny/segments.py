@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
 
 
 class SkinnyStage(NamedTuple):
@@ -13,17 +15,17 @@ class SkinnyStage(NamedTuple):
     `blr.kernels.decode.gemv.segments.Stage`.
     """
 
-    x: Any
+    x: Tensor
     x_token: int
     x_block: int
-    w: Any
+    w: Tensor
     w_block: int
     w_row: int
     scale: object
     scale_block: int
     scale_row: int
-    bias: Any
-    y: Any
+    bias: Tensor
+    y: Tensor
     y_token: int
     rows: int
     K: int
@@ -31,7 +33,7 @@ class SkinnyStage(NamedTuple):
     part: int
     u: object
     u_row: int
-    z: Any
+    z: Tensor
     z_token: int
     ranks: int
 

@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from blr.kernels.common.dispatch import Variant, dispatch
 from blr.kernels.common.inlining import called
@@ -76,7 +75,7 @@ def _fake(x: Tensor, factors: list[Tensor], bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], _outputs(factors))
 
 
-def _setup(ctx: BackwardCFunction, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0], *inputs[1])
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blr.kernels.common.dispatch import Plans, Variant, plan
 from blr.kernels.common.inlining import inlined
-from blr.kernels.common.registration import apply, autocast, is_unwatched, register, rows
+from blr.kernels.common.registration import Context, apply, autocast, is_unwatched, register, rows
 from blr.kernels.common.tables import Shape
 from blr.kernels.layers.lowrank.reference import lowrank_linear as reference
 
@@ -83,11 +83,11 @@ def _fake(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], U.shape[0])
 
 
-def _setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
+def _setup(ctx: Context, inputs: Sequence[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
 
 
-def _backward(ctx: Any, g: Tensor) -> Gradients:
+def _backward(ctx: Context, g: Tensor) -> Gradients:
     x, U, V = ctx.saved_tensors
     return _gradients(ctx.needs_input_grad, g, x, U, V)
 

@@ -82,7 +82,7 @@ def _fake(x: Tensor, packed: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape[0], packed.shape[0])
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     x, packed, scale, _, u, v, *ctx.form = inputs
     ctx.width = x.shape[1]
     ctx.save_for_backward(packed, scale, u, v)

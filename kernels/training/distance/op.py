@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from blr.kernels.common.available import TRAINED, kernel_device
+from blr.kernels.common.registration import Context
 from blr.kernels.training.distance import reference
 
 
@@ -21,13 +21,13 @@ def relative_errors(mine: Tensor, wanted: Tensor) -> Tensor:
 
 class _Relative(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: BackwardCFunction, mine: Tensor, wanted: Tensor) -> Tensor:
+    def forward(ctx: Context, mine: Tensor, wanted: Tensor) -> Tensor:
         found, size = _module(mine, wanted).distances(mine, wanted)
         ctx.save_for_backward(mine, wanted, size)
         return found
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, g: Tensor) -> tuple[Tensor, None]:
         mine, wanted, size = ctx.saved_tensors
         return _module(mine, wanted).distances_back(mine, wanted, size, g), None
 
