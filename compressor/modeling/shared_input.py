@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.siblings import siblings
-from blr.kernels.common.registration import is_unwatched
+from blr.kernels.common.watching import is_unwatched
 from blr.kernels.layers.lowrank.op import packed
 
 # Tokens up to which it pays on an H200: 1.2 to 1.7 times as fast with 512 (q, k, v), even with 4096.

@@ -25,17 +25,17 @@ Grid = tuple[int, ...]
 Options = Mapping[str, object]
 
 
-class Kernel(Protocol):
+class TritonKernel(Protocol):
     """A function of `triton.jit`."""
 
     def __getitem__(self, grid: Grid) -> Callable[..., Any]: ...
 
 
 # A kernel, what was compiled for the launch, the grid, arguments and options
-Launched = tuple[Kernel, Any, Grid, Sequence[object], Options]
+Launched = tuple[TritonKernel, Any, Grid, Sequence[object], Options]
 
 
-def run_kernel(kernel: Kernel, grid: Grid, *arguments: object, **options: object) -> None:
+def run_kernel(kernel: TritonKernel, grid: Grid, *arguments: object, **options: object) -> None:
     """``kernel[grid](*arguments, **options)``, noted while this thread is inside `noting`."""
     with on_gpu_of(arguments):
         made = kernel[grid](*arguments, **options)
@@ -59,7 +59,7 @@ def noting() -> Iterator[list[Launched]]:
 
 
 def launch(
-    kernel: Kernel,
+    kernel: TritonKernel,
     grid: Grid,
     arguments: Sequence[object],
     constants: Options,
@@ -90,7 +90,7 @@ class Bound:
     same numbers.
     """
 
-    def __init__(self, kernel: Kernel, grid: Grid, constants: Options, **options: object):
+    def __init__(self, kernel: TritonKernel, grid: Grid, constants: Options, **options: object):
         self.kernel, self.grid, self.constants, self.options = kernel, grid, constants, options
         self.values = tuple(constants.values())
         self.made: Any = None
@@ -109,7 +109,7 @@ class Bound:
 
 
 def _key(
-    kernel: Kernel,
+    kernel: TritonKernel,
     arguments: Sequence[object],
     constants: Options,
     options: Options,
@@ -129,7 +129,7 @@ def _kind(argument: Any) -> Hashable:
     return float if block is None else (argument.base.dtype, *block)
 
 
-def _callable(kernel: Kernel, made: object, given: int, constants: Options) -> bool:
+def _callable(kernel: TritonKernel, made: object, given: int, constants: Options) -> bool:
     """Whether what a launch gave can be called with all arguments in the kernel's order."""
     names = getattr(kernel, "arg_names", ())
     return hasattr(made, "run") and list(names[given:]) == list(constants)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blr.kernels.common.launching import Grid, Kernel, launch
+from blr.kernels.common.launching import Grid, TritonKernel, launch
 
 TILE = ("BM", "BN", "BK", "GROUP")  # of a program, in the kernels' order
 
@@ -59,7 +59,7 @@ def bmm(
 
 
 def _launch(
-    kernel: Kernel,
+    kernel: TritonKernel,
     grid: Grid,
     arguments: Sequence[object],
     constants: dict[str, object],

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.common.launching import Kernel, run_kernel
+from blr.kernels.common.launching import TritonKernel, run_kernel
 from blr.kernels.decode.gemv.segments import Segment, Stage, shared_input
 
 FEW = 64  # rows of a stage that would leave most of the GPU idle
@@ -119,7 +119,7 @@ def mix_strides(mix: Tensor | None) -> tuple[int, ...]:
 
 
 def run_grouped(
-    kernel: Kernel,
+    kernel: TritonKernel,
     stages: list[Any],
     tiles: list[Any],
     *,

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from blr.kernels.common.dispatch import Plans, Variant, plan
 from blr.kernels.common.inlining import inlined
-from blr.kernels.common.registration import Context, apply, autocast, is_unwatched, register, rows
+from blr.kernels.common.registration import Context, apply, autocast, register, rows
 from blr.kernels.common.tables import Shape
+from blr.kernels.common.watching import is_unwatched
 from blr.kernels.layers.blast.cpu import blast_linear as on_cpu
 from blr.kernels.layers.blast.reference import blast_linear as reference
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from blr.kernels.common.dispatch import Plans, Variant, plan
 from blr.kernels.common.inlining import inlined
-from blr.kernels.common.registration import Context, apply, autocast, is_unwatched, register, rows
+from blr.kernels.common.registration import Context, apply, autocast, register, rows
 from blr.kernels.common.tables import Shape
+from blr.kernels.common.watching import is_unwatched
 from blr.kernels.layers.lowrank.reference import lowrank_linear as reference
 
 Gradients = tuple[Tensor | None, ...]
