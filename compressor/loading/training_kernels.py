@@ -9,6 +9,7 @@ features. Norms are torch's fused operator; one that computes anything else (Gem
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,14 +46,14 @@ def fuse_trained(model: nn.Module) -> None:
             module.forward = partial(_norm, module, forward, norm[1])
 
 
-def _attend(attention: object, native: Any, *args: object, **kwargs: object) -> object:
+def _attend(attention: object, native: Callable[..., object], *args: object, **kwargs: object) -> object:
     inner = behind_renaming(native)
     if torch.compiler.is_compiling() or is_renamed(inner, kwargs):
         return native(attention, *args, **kwargs)
     return rotating(inner, _trained)(attention, *args, **kwargs)
 
 
-def _trained(native: Any) -> object:
+def _trained(native: Callable[..., object]) -> object:
     def rotation(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: object, **kwargs: object
     ) -> object:
@@ -72,13 +73,15 @@ def _gate(mlp: Any, make: str, x: Tensor) -> object:
     return mlp.down_proj(mlp.act_fn(gate) * up)
 
 
-def _norm(norm: Any, native: Any, eps: float, x: Tensor, *args: object, **kwargs: object) -> object:
+def _norm(
+    norm: Any, native: Callable[..., object], eps: float, x: Tensor, *args: object, **kwargs: object
+) -> object:
     if args or kwargs:  # a gated norm with its gate
         return native(norm, x, *args, **kwargs)
     return rms_norm(x, norm.weight.shape, norm.weight, eps)
 
 
-def _is_fused(*tensors: Any) -> bool:
+def _is_fused(*tensors: Tensor) -> bool:
     """Whether kernels compute with these, and nobody but autograd looks on."""
     if torch.compiler.is_compiling() or not all(type(t) is Tensor for t in tensors):
         return False

@@ -40,10 +40,10 @@ class Operator:
     """A registered operator, the Python function behind it and the same in plain torch, of one
     signature. bare: the operator without its gradients, which a compiled graph calls."""
 
-    run: Callable[..., Any]
+    run: Call
     op: Callable[..., Any]
-    plain: Callable[..., Any]
-    bare: Callable[..., object]
+    plain: Call
+    bare: Call
 
 
 def register(
