@@ -80,7 +80,7 @@ class HealRun(FolderRun):
     reading: Reading | None = None
     state: State | None = None
     packed: Packed = field(default_factory=dict)
-    told: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, object] = field(default_factory=dict)
     speeds: list[float] = field(default_factory=list)
     teacher_digest: str | None = None  # `scan_source`'s, once the teacher has been read
     doubted: bool = False  # whether the teacher may be another model than the student came from

@@ -76,7 +76,7 @@ def plan_dense(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     return ExportPlan(*what, files, partial(check_loads, source, cls), {})
 
 
-def dense_config(source: Source, dtype: str | None) -> dict[str, Any]:
+def dense_config(source: Source, dtype: str | None) -> dict[str, object]:
     """Make config.json of the native model, with `dtype` (torch's name) if one is given."""
     config = inert(dict(source.config), declared_keys(source.model_type))
     if dtype is None:
@@ -119,7 +119,7 @@ def is_pair(spec: Spec) -> bool:
     return isinstance(plain, LowRankSpec) and plain.groups == 1
 
 
-def plain_config(checkpoint: Checkpoint, pairs: dict[str, Spec], dtype: str | None) -> dict[str, Any]:
+def plain_config(checkpoint: Checkpoint, pairs: dict[str, Spec], dtype: str | None) -> dict[str, object]:
     """Make config.json with our model type and classes, and the sizes of every pair."""
     source = replace(checkpoint.source, config=dense_config(checkpoint.source, dtype))
     config = structured_config(source.config, Plan([]))
@@ -138,7 +138,7 @@ def plain_config(checkpoint: Checkpoint, pairs: dict[str, Spec], dtype: str | No
 
 
 def _small_files(
-    source: Source, config: dict[str, Any], card: str, name: str, code: Mapping[str, bytes]
+    source: Source, config: dict[str, object], card: str, name: str, code: Mapping[str, bytes]
 ) -> dict[str, bytes | Path]:
     """All files but weights and manifest. card: text of the model card. name: of the source."""
     card = card_front(source.folder, name, TAGS[:1]) + card

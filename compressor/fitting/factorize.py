@@ -78,7 +78,7 @@ class Work:
         self.journal.await_all(list(costs))
 
 
-Result = tuple[dict[str, TensorEntry], dict[str, Any]]  # stored factors by suffix, record
+Result = tuple[dict[str, TensorEntry], dict[str, object]]  # stored factors by suffix, record
 
 
 @dataclass(frozen=True)

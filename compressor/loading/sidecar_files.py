@@ -77,7 +77,7 @@ def check_defaults(folder: Path) -> None:
             fitted(part, TokenIds, folder / CONFIG, REMEDY, EXPECTED)
 
 
-def _read(folder: Path, name: str) -> dict[str, Any]:
+def _read(folder: Path, name: str) -> dict[str, object]:
     path = inside(folder, name)
     return read_json(path, MAX_JSON_BYTES, constants=True)
 

@@ -124,7 +124,7 @@ def _round(value: float) -> float | None:
     return float(f"{value:.6g}") if isfinite(value) else None
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """`value` for JSON: numbers rounded, keys as text, other objects as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

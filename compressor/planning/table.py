@@ -129,7 +129,7 @@ def _sizes(result: dict[str, Any]) -> str:
 
 def _grouped(layers: Sequence[dict[str, Any]]) -> list[list[dict[str, object]]]:
     """Layers that differ only in the number of their block, together."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[object, ...], list[dict[str, object]]] = {}
     for layer in layers:
         name = re.sub(r"\d+", "#", layer["module"], count=1)
         key = (name, layer["structure"], layer["rank"], *layer["shape"], layer["rule"])

@@ -67,7 +67,7 @@ class Slots(CacheLayerMixin):
         self.is_initialized = True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values [m, h, t, d]. Returns views of the slots that the pass reads."""
         if not self.is_initialized:
@@ -108,7 +108,7 @@ class StaticReader:
         self.probabilities: Tensor | None = None
         self.graphs: dict[int, Any] = {}
         self.seen: Counter[int] = Counter()  # tokens read in a bucket
-        self.pool: Any = None
+        self.pool: object = None
 
     def restart(self) -> None:
         """Begin other samples; slots stay hidden until they are written again."""
@@ -151,7 +151,7 @@ class StaticReader:
         mask = torch.zeros(hidden.shape, dtype=dtype, device=ids.device)
         mask = mask.masked_fill_(hidden, torch.finfo(dtype).min)[None, None]
         given = {"position_ids": place.positions[None]} if self.placed else {}
-        asked: dict[str, Any] = {**given, **self.cache, "use_cache": True, "logits_to_keep": 1}
+        asked: dict[str, object] = {**given, **self.cache, "use_cache": True, "logits_to_keep": 1}
         with packed_heads(self.model):
             found: Tensor = self.model(input_ids=ids, attention_mask=mask, **asked).logits
         return found[:, -1]
@@ -275,7 +275,7 @@ def _tried(model: PreTrainedModel, ids: Tensor) -> bool:
         if reader.filled < position:
             reader.logits(ids[:, reader.filled : position])
         found = reader.logits(ids[:, position : position + 1])
-        asked: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1}
+        asked: dict[str, object] = {"use_cache": False, "logits_to_keep": 1}
         expected = model(input_ids=ids[:, : position + 1], **asked).logits[:, -1]
         if found.shape != expected.shape or not distance(found, expected) < SAME:
             return False
@@ -300,7 +300,7 @@ def packed_heads(model: PreTrainedModel) -> Iterator[None]:
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, **_: Any,
+    scaling: float | None = None, **_: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Outputs [m, t, h, d] for queries [m, h, t, d]. A single token's heads that share a key are rows
     of one product."""

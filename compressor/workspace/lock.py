@@ -141,7 +141,7 @@ class Lock:
             return error.errno == errno.EPERM
         return True
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self) -> dict[str, object] | None:
         """The contents of the lock file, {} if damaged, None if it is not a lock of blr."""
         data = os.pread(self._descriptor, MAX_BYTES, 0)
         if not data.startswith(MARK):

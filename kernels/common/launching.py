@@ -28,11 +28,11 @@ Options = Mapping[str, object]
 class TritonKernel(Protocol):
     """A function of `triton.jit`."""
 
-    def __getitem__(self, grid: Grid) -> Callable[..., Any]: ...
+    def __getitem__(self, grid: Grid) -> Callable[..., object]: ...
 
 
 # A kernel, what was compiled for the launch, the grid, arguments and options
-Launched = tuple[TritonKernel, Any, Grid, Sequence[object], Options]
+Launched = tuple[TritonKernel, object, Grid, Sequence[object], Options]
 
 
 def run_kernel(kernel: TritonKernel, grid: Grid, *arguments: object, **options: object) -> None:
