@@ -437,6 +437,50 @@ class SummedLinear(ComposedLinear):
         return self.base.composed() + self.correction.composed()
 
 
+class Experts(nn.Module):
+    """Experts in the place of transformers' own. Each computes with the tokens that chose it.
+
+    parts: by each stack of weights [E, o, i] that is taken apart the lists of layers in its place."""
+
+    def __init__(self, native: Any, parts: dict[str, list[str]]) -> None:
+        super().__init__()
+        vars(self).update({k: dict(v) if isinstance(v, dict) else v for k, v in vars(native).items()})
+        self.native, self.parts = type(native), parts
+        for stack, names in parts.items():
+            weights = self._parameters.pop(stack).detach()
+            weights = weights.mT if self.is_transposed else weights
+            for name, each in zip(names, weights.chunk(len(names), 1), strict=True):
+                setattr(self, name, nn.ModuleList(map(_linear, each)))
+
+    def multiply(self, stack: str, expert: int, x: Tensor) -> Tensor:
+        """The product of x [n, i] with the weight of an expert in a stack, or with its layers."""
+        if names := self.parts.get(stack):
+            y = torch.cat([getattr(self, name)[expert](x) for name in names], -1)
+        else:
+            weight = getattr(self, stack)[expert]
+            y = x @ weight if self.is_transposed else linear(x, weight)
+        return y + getattr(self, f"{stack}_bias")[expert] if self.has_bias else y
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        x = hidden_states.flatten(0, -2)
+        y = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, top_k_weights.dtype))
+        fixed = torch.compiler.is_compiling() or x.is_cuda and torch.cuda.is_current_stream_capturing()
+        for expert in range(self.num_experts) if fixed else top_k_index.unique().tolist():
+            chosen = top_k_index == expert
+            weight = (top_k_weights * chosen).sum(-1, keepdim=True)
+            rows = slice(None) if fixed else chosen.any(-1).nonzero()[:, 0]
+            inner = self.multiply("gate_up_proj", expert, x[rows])
+            inner = self.native._apply_gate(self, inner)
+            y[rows] += self.multiply("down_proj", expert, inner) * weight[rows]
+        return y.to(x.dtype).view_as(hidden_states)
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
 class Numbered(nn.Module):
     """Tensors by number. A call returns them, for offloading brings in what a called module holds."""
 
@@ -562,6 +606,18 @@ def replace_layers(model: nn.Module, entries: dict[str, Entry], make: Callable[.
             new = make(entry, getattr(modules[name], "bias", None) is not None)
         parent, _, child = name.rpartition(".")
         setattr(modules[parent], child, new.to(old.dtype))
+
+
+def part_experts(model: Any, names: Iterable[str], stacks: Mapping[str, list[str]]) -> None:
+    """Put `Experts` in the place of those whose layers are among `names`, as ``….experts.w1.7`` on disk.
+    stacks: the layers that each stack of weights joins, in order."""
+    split = [name.rsplit(".", 2) for name in names]
+    parts = {(home, part) for home, part, number in (s for s in split if len(s) == 3) if number.isdigit()}
+    modules = dict(model.named_modules())
+    for home, name in module_names(model, dict.fromkeys(home for home, _ in parts)).items():
+        taken = {stack: layers for stack, layers in stacks.items() if (home, layers[0]) in parts}
+        if taken and name in modules:
+            model.set_submodule(name, Experts(modules[name], taken))
 
 
 def module_names(model: PreTrainedModel, stored_names: Iterable[str]) -> dict[str, str]:
@@ -764,6 +820,8 @@ class StructuredModel(LoudModel):
         """Put the layers of the table, and pairs of linear layers, in their places."""
         blr = self.config.blr or {}
         make = partial(self.make_layer, exported="export" in blr)
+        if stacks := blr.get("experts"):
+            part_experts(self, entries_of(self.config), stacks)
         replace_layers(self, by_module(self, entries_of(self.config)), make)
         replace_layers(self, by_module(self, blr.get("pairs") or {}), Pair)
 

@@ -34,7 +34,7 @@ class Family:
     `heads` stay dense unless asked for; `transposed` weights are stored [in, out]. `blocks` is the list
     of blocks on disk, and `groups` are the layers of a block in order (without them there is no
     calibration). `attention` maps layer types that hold heads to their side ("out" or "in") and number.
-    `prefix` begins module names in a checkpoint with a head.
+    `prefix` begins module names in a checkpoint with a head. `experts`: whether they are compressed.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Family:
     groups: tuple[Group, ...] = ()
     attention: dict[str, tuple[str, str]] = field(default_factory=dict)
     prefix: str = ""
+    experts: bool = False
 
     def layer_type(self, module: str, *, include_heads: bool = False) -> str | None:
         """The type of `module`; None if it is not compressible."""
@@ -87,6 +88,7 @@ def _family(name: str, table: dict[str, Any]) -> Family:
         transposed=table.get("stored") == "conv1d",
         attention={kind: (side, str(count)) for kind, (side, count) in table["attention"].items()},
         prefix=table["prefix"],
+        experts=table.get("experts", False),
         blocks=table.get("blocks"),
         groups=tuple(Group(tuple(g["modules"])) for g in table.get("groups", [])),
     )
