@@ -444,7 +444,7 @@ class Experts(nn.Module):
 
     def __init__(self, native: Any, parts: dict[str, list[str]]) -> None:
         super().__init__()
-        vars(self).update({k: dict(v) if isinstance(v, dict) else v for k, v in vars(native).items()})
+        vars(self).update({k: v.copy() if isinstance(v, dict) else v for k, v in vars(native).items()})
         self.native, self.parts = type(native), parts
         for stack, names in parts.items():
             weights = self._parameters.pop(stack).detach()
@@ -464,7 +464,7 @@ class Experts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x = hidden_states.flatten(0, -2)
         y = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, top_k_weights.dtype))
-        fixed = torch.compiler.is_compiling() or x.is_cuda and torch.cuda.is_current_stream_capturing()
+        fixed = (x.is_cuda and torch.cuda.is_current_stream_capturing()) or torch.compiler.is_compiling()
         for expert in range(self.num_experts) if fixed else top_k_index.unique().tolist():
             chosen = top_k_index == expert
             weight = (top_k_weights * chosen).sum(-1, keepdim=True)
@@ -608,16 +608,15 @@ def replace_layers(model: nn.Module, entries: dict[str, Entry], make: Callable[.
         setattr(modules[parent], child, new.to(old.dtype))
 
 
-def part_experts(model: Any, names: Iterable[str], stacks: Mapping[str, list[str]]) -> None:
-    """Put `Experts` in the place of those whose layers are among `names`, as ``….experts.w1.7`` on disk.
-    stacks: the layers that each stack of weights joins, in order."""
-    split = [name.rsplit(".", 2) for name in names]
-    parts = {(home, part) for home, part, number in (s for s in split if len(s) == 3) if number.isdigit()}
-    modules = dict(model.named_modules())
-    for home, name in module_names(model, dict.fromkeys(home for home, _ in parts)).items():
-        taken = {stack: layers for stack, layers in stacks.items() if (home, layers[0]) in parts}
-        if taken and name in modules:
-            model.set_submodule(name, Experts(modules[name], taken))
+def stacks_apart(
+    model: PreTrainedModel, names: Iterable[str], stacks: Mapping[str, list[str]]
+) -> dict[str, dict[str, list[str]]]:
+    """By each module of experts in `model` those `stacks` of weights whose layers are among `names`, as
+    ``….experts.w1.7`` on disk. stacks: the layers that each stack joins, in order."""
+    parts = {name.rpartition(".")[0] for name in names}
+    homes = module_names(model, {part.rpartition(".")[0] for part in parts} - {""} if stacks else ())
+    found = {homes[h]: {s: n for s, n in stacks.items() if f"{h}.{n[0]}" in parts} for h in homes}
+    return {module: taken for module, taken in found.items() if taken}
 
 
 def module_names(model: PreTrainedModel, stored_names: Iterable[str]) -> dict[str, str]:
@@ -820,8 +819,10 @@ class StructuredModel(LoudModel):
         """Put the layers of the table, and pairs of linear layers, in their places."""
         blr = self.config.blr or {}
         make = partial(self.make_layer, exported="export" in blr)
-        if stacks := blr.get("experts"):
-            part_experts(self, entries_of(self.config), stacks)
+        modules, stacks = dict(self.named_modules()), blr.get("experts") or {}
+        for name, taken in stacks_apart(self, blr.get("layers") or (), stacks).items():
+            if name in modules:
+                self.set_submodule(name, Experts(modules[name], taken))
         replace_layers(self, by_module(self, entries_of(self.config)), make)
         replace_layers(self, by_module(self, blr.get("pairs") or {}), Pair)
 

@@ -1,4 +1,4 @@
-"""Finds the experts of a mixture in a checkpoint: transformers stacks their weights, and each is a layer.
+"""Finds experts in a checkpoint: transformers stacks their weights, and each of them is a layer.
 
 The expert n of a block is called ``model.layers.0.mlp.experts.gate_proj.n``, whether a checkpoint keeps
 experts one by one (``experts.n.gate_proj.weight``) or in a stack.
@@ -14,7 +14,10 @@ from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.header import TensorEntry
 
 # transformers' stack -> the layers that it joins, in order, by what checkpoints call them
-STACKS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+STACKS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
 OF_PART = {part: stack for stack, kinds in STACKS.items() for kind in kinds for part in kind}
 TRANSPOSED = {"gpt_oss"}  # model types whose stacks are [E, i, o]
 _ONE = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
@@ -78,6 +81,6 @@ def check_whole(experts: Iterable[tuple[str, str]], chosen: Collection[str]) -> 
         if 0 < len(left) < len(modules):
             raise UsageError(
                 f"{stack}: {len(left)} of {len(modules)} layers stay dense, from {left[0]} on, and the "
-                "others do not; expected all experts of a stack or none: --exclude '*.experts.*', or give "
-                "them another method"
+                "others do not; expected all experts of a stack or none: --exclude '*.experts.*', or "
+                "give them another method"
             )

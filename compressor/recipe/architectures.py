@@ -14,11 +14,18 @@ from blr.compressor.base.globs import matches, matches_any
 @dataclass(frozen=True)
 class Group:
     """Linear layers `modules` of a block that read the same input. `residual` is the module whose input
-    is the stream that `scale` times their output is added to, if known."""
+    is the stream that `scale` times their output is added to, if known. `experts`: of a mixture's layers
+    those of each expert, which read the tokens that chose it."""
 
     modules: tuple[str, ...]
     residual: str | None = None
     scale: float = 1.0
+    experts: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def inputs(self) -> tuple[tuple[str, ...], ...]:
+        """The layers by the input that they read."""
+        return self.experts or (self.modules,)
 
     def within(self, names: Collection[str]) -> Group | None:
         """The part of the group among the modules `names` of a block; None if there is none."""
