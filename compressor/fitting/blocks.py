@@ -78,7 +78,7 @@ class BlockModel:
         self.width = PROBE
         self.plain = bool(family.groups) or bool(self._behind())
         self._groups: dict[int, list[Group]] = {}
-        self.stacks: dict[str, dict[str, list[str]]] = {}  # as of `stacks_apart`
+        self.stacks: dict[str, dict[str, tuple[str, ...]]] = {}  # as of `stacks_apart`
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -96,7 +96,7 @@ class BlockModel:
     def part_experts(self, plan: Plan) -> None:
         """Let each layer of an expert that `plan` has be a module of the blocks that are loaded."""
         layers = [planned.layer.module for planned in plan.layers if planned.layer.stack]
-        self.stacks = stacks_apart(self.model, layers, plan.experts)
+        self.stacks = stacks_apart(self.model, layers)
         homes = module_names(self.model, {module.rsplit(".", 2)[0]: None for module in layers})
         for module in layers:
             home, part, number = module.rsplit(".", 2)

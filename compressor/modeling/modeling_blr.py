@@ -114,8 +114,6 @@ def dequantize_float8(factor: Any, numbers: Tensor, scale: Tensor) -> Tensor:
 
 
 # 2. Factors -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Storage:
     """One way to store a matrix of numbers.
@@ -251,8 +249,6 @@ def _factor(entry: Entry, name: str, shape: Shape, exported: bool) -> Factor:
 
 
 # 3. Structures ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Formula:
     """One way to write a weight as a product.
@@ -337,8 +333,6 @@ STRUCTURES = {
 
 
 # 4. Layers --------------------------------------------------------------------------------------------
-
-
 class ComposedLinear(nn.Module):
     """Base of the layers that stand for an `nn.Linear`, or a GPT-2 ``Conv1D``: they map
     [..., in_features] to [..., out_features]. entry: what the table of layers says of it."""
@@ -438,11 +432,10 @@ class SummedLinear(ComposedLinear):
 
 
 class Experts(nn.Module):
-    """Experts in the place of transformers' own. Each computes with the tokens that chose it.
+    """Experts in the place of transformers' own. Each computes with the tokens that chose it. parts: by
+    each stack of weights [E, o, i] that is taken apart the lists of layers in its place."""
 
-    parts: by each stack of weights [E, o, i] that is taken apart the lists of layers in its place."""
-
-    def __init__(self, native: Any, parts: dict[str, list[str]]) -> None:
+    def __init__(self, native: Any, parts: dict[str, tuple[str, ...]]) -> None:
         super().__init__()
         vars(self).update({k: v.copy() if isinstance(v, dict) else v for k, v in vars(native).items()})
         self.native, self.parts = type(native), parts
@@ -450,7 +443,10 @@ class Experts(nn.Module):
             weights = self._parameters.pop(stack).detach()
             weights = weights.mT if self.is_transposed else weights
             for name, each in zip(names, weights.chunk(len(names), 1), strict=True):
-                setattr(self, name, nn.ModuleList(map(_linear, each)))
+                layers = [nn.Linear(*w.mT.shape, bias=False, device="meta") for w in each]
+                for layer, weight in zip(layers, each, strict=True):
+                    layer.weight = nn.Parameter(weight, requires_grad=False)
+                setattr(self, name, nn.ModuleList(layers))
 
     def multiply(self, stack: str, expert: int, x: Tensor) -> Tensor:
         """The product of x [n, i] with the weight of an expert in a stack, or with its layers."""
@@ -473,12 +469,6 @@ class Experts(nn.Module):
             inner = self.native._apply_gate(self, inner)
             y[rows] += self.multiply("down_proj", expert, inner) * weight[rows]
         return y.to(x.dtype).view_as(hidden_states)
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    return layer
 
 
 class Numbered(nn.Module):
@@ -571,8 +561,6 @@ class DenseWeight(Tensor):
 
 
 # 5. The table of layers -------------------------------------------------------------------------------
-
-
 def entries_of(config: object) -> dict[str, Entry]:
     """The entries of all structured layers by name on disk, with those that an export packs. Raises
     ValueError for an export of another version."""
@@ -608,15 +596,19 @@ def replace_layers(model: nn.Module, entries: dict[str, Entry], make: Callable[.
         setattr(modules[parent], child, new.to(old.dtype))
 
 
-def stacks_apart(
-    model: PreTrainedModel, names: Iterable[str], stacks: Mapping[str, list[str]]
-) -> dict[str, dict[str, list[str]]]:
-    """By each module of experts in `model` those `stacks` of weights whose layers are among `names`, as
-    ``….experts.w1.7`` on disk. stacks: the layers that each stack joins, in order."""
-    parts = {name.rpartition(".")[0] for name in names}
-    homes = module_names(model, {part.rpartition(".")[0] for part in parts} - {""} if stacks else ())
-    found = {homes[h]: {s: n for s, n in stacks.items() if f"{h}.{n[0]}" in parts} for h in homes}
-    return {module: taken for module, taken in found.items() if taken}
+STACKS = {  # of transformers' experts, by the layers that a checkpoint has in their place
+    "gate_up_proj": (("gate_up_proj",), ("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+
+
+def stacks_apart(model: PreTrainedModel, names: Iterable[str]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """By each module of experts whose layers are among `names`, on disk as ``….experts.w1.7``: the stacks
+    of weights that these stand for, with what the layers are called."""
+    parts = {name.rpartition(".")[0] for name in names if ".experts." in name}
+    homes = module_names(model, {part.rpartition(".")[0] for part in parts})
+    kinds = [(stack, names) for stack, known in STACKS.items() for names in known]
+    return {homes[h]: {s: names for s, names in kinds if f"{h}.{names[0]}" in parts} for h in homes}
 
 
 def module_names(model: PreTrainedModel, stored_names: Iterable[str]) -> dict[str, str]:
@@ -648,8 +640,6 @@ def named_class(model: PreTrainedModel) -> str:
 
 
 # 6. Loading and saving --------------------------------------------------------------------------------
-
-
 class LoudModel(Mixin):
     """Mixin of models, which have a `finish_loading`: missing tensors are an error."""
 
@@ -705,7 +695,6 @@ def write_code(folder: Path, *others: Path) -> None:
 
 
 # 7. Configurations ------------------------------------------------------------------------------------
-
 GUARD = "for_native_classes"  # an entry of config.json, see section 9
 
 
@@ -788,8 +777,6 @@ def auto_tables(ending: str) -> list[Any]:
 
 
 # 8. Models --------------------------------------------------------------------------------------------
-
-
 class StructuredModel(LoudModel):
     """Mixin of models: ``BlrLlamaForCausalLM`` is ``LlamaForCausalLM`` whose layers are replaced before
     its weights are loaded. make_layer: makes a layer from an entry of the table."""
@@ -819,10 +806,10 @@ class StructuredModel(LoudModel):
         """Put the layers of the table, and pairs of linear layers, in their places."""
         blr = self.config.blr or {}
         make = partial(self.make_layer, exported="export" in blr)
-        modules, stacks = dict(self.named_modules()), blr.get("experts") or {}
-        for name, taken in stacks_apart(self, blr.get("layers") or (), stacks).items():
+        modules = dict(self.named_modules())
+        for name, stacks in stacks_apart(self, blr.get("layers") or ()).items():
             if name in modules:
-                self.set_submodule(name, Experts(modules[name], taken))
+                self.set_submodule(name, Experts(modules[name], stacks))
         replace_layers(self, by_module(self, entries_of(self.config)), make)
         replace_layers(self, by_module(self, blr.get("pairs") or {}), Pair)
 
@@ -891,7 +878,6 @@ def _name_beside(native: str) -> None:
 
 
 # 9. Native classes ------------------------------------------------------------------------------------
-
 REMEDY = "load it by AutoModelForCausalLM or the Auto class of its task, after "
 REMEDY += "blr.compressor.register() or with trust_remote_code=True"
 

@@ -107,7 +107,6 @@ def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
         "blr": {
             "format": FORMAT,
             "layers": {p.layer.module: p.spec.to_dict() for p in plan.layers},
-            **({"experts": plan.experts} if plan.experts else {}),
             **({"kv_cache": plan.kv_cache} if plan.kv_cache else {}),
         },
     }

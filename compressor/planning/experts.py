@@ -13,12 +13,9 @@ from dataclasses import dataclass, replace
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.header import TensorEntry
 
-# transformers' stack -> the layers that it joins, in order, by what checkpoints call them
-STACKS = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "down_proj": (("down_proj",), ("w2",)),
-}
-OF_PART = {part: stack for stack, kinds in STACKS.items() for kind in kinds for part in kind}
+# The stack of transformers that a layer is a part of, by what checkpoints call the layer
+STACKS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+STACKS |= {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 TRANSPOSED = {"gpt_oss"}  # model types whose stacks are [E, i, o]
 _ONE = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 _STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
@@ -40,8 +37,8 @@ def experts_in(entry: TensorEntry) -> list[Expert]:
     """The layers of experts whose weights a stored tensor holds; none if it holds something else."""
     if match := _ONE.fullmatch(entry.name):
         home, number, part = match.groups()
-        known = part in OF_PART and len(entry.shape) == 2
-        return [_expert(home, part, int(number), entry, OF_PART[part])] if known else []
+        known = part in STACKS and len(entry.shape) == 2
+        return [_expert(home, part, int(number), entry, STACKS[part])] if known else []
     if len(entry.shape) != 3:
         return []
     if match := _STACKED.fullmatch(entry.name):
@@ -60,15 +57,6 @@ def _parts(home: str, stack: str, entry: TensorEntry) -> list[Expert]:
 
 def _expert(home: str, part: str, number: int, entry: TensorEntry, stack: str) -> Expert:
     return Expert(f"{home}.{part}.{number}", f"expert_{part}", entry, stack)
-
-
-def stacks_of(experts: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """By each stack the names of the layers that it joins, of pairs of a layer and its stack."""
-    found: dict[str, set[str]] = {}
-    for module, stack in experts:
-        found.setdefault(stack, set()).add(module.split(".")[-2])
-    kinds = {stack: (*STACKS[stack], (stack,)) for stack in found}
-    return {s: next([*kind] for kind in kinds[s] if found[s] == {*kind}) for s in found}
 
 
 def check_whole(experts: Iterable[tuple[str, str]], chosen: Collection[str]) -> None:

@@ -11,7 +11,7 @@ from blr.compressor.base.device import BYTES
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.planning.assign import Assigned, Assigner, Curves, Task
-from blr.compressor.planning.experts import check_whole, stacks_of
+from blr.compressor.planning.experts import check_whole
 from blr.compressor.planning.layers import Layer, find_layers, select, stored_spec
 from blr.compressor.planning.rank_caches import KINDS as CACHED_KINDS
 from blr.compressor.planning.rank_caches import Cached, cache_notes
@@ -99,11 +99,6 @@ class Plan:
         if self.whole is None:
             return None
         return sum(planned.spec.dense_parameters for planned in self.layers) / self.whole.parameters
-
-    @property
-    def experts(self) -> dict[str, list[str]]:
-        """By each stack of transformers the names of the experts' layers that it joins."""
-        return stacks_of((p.layer.module, p.layer.stack) for p in self.layers if p.layer.stack)
 
     @property
     def _kept(self) -> int:
