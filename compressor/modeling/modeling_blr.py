@@ -9,8 +9,7 @@ transformers load the weights::
 
 ``blr compress``, ``blr heal`` and ``blr export`` copy the file unchanged into every folder: compare it
 with ``blr/compressor/modeling/modeling_blr.py`` in the version of the package blr-compress that the
-model card names. Where that package is installed, ``blr.compressor.register()`` has its own
-classes taken instead, which compute the same with kernels and less memory.
+model card names. There ``blr.compressor.register()`` has classes with kernels taken instead.
 
 Before you trust a copy, check that it
 
@@ -18,9 +17,6 @@ Before you trust a copy, check that it
 * opens no connection, reads no file but itself, and writes itself where a model is saved, no more;
 * changes nothing of others but tables by which transformers finds classes, and
   ``PreTrainedModel.from_pretrained``, which then refuses to fill dense layers with random numbers.
-
-Sections: 1 numbers in few bits, 2 factors, 3 structures, 4 layers, 5 the table of layers, 6 loading and
-saving, 7 configurations, 8 models, 9 native classes.
 
 Notation: `i` inputs, `o` outputs, `r` rank, `b` blocks, p = i/b, q = o/b.
 """
@@ -60,7 +56,6 @@ PACKAGE = "pip install blr-compress"
 
 
 # 1. Numbers in few bits -------------------------------------------------------------------------------
-#
 # A row of K numbers is padded to whole groups; each group has one scale. A level, an integer from
 # −2^(bits−1) on, stands for ``scale · x (1 + CURVE x²)`` with x = level + SHIFT, or ``scale · level`` of
 # 3 bits not curved. A group is W = group · bits / 32 little-endian words of 32 bits: field f of word j
@@ -116,11 +111,9 @@ def dequantize_float8(factor: Any, numbers: Tensor, scale: Tensor) -> Tensor:
 # 2. Factors -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Storage:
-    """One way to store a matrix of numbers.
-
-    suffixes: what the name of each of its tensors ends with. trained: whether they are parameters, else
-    buffers. empty: the tensors of a factor, to be loaded. read: the matrix that they stand for.
-    """
+    """One way to store a matrix of numbers. suffixes: what the name of each of its tensors ends with.
+    trained: whether they are parameters, else buffers. empty: the tensors of a factor, to be loaded.
+    read: the matrix that they stand for."""
 
     suffixes: tuple[str, ...] = ("",)
     trained: bool = False
@@ -148,12 +141,10 @@ STORAGES = {
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor of a structure: how it is stored, and the dense tensor that this stands for.
-
-    name: ``U`` or ``factors.0``. shape: of the dense tensor. storage: one of `STORAGES`. axes: the axes
-    of `shape` that each axis of what is stored runs over; () if they are the same. bits, group, curved:
-    of packed numbers. tile: rows that share a group, and the width that each is padded to, or None.
-    """
+    """One factor of a structure: how it is stored, and the dense tensor that this stands for. name:
+    ``U`` or ``factors.0``. shape: of the dense tensor. storage: one of `STORAGES`. axes: the axes of
+    `shape` that each axis of what is stored runs over; () if they are the same. bits, group, curved: of
+    packed numbers. tile: rows that share a group, and the width that each is padded to, or None."""
 
     name: str
     shape: Shape
@@ -251,11 +242,8 @@ def _factor(entry: Entry, name: str, shape: Shape, exported: bool) -> Factor:
 # 3. Structures ----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Formula:
-    """One way to write a weight as a product.
-
-    shapes: the factors by name, of the `sizes` of an entry. product: ``x Wᵀ + bias`` of an entry,
-    x [..., i], the bias [o] or None, and the factors in order.
-    """
+    """One way to write a weight as a product. shapes: the factors by name, of the `sizes` of an entry.
+    product: ``x Wᵀ + bias`` of an entry, x [..., i], the bias [o] or None, and the factors in order."""
 
     shapes: Callable[[SimpleNamespace], dict[str, Shape]]
     product: Callable[..., Tensor]
@@ -465,9 +453,8 @@ class Experts(nn.Module):
             chosen = top_k_index == expert
             weight = (top_k_weights * chosen).sum(-1, keepdim=True)
             rows = slice(None) if fixed else chosen.any(-1).nonzero()[:, 0]
-            inner = self.multiply("gate_up_proj", expert, x[rows])
-            inner = self.native._apply_gate(self, inner)
-            y[rows] += self.multiply("down_proj", expert, inner) * weight[rows]
+            gated = self.native._apply_gate(self, self.multiply("gate_up_proj", expert, x[rows]))
+            y[rows] += self.multiply("down_proj", expert, gated) * weight[rows]
         return y.to(x.dtype).view_as(hidden_states)
 
 
@@ -596,19 +583,17 @@ def replace_layers(model: nn.Module, entries: dict[str, Entry], make: Callable[.
         setattr(modules[parent], child, new.to(old.dtype))
 
 
-STACKS = {  # of transformers' experts, by the layers that a checkpoint has in their place
-    "gate_up_proj": (("gate_up_proj",), ("gate_proj", "up_proj"), ("w1", "w3")),
-    "down_proj": (("down_proj",), ("w2",)),
-}
+# Stacks of transformers' experts, and what checkpoints call the layers that each joins
+STACKS = [("gate_up_proj", ("gate_proj", "up_proj")), ("gate_up_proj", ("w1", "w3"))]
+STACKS += [("down_proj", ("w2",)), *((name, (name,)) for name in ("gate_up_proj", "down_proj"))]
 
 
 def stacks_apart(model: PreTrainedModel, names: Iterable[str]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """By each module of experts whose layers are among `names`, on disk as ``….experts.w1.7``: the stacks
-    of weights that these stand for, with what the layers are called."""
+    """By each module of experts whose layers are among `names`, on disk as ``….experts.w1.7``: the
+    stacks of weights that these stand for, with what the layers are called."""
     parts = {name.rpartition(".")[0] for name in names if ".experts." in name}
     homes = module_names(model, {part.rpartition(".")[0] for part in parts})
-    kinds = [(stack, names) for stack, known in STACKS.items() for names in known]
-    return {homes[h]: {s: names for s, names in kinds if f"{h}.{names[0]}" in parts} for h in homes}
+    return {homes[h]: {s: each for s, each in STACKS if f"{h}.{each[0]}" in parts} for h in homes}
 
 
 def module_names(model: PreTrainedModel, stored_names: Iterable[str]) -> dict[str, str]:
@@ -656,8 +641,7 @@ class LoudModel(Mixin):
         if options.get("ignore_mismatched_sizes"):
             info = {**info, "mismatched_keys": ()}
         if found := misloaded(model, info):
-            expected = "the tensors that config.json describes"
-            raise ValueError(f"{found}; expected {expected}, copy them again")
+            raise ValueError(f"{found}; expected those that config.json describes, copy them again")
         return model
 
 
@@ -713,11 +697,9 @@ class ModelType:
 
 
 class StructuredConfig(Mixin):
-    """Mixin of configurations: ``BlrLlamaConfig`` is ``LlamaConfig`` with the entry ``blr``.
-
-    make_model: returns the class of a model by its name. before_saving: called by the package with the
-    configuration and the folder that it is about to be written to.
-    """
+    """Mixin of configurations: ``BlrLlamaConfig`` is ``LlamaConfig`` with the entry ``blr``. make_model:
+    returns the class of a model by its name. before_saving: called by the package with the configuration
+    and the folder that it is about to be written to."""
 
     make_model: Callable[[str], type]
     before_saving: Callable[[Any, Path], None] = staticmethod(lambda config, folder: None)
@@ -737,9 +719,8 @@ class StructuredConfig(Mixin):
         try:
             return type(self).make_model(PREFIX + native.__name__)
         except AttributeError as error:
-            found = f"{native.__name__} has no structured variant, which this configuration needs"
-            expected = "a class that transformers itself names, or an Auto class"
-            raise ValueError(f"{found}; take {expected}") from error
+            found = f"{native.__name__} has no structured variant, which this configuration needs; take "
+            raise ValueError(f"{found}a class that transformers names, or an Auto class") from error
 
 
 def native_name(name: str) -> str:
@@ -754,14 +735,9 @@ def config_class(name: str) -> type[Any]:
     """Make the configuration class ``Blr<Native>Config``. It has no plan of tensor parallelism, for the
     native one cuts ``weight`` matrices that a structured layer has not."""
     native: Any = getattr(transformers, native_name(name))
-    members = {
-        "__module__": __name__,
-        "__doc__": f"{native.__name__} of a model with structured layers.",
-        "__annotations__": {"blr": "dict | None"},
-        "blr": None,
-        "model_type": ModelType(f"{PREFIX.lower()}_{native.model_type}", native.model_type),
-        "base_model_tp_plan": None,
-    }
+    members: dict[str, Any] = {"__module__": __name__, "blr": None, "base_model_tp_plan": None}
+    members |= {"__annotations__": {"blr": "dict | None"}, "__doc__": f"{native.__name__} with `blr`."}
+    members |= {"model_type": ModelType(f"{PREFIX.lower()}_{native.model_type}", native.model_type)}
     for mapping in auto_tables("_MAPPING"):  # of tokenizers and processors, by class
         types = getattr(mapping, "_reverse_config_mapping", {})
         if native.__name__ in types:
@@ -806,10 +782,9 @@ class StructuredModel(LoudModel):
         """Put the layers of the table, and pairs of linear layers, in their places."""
         blr = self.config.blr or {}
         make = partial(self.make_layer, exported="export" in blr)
-        modules = dict(self.named_modules())
-        for name, stacks in stacks_apart(self, blr.get("layers") or ()).items():
-            if name in modules:
-                self.set_submodule(name, Experts(modules[name], stacks))
+        stacks, modules = stacks_apart(self, blr.get("layers") or ()), dict(self.named_modules())
+        for name in stacks.keys() & modules.keys():
+            self.set_submodule(name, Experts(modules[name], stacks[name]))
         replace_layers(self, by_module(self, entries_of(self.config)), make)
         replace_layers(self, by_module(self, blr.get("pairs") or {}), Pair)
 
@@ -857,12 +832,9 @@ def model_class(name: str, mixins: tuple[type, ...] = (StructuredModel,)) -> typ
     _name_beside(native.__name__)
     # named again: transformers would wrap the class in another one, which no pickle finds
     last = (transformers.GenerationMixin,) * issubclass(native, transformers.GenerationMixin)
-    members = {
-        "__module__": mixins[-1].__module__,
-        "__doc__": f"{native.__name__} with structured layers.",
-        "config_class": config_class(PREFIX + native.config_class.__name__),
-        "made_of": native,
-    }
+    members = {"__module__": mixins[-1].__module__, "made_of": native}
+    members |= {"__doc__": f"{native.__name__} with structured layers."}
+    members |= {"config_class": config_class(PREFIX + native.config_class.__name__)}
     return type(name, (*mixins, native, *last), members)
 
 
