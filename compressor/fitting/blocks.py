@@ -274,8 +274,10 @@ class BlockModel:
 def expert_groups(block: nn.Module, name: str) -> list[Group]:
     """The groups of the layers of the experts called `name`, one for each stack that is taken apart."""
     module, found = block.get_submodule(name), list[Group]()
-    for names in module.parts.values() if isinstance(module, Experts) else ():
-        each = [tuple(f"{name}.{part}.{n}" for part in names) for n in range(module.num_experts)]
+    if not isinstance(module, Experts):
+        return []
+    for names in module.parts.values():
+        each = [tuple(f"{name}.{part}.{n}" for part in names) for n in range(module.count)]
         found.append(Group(tuple(layer for layers in each for layer in layers), experts=tuple(each)))
     return found
 

@@ -154,7 +154,8 @@ class BlockFit:
         asked = self.run.work.processes, len(self.run.batches)
         parts = partial(self._products, group=group, sequential=sequential)
         with tensor_cores(self.run.model.device):
-            return Moments(**sum_in_order(*asked, parts, kinds, torch.float64))
+            sums = sum_in_order(*asked, parts, kinds, torch.float64)
+        return Moments(sums["gram"], sums.get("cross"), sums.get("drift"))
 
     def _products(self, n: int, group: Group, sequential: bool) -> dict[str, Tensor]:
         batch = self.run.batches[n]

@@ -426,12 +426,12 @@ class Experts(nn.Module):
     def __init__(self, native: Any, parts: dict[str, tuple[str, ...]]) -> None:
         super().__init__()
         vars(self).update({k: v.copy() if isinstance(v, dict) else v for k, v in vars(native).items()})
-        self.native, self.parts = type(native), parts
+        self.native, self.parts, self.count = type(native), parts, native.num_experts
         for stack, names in parts.items():
-            weights = self._parameters.pop(stack).detach()
-            weights = weights.mT if self.is_transposed else weights
+            taken: Any = self._parameters.pop(stack)
+            weights = (taken.mT if self.is_transposed else taken).detach()
             for name, each in zip(names, weights.chunk(len(names), 1), strict=True):
-                layers = [nn.Linear(*w.mT.shape, bias=False, device="meta") for w in each]
+                layers = [nn.Linear(w.shape[1], w.shape[0], False, "meta") for w in each]
                 for layer, weight in zip(layers, each, strict=True):
                     layer.weight = nn.Parameter(weight, requires_grad=False)
                 setattr(self, name, nn.ModuleList(layers))
@@ -449,7 +449,7 @@ class Experts(nn.Module):
         x = hidden_states.flatten(0, -2)
         y = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, top_k_weights.dtype))
         fixed = (x.is_cuda and torch.cuda.is_current_stream_capturing()) or torch.compiler.is_compiling()
-        for expert in range(self.num_experts) if fixed else top_k_index.unique().tolist():
+        for expert in range(self.count) if fixed else top_k_index.unique().tolist():
             chosen = top_k_index == expert
             weight = (top_k_weights * chosen).sum(-1, keepdim=True)
             rows = slice(None) if fixed else chosen.any(-1).nonzero()[:, 0]
@@ -584,8 +584,9 @@ def replace_layers(model: nn.Module, entries: dict[str, Entry], make: Callable[.
 
 
 # Stacks of transformers' experts, and what checkpoints call the layers that each joins
-STACKS = [("gate_up_proj", ("gate_proj", "up_proj")), ("gate_up_proj", ("w1", "w3"))]
-STACKS += [("down_proj", ("w2",)), *((name, (name,)) for name in ("gate_up_proj", "down_proj"))]
+STACKS: list[tuple[str, tuple[str, ...]]] = [(s, (s,)) for s in ("gate_up_proj", "down_proj")]
+STACKS += [("gate_up_proj", pair) for pair in (("gate_proj", "up_proj"), ("w1", "w3"))]
+STACKS += [("down_proj", ("w2",))]
 
 
 def stacks_apart(model: PreTrainedModel, names: Iterable[str]) -> dict[str, dict[str, tuple[str, ...]]]:

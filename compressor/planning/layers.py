@@ -88,8 +88,8 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
     experts = [e for e in experts if not e.name.endswith("_bias")]
     if share := sum(e.parameters for e in experts) / max(sum(e.parameters for e in entries), 1):
         notes.append(
-            f"experts stay dense, which are {share:.0%} of the model's parameters: transformers "
-            "computes with all of a layer in one tensor"
+            f"experts stay dense, which are {share:.0%} of the model's parameters: no table in configs/ "
+            f"says that those of {source.model_type!r} are layers"
         )
     return [layer for layer in layers if layer.entry.is_float]
 
