@@ -78,7 +78,7 @@ class BlockModel:
         self.width = PROBE
         self.plain = bool(family.groups) or bool(self._behind())
         self._groups: dict[int, list[Group]] = {}
-        self.stacks: dict[str, dict[str, tuple[str, ...]]] = {}  # as of `stacks_apart`
+        self.stacks: dict[str, dict[str, list[str]]] = {}  # as of `stacks_apart`
 
     def __len__(self) -> int:
         return len(self.blocks)

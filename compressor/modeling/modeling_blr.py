@@ -423,7 +423,7 @@ class Experts(nn.Module):
     """Experts in the place of transformers' own. Each computes with the tokens that chose it. parts: by
     each stack of weights [E, o, i] that is taken apart the lists of layers in its place."""
 
-    def __init__(self, native: Any, parts: dict[str, tuple[str, ...]]) -> None:
+    def __init__(self, native: Any, parts: dict[str, list[str]]) -> None:
         super().__init__()
         vars(self).update({k: v.copy() if isinstance(v, dict) else v for k, v in vars(native).items()})
         self.native, self.parts, self.count = type(native), parts, native.num_experts
@@ -584,12 +584,11 @@ def replace_layers(model: nn.Module, entries: dict[str, Entry], make: Callable[.
 
 
 # Stacks of transformers' experts, and what checkpoints call the layers that each joins
-STACKS: list[tuple[str, tuple[str, ...]]] = [(s, (s,)) for s in ("gate_up_proj", "down_proj")]
-STACKS += [("gate_up_proj", pair) for pair in (("gate_proj", "up_proj"), ("w1", "w3"))]
-STACKS += [("down_proj", ("w2",))]
+STACKS = [("gate_up_proj", names.split()) for names in ("gate_up_proj", "gate_proj up_proj", "w1 w3")]
+STACKS += [("down_proj", [name]) for name in ("down_proj", "w2")]
 
 
-def stacks_apart(model: PreTrainedModel, names: Iterable[str]) -> dict[str, dict[str, tuple[str, ...]]]:
+def stacks_apart(model: PreTrainedModel, names: Iterable[str]) -> dict[str, dict[str, list[str]]]:
     """By each module of experts whose layers are among `names`, on disk as ``….experts.w1.7``: the
     stacks of weights that these stand for, with what the layers are called."""
     parts = {name.rpartition(".")[0] for name in names if ".experts." in name}
@@ -783,11 +782,12 @@ class StructuredModel(LoudModel):
         """Put the layers of the table, and pairs of linear layers, in their places."""
         blr = self.config.blr or {}
         make = partial(self.make_layer, exported="export" in blr)
-        stacks, modules = stacks_apart(self, blr.get("layers") or ()), dict(self.named_modules())
+        pairs, modules = blr.get("pairs") or {}, dict(self.named_modules())
+        stacks = stacks_apart(self, [*(blr.get("layers") or ()), *pairs])
         for name in stacks.keys() & modules.keys():
             self.set_submodule(name, Experts(modules[name], stacks[name]))
         replace_layers(self, by_module(self, entries_of(self.config)), make)
-        replace_layers(self, by_module(self, blr.get("pairs") or {}), Pair)
+        replace_layers(self, by_module(self, pairs), Pair)
 
     def initialize_weights(self) -> None:
         """Give all layers first values, structured ones and those of transformers."""

@@ -12,14 +12,17 @@ from dataclasses import dataclass, replace
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.header import TensorEntry
+from blr.compressor.checkpoint.source import Source
 
 # The stack of transformers that a layer is a part of, by what checkpoints call the layer
 STACKS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 STACKS |= {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 TRANSPOSED = {"gpt_oss"}  # model types whose stacks are [E, i, o]
 _ONE = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+_LAYER = re.compile(r"(.+\.experts)\.(\w+)\.(\d+)")
 _STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 _LINEAR = re.compile(r"(.+)\.(input_linear|output_linear)\.weight")  # of Granite
+_FIRSTS = ("w1.0", "gate_proj.0", "0.w1.weight", "0.gate_proj.weight")  # not of stacks
 _OF_LINEAR = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
 
 
@@ -57,6 +60,21 @@ def _parts(home: str, stack: str, entry: TensorEntry) -> list[Expert]:
 
 def _expert(home: str, part: str, number: int, entry: TensorEntry, stack: str) -> Expert:
     return Expert(f"{home}.{part}.{number}", f"expert_{part}", entry, stack)
+
+
+def native_weights(source: Source, modules: Collection[str]) -> dict[str, list[str]]:
+    """By the name that transformers' checkpoints give a weight the layers whose weights it holds: one,
+    or all experts of a stack."""
+    found: dict[str, list[str]] = {}
+    known = {*modules, *source.entries}
+    for module in modules:
+        name = f"{module}.weight"
+        if match := _LAYER.fullmatch(module):
+            home, part, number = match.groups()
+            firsts = {f"{home}.{first}" for first in _FIRSTS}
+            name = f"{home}.{number}.{part}.weight" if known & firsts else f"{home}.{part}"
+        found.setdefault(name, []).append(module)
+    return found
 
 
 def check_whole(experts: Iterable[tuple[str, str]], chosen: Collection[str]) -> None:

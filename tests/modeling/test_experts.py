@@ -14,7 +14,10 @@ from pico import MORE, save_model, save_pico
 from safetensors.torch import load_file, save_file
 
 from blr.compressor import register
+from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
+from blr.compressor.exporting.job import export
+from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.loading.streamed import load_written
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
@@ -97,3 +100,15 @@ def test_experts_are_fitted_to_their_own_tokens(how: tuple[object, ...], tmp_pat
     assert found["model.layers.0.self_attn.q_proj"] is None
     errors = {layer["module"]: layer["error"] for layer in report["layers"]}
     assert errors["model.layers.0.block_sparse_moe.experts.w1.4"] < 0.9
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_exports_for_other_tools_compute_the_same(name: str, tmp_path: Path) -> None:
+    source = save_pico(name, tmp_path / "dense")
+    output = compress_to(source, tmp_path / "out", method="svd", cf=1.5)
+    expected = load_written(output)(IDS).logits
+    for form in ("dense", "plain"):
+        export(output, tmp_path / f"as-{form}", ExportOptions("out", kind=form), Progress(quiet=True))
+        found = load_written(tmp_path / f"as-{form}")
+        assert (found(IDS).logits - expected).norm() < 1e-4 * expected.norm()
+    assert found.generate(IDS[:1], max_new_tokens=4, do_sample=False).shape == (1, 16)
