@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.loading.streamed import load_written
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
+from blr.compressor.workspace.journal import Journal
 
 register()
 
@@ -112,3 +115,32 @@ def test_exports_for_other_tools_compute_the_same(name: str, tmp_path: Path) -> 
         found = load_written(tmp_path / f"as-{form}")
         assert (found(IDS).logits - expected).norm() < 1e-4 * expected.norm()
     assert found.generate(IDS[:1], max_new_tokens=4, do_sample=False).shape == (1, 16)
+
+
+def test_a_run_that_is_killed_amid_experts_ends_with_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_pico("mixtral", tmp_path / "dense")
+    save_characters(source)
+    text = write_text(tmp_path / "text.txt", 6000)
+    sizes = ("--cf", "1.5", "--seq-len", 32, "--samples", 8, "--refit", 1, "--force")
+    asked = ("compress", source, "--text", text, "--method", "svd", *sizes)
+    blr(*asked, "-o", tmp_path / "whole")
+    for stores in (8, 17):  # among experts of the first block, and of the second
+        output, left = tmp_path / f"killed-{stores}", iter(range(stores))
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "store", _killed(Journal.store, left))
+            with pytest.raises(RuntimeError):
+                blr(*asked, "-o", output)
+        assert "resumed with" in blr(*asked, "-o", output).err
+        name = "model.safetensors"
+        assert (output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def _killed(store: Any, left: Iterator[int]) -> Any:
+    def stored(journal: Journal, *arguments: Any) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        store(journal, *arguments)
+
+    return stored
