@@ -33,7 +33,6 @@ from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
 from blr.compressor.fitting.student import FitRun, train_and_keep
 from blr.compressor.fitting.trainer import CapturedPasses, TrainedSet, TrainingLoop, forget
-from blr.compressor.modeling.modeling_blr import Experts
 from blr.compressor.planning.training_sizes import (
     HELD_BACK,
     LAST_SHARE,
@@ -81,8 +80,7 @@ class Refitting(TrainingLoop):
         held = list(range(0, len(batches), HELD_BACK)) if len(batches) >= 4 else []
         self.train_on = [n for n in range(len(batches)) if n not in held]
         self.graph: CapturedPasses | None = None
-        fixed = self.device.type == "cuda" and not any(isinstance(m, Experts) for m in block.modules())
-        self.captured = alike(batches) if fixed else [False] * len(batches)
+        self.captured = alike(batches) if self.device.type == "cuda" else [False] * len(batches)
         self.held = held or self.train_on
 
     def run(self, epochs: int, seed: int, advance: Callable[[int], None] = lambda _: None) -> Errors:

@@ -452,9 +452,9 @@ class Experts(nn.Module):
         for expert in range(self.count) if fixed else top_k_index.unique().tolist():
             chosen = top_k_index == expert
             weight = (top_k_weights * chosen).sum(-1, keepdim=True)
-            rows = slice(None) if fixed else chosen.any(-1).nonzero()[:, 0]
+            rows = torch.arange(len(x), device=x.device) if fixed else chosen.any(-1).nonzero()[:, 0]
             gated = self.native._apply_gate(self, self.multiply("gate_up_proj", expert, x[rows]))
-            y[rows] += self.multiply("down_proj", expert, gated) * weight[rows]
+            y.index_add_(0, rows, (self.multiply("down_proj", expert, gated) * weight[rows]).to(y.dtype))
         return y.to(x.dtype).view_as(hidden_states)
 
 
