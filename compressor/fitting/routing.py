@@ -48,10 +48,8 @@ def expert_moments(grams: list[Tensor], counts: list[int]) -> list[Moments]:
     mean = torch.zeros_like(grams[0])
     for gram in grams:
         mean += gram / max(sum(counts), 1)
-    return [
-        Moments(gram + PRIOR * len(gram) * mean, tokens=count)
-        for gram, count in zip(grams, counts, strict=True)
-    ]
+    pairs = zip(grams, counts, strict=True)
+    return [Moments(g.add_(mean, alpha=PRIOR * len(g)), tokens=count) for g, count in pairs]
 
 
 def with_floor(sums: Sequence[Tensor]) -> list[Tensor]:
