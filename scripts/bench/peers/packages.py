@@ -133,6 +133,7 @@ def autoround(task: Task) -> Found:
         nsamples=len(rows),
         seqlen=task.ids.shape[1],
         dataset=rows,
+        enable_torch_compile=False,
         device_map=str(task.model.device),
     )
     found, _ = rounding.quantize()
@@ -140,7 +141,9 @@ def autoround(task: Task) -> Found:
     weights, stored = dict[str, Tensor](), 0
     for name, _ in task.layers():
         layer = made[name]
-        weights[name] = layer.weight.detach()
+        scale = layer.scale.to(layer.weight.device, torch.float32)[..., None]
+        grouped = layer.weight.detach().float().unflatten(1, (-1, task.group))  # which it rounds to bf16
+        weights[name] = ((grouped / scale).round() * scale).flatten(1)
         # what its exports hold: integers, and a scale and a zero of a group
         groups = layer.scale.numel()
         stored += (layer.weight.numel() + groups) * task.bits // 8 + groups * HALF
