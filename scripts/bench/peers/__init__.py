@@ -1,1 +1,1 @@
-"""Other packages on the same model, calibration tokens and texts as ours: see README.md here."""
+"""Other packages on the same model, calibration tokens and texts as blr: `run`, then `draw`."""

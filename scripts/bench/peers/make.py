@@ -1,7 +1,7 @@
 """Makes one peer's output: an ordinary folder of dequantized float32 weights, and peer.json beside it.
 
-Usage: PYTHON make.py PACKAGE BITS MODEL IDS OUT, where PYTHON is of an environment with the package, and IDS a
-file of calibration tokens [n, w] that torch reads.
+Usage: PYTHON make.py PACKAGE BITS MODEL IDS OUT, where PYTHON is of an environment with the package, and
+IDS a file of calibration tokens [n, w] that torch reads.
 """
 
 from __future__ import annotations

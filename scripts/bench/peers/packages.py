@@ -1,5 +1,5 @@
-"""Quantizes the linear layers inside a model's blocks by another package: each function returns the weights
-that the package's numbers stand for, and the bytes that these numbers take.
+"""Quantizes the linear layers inside a model's blocks by another package: each function returns the
+weights that the package's numbers stand for, and the bytes that these numbers take.
 
 Everything runs in an environment of that package, so this file imports nothing of ours. Bytes are of the
 package's own tensors, except where a comment says that it keeps them unpacked.
@@ -106,16 +106,19 @@ def _llmcompressor(task: Task, modifier: Any, symmetric: bool) -> Found:
 
     form = {"type": "int", "strategy": "group", "group_size": task.group, "symmetric": symmetric}
     weights = QuantizationArgs(num_bits=task.bits, **form)
+    rows: Any = task.rows()
     groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
     oneshot(
         model=task.model,
-        dataset=DataLoader(task.rows()),
+        dataset=DataLoader(rows),
         recipe=[modifier(config_groups=groups, ignore=["lm_head"])],
         num_calibration_samples=len(task.ids),
         max_seq_length=task.ids.shape[1],
     )
     weights = {name: layer.weight.detach().clone() for name, layer in task.layers()}
-    return Found(weights, _saved(lambda folder: task.model.save_pretrained(folder, save_compressed=True)))
+    return Found(
+        weights, _saved(lambda folder: task.model.save_pretrained(folder, save_compressed=True))
+    )
 
 
 def autoround(task: Task) -> Found:
@@ -160,7 +163,7 @@ def _saved(save: Callable[[str], object]) -> int:
         save(folder)
         for path in Path(folder).glob("*.safetensors"):
             with safe_open(path, "pt") as tensors:
-                names = [name for name in tensors.keys() if name.rpartition(".")[2] in parts]
+                names = [name for name in tensors.keys() if name.rpartition(".")[2] in parts]  # noqa: SIM118
                 found = {name: tensors.get_tensor(name) for name in names}
             for tensor in found.values():
                 wide = tensor.dtype == torch.float32  # a scale of a model that was read in float32

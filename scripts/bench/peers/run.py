@@ -1,8 +1,8 @@
 """Compresses one model by blr and by other packages at the same bits, and judges every output alike.
 
 Usage: python run.py MODEL PYTHON RESULTS --calibration TEXT --text TEXT --text TEXT [--only NAME,NAME]
-with `python` of the environment that has blr, and PYTHON of the one that has the peers. RESULTS is a JSON
-file: rows that it has are not made again.
+with `python` of the environment that has blr, and PYTHON of the one that has the peers. RESULTS is a
+JSON file: rows that it has are not made again.
 """
 
 from __future__ import annotations
@@ -88,13 +88,19 @@ class Bench:
 
     def _run(self, *command: object) -> str:
         done = subprocess.run(
-            list(map(str, command)), capture_output=True, text=True, check=True, timeout=self.asked.timeout
+            list(map(str, command)),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=self.asked.timeout,
         )
         return done.stdout
 
     def _peer(self, output: Output, folder: Path) -> dict[str, Any]:
         make = Path(__file__).with_name("make.py")
-        self._run(self.asked.python, make, output.package, output.bits, self.asked.model, self.ids, folder)
+        self._run(
+            self.asked.python, make, output.package, output.bits, self.asked.model, self.ids, folder
+        )
         return dict(json.loads((folder / "peer.json").read_text()))
 
     def _ours(self, output: Output, folder: Path) -> dict[str, Any]:
@@ -142,7 +148,13 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--text", action="append", required=True)
     parser.add_argument("--only", default="")
-    for name, value in {"samples": 128, "seq-len": 512, "max-tokens": 65536, "jobs": 1, "timeout": 1800}.items():
+    for name, value in {
+        "samples": 128,
+        "seq-len": 512,
+        "max-tokens": 65536,
+        "jobs": 1,
+        "timeout": 1800,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     return parser.parse_args()
 
