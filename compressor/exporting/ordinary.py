@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers.pytorch_utils import Conv1D
 

@@ -15,7 +15,6 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from blr.compressor.base.disk import flush
 from blr.compressor.base.errors import InputError, OutputError
