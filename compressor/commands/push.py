@@ -110,7 +110,9 @@ def send(push: Push, *, private: bool, revision: str | None, message: str) -> st
             "private on the hub, or name another"
         )
     stale = _stale(push, api, {file.rfilename for file in info.siblings or []}, revision)
-    operations: list[Any] = [CommitOperationDelete(name) for name in stale]
+    operations: list[CommitOperationDelete | CommitOperationAdd] = [
+        CommitOperationDelete(name) for name in stale
+    ]
     operations += [
         CommitOperationAdd(name, data if isinstance(data, bytes) else str(data))
         for name, data in push.files.items()

@@ -314,7 +314,7 @@ TYPES, ROTARY = ("llama", "mistral", "qwen2", "qwen3"), ("default", "linear", "l
 ACTIVATION = "silu"
 
 
-def check_decoder(source: Source, engine: Engine, rotary: Collection[str] = ROTARY) -> Any:
+def check_decoder(source: Source, engine: Engine, rotary: Collection[str] = ROTARY) -> PreTrainedConfig:
     """The configuration of a model that `engine` computes as transformers does. Raises CapabilityError
     for other types and activations, and for scalings of rotary positions that are not in `rotary`."""
     config = meta_model(source).config

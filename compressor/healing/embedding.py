@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ class Embedding:
 
 
 def sentence_stream(
-    documents: Any,
+    documents: Iterable[str],
     tokenizer: PreTrainedTokenizerBase,
     head: Sentences,
     window: int,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ACCELERATE = "ACCELERATE_USE_FSDP"  # set by `accelerate launch --use_fsdp`
 
 
-def blocks_of(model: PreTrainedModel) -> list[Any]:
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
     """The model's blocks: its longest list of modules."""
     lists = [list(m) for m in model.modules() if type(m) is nn.ModuleList and len(m) > 1]
     return max(lists, key=len, default=[])

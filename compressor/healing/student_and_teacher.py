@@ -138,7 +138,7 @@ def task_of(checkpoint: Checkpoint) -> str:
 
 def load_teacher(
     folder: Path, device: torch.device, task: str = GENERATES, dtype: str | None = None
-) -> Any:
+) -> PreTrainedModel:
     """The dense model, frozen, in `dtype` (None: the one to compute in)."""
     model = load_computing(folder, task, device, dtype)
     fuse_trained(model)
