@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blr.compressor import __version__
 from blr.compressor.checkpoint.extras import CARD, LAYERS, MAX_BYTES, METRICS
@@ -18,6 +18,9 @@ from blr.compressor.output.card import LOADING, card_front
 from blr.compressor.output.files import carried_files, json_file, structured_config
 from blr.compressor.output.loss_messages import MARK
 from blr.compressor.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from blr.compressor.exporting.drafts import Draft
 
 RECIPE = "recipe.yaml"
 HEAD = """# {name}, exported by blr
@@ -102,11 +105,15 @@ def small_files(
     settings: ExportSettings,
     name: str,
     kind: str = "folder",
+    draft: Draft | None = None,
 ) -> dict[str, bytes | Path]:
     """All files of an export but weights and manifest, by name: contents, or the file to carry over.
     name: of the source. kind: of the export, which may have a forward pass (`PASSES`). Raises InputError
     for a file to carry over that cannot be read."""
-    folder, contents = checkpoint.source.folder, contents_of(checkpoint.specs.values(), settings)
+    folder, contents = (
+        checkpoint.source.folder,
+        contents_of([*checkpoint.specs.values(), *(draft.specs if draft else [])], settings),
+    )
     files = carried_files(checkpoint.source)
     kept = {file: _read(folder, file) for file in kept_files(checkpoint)}
     kept_card = kept.pop(CARD, b"").decode("utf-8", "replace")
@@ -118,6 +125,7 @@ def small_files(
         **kept,
         "config.json": json_file(config),
         CARD: _card(kept_card or card_front(folder, name), HEAD.format(name=name) + section, loading),
+        **(draft.small_files if draft else {}),
         **(runtime_files(contents) if _is_self_contained(config) else code_files()),
     }
 
