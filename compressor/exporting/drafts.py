@@ -12,7 +12,7 @@ from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.loading.native import native_errors, read_context
 from blr.compressor.loading.sidecar_files import token_ids
-from blr.compressor.modeling.drafts import FOLDER
+from blr.compressor.modeling.drafts import ENDS, FOLDER, WEIGHTS
 from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import register
 from blr.compressor.output.files import check_fills, json_file, misfits, structured_config
@@ -21,7 +21,6 @@ from blr.compressor.runtime.phases import FAMILIES
 from blr.compressor.structures.specs import Spec, spec_from_dict
 from blr.compressor.workspace.shards import Slot
 
-ENDS = ("model.embed_tokens.weight", "lm_head.weight")  # what may be stored once for both models
 MAX_BATCH = 8  # sequences of which a pass takes two tokens each, its draft and one more
 
 
@@ -53,7 +52,7 @@ class Draft:
     @property
     def beside(self) -> dict[str, list[Slot]]:
         """Its file of weights."""
-        return {f"{FOLDER}/model.safetensors": self.slots}
+        return {WEIGHTS: self.slots}
 
     @property
     def small_files(self) -> dict[str, bytes | Path]:

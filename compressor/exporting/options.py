@@ -13,14 +13,14 @@ from blr.compressor.recipe.run_settings import RunSettings
 
 QUANTIZED = ("int8", "int4")
 NONE = "none"
-_RUNTIME = ("batch", "context", "gpu", "quantize", "quantize_head", "kv_quantize", "self_contained")
-_RUNTIME += ("draft",)
+_KERNELS = ("gpu", "quantize", "quantize_head", "kv_quantize", "self_contained", "draft")
+_RUNTIME = ("batch", "context", *_KERNELS)
 ENGINES = ("vllm", "mlx", "gguf")  # inference engines of others, each a module of this room
 NO_USE = {  # what is exported to the options that it has no use for
     "dense": _RUNTIME,
     "plain": _RUNTIME,
     **dict.fromkeys(ENGINES, _RUNTIME),
-    "onnx": ("gpu", "quantize", "quantize_head", "kv_quantize", "self_contained", "draft"),
+    "onnx": _KERNELS,
     "pt2": ("draft",),
 }
 KINDS = ("folder", "pt2", "dense", "plain", "onnx", *ENGINES)

@@ -113,7 +113,11 @@ def _make_decoder(model: PreTrainedModel, settings: ExportSettings) -> object:
     from blr.compressor.runtime.decoder import Decoder
 
     assert settings.context is not None  # as every export that generates has it
-    options = {"batch": settings.batch, "context": settings.context, "cache": settings.cache}
+    options: dict[str, Any] = {
+        "batch": settings.batch,
+        "context": settings.context,
+        "cache": settings.cache,
+    }
     draft = None if settings.draft is None else load_draft(model, settings.draft)
     if draft is None:
         return Decoder(model, **options)

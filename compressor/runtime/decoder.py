@@ -66,7 +66,7 @@ class Decoder:
             power of two of the context; "eager" launches the phases one by one; "auto" is "graph".
             Without a GPU, or with ops "torch", "graph" runs as "eager".
         ops: "triton" kernels, or "torch" for their references, on any device.
-        width: tokens of all rows at most that one pass computes (None: `batch`).
+        tokens: of all rows at most that one pass computes (None: `batch`).
         cache: how keys and values are kept, "whole" in the model's dtype or "int8" with a scale for each
             token and head, which halves memory and bytes to read.
 
@@ -86,15 +86,15 @@ class Decoder:
         mode: str = "auto",
         ops: str = "triton",
         cache: str = CACHES[0],
-        width: int | None = None,
+        tokens: int | None = None,
     ) -> None:
         self.plan = make_plan(model)
-        _check(model, width or batch, context, mode, ops, cache)
+        _check(model, tokens or batch, context, mode, ops, cache)
         self.model, self.batch, self.context = model, batch, context
         self.ops = ops
         self.mode = "graph" if mode == "auto" else mode
         self.pdl = ops == "triton" and supports_pdl(model.device)
-        self.state = DecoderState(model, self.plan, batch, context, cache, width)
+        self.state = DecoderState(model, self.plan, batch, context, cache, tokens)
         captures = None if self.mode == "eager" or ops != "triton" else capture_on(model.device)
         self.prompts = Prompts(model, self.state.kv, captures)
         self.rows = 0  # of the prompt that was taken last

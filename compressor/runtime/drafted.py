@@ -136,8 +136,8 @@ class DraftedDecoder(Decoder):
         choices: tuple[int, ...] = DRAFTS,
         **options: Any,
     ) -> None:
-        super().__init__(model, batch=batch, width=MAX_BATCH, **options)
-        self.draft = Decoder(draft, batch=batch, width=MAX_BATCH, **options)
+        super().__init__(model, batch=batch, tokens=MAX_BATCH, **options)
+        self.draft = Decoder(draft, batch=batch, tokens=MAX_BATCH, **options)
         self.choices, self.acceptance = choices, Acceptance()
         self.cost = _bytes(self.draft) / _bytes(self)
         # of every sequence: the last two tokens, and the slot of the last, which no cache has yet
@@ -199,9 +199,9 @@ class DraftedDecoder(Decoder):
         def once() -> None:
             proposed, likely = self._propose(*bound, rows, drafts, sampler, noise)
             logits = self._check(check, rows, proposed)
-            if noise is None or chances is None:
+            if likely is None or noise is None or chances is None:
                 chosen = self.state.tokens[: rows * (drafts + 1)].view(-1, rows)
-                count = agreed(chosen[:-1] == proposed)
+                count = agreed(self.hits(chosen, proposed))
             else:
                 wanted = sampler.distribution(logits).view(drafts + 1, rows, -1)
                 chosen, count = accept(wanted, likely, proposed, chances, noise[-1])
@@ -220,7 +220,8 @@ class DraftedDecoder(Decoder):
         state.tokens[: 2 * rows] = torch.cat((before, last))
         state.pos[: 2 * rows] = torch.cat((at - 1, at))
         in_turn(first)
-        tokens, likely = [], []
+        tokens: list[Tensor] = []
+        likely: list[Tensor] = []
         for index in range(drafts):
             begin = 0 if index else rows
             if index:
@@ -233,6 +234,10 @@ class DraftedDecoder(Decoder):
             likely.append(sampler.distribution(state.buffers["logits"][begin : begin + rows]))
             tokens.append((likely[-1] / noise[index]).argmax(-1))
         return torch.stack(tokens), torch.stack(likely) if likely else None
+
+    def hits(self, chosen: Tensor, proposed: Tensor) -> Tensor:
+        """Whether each proposed token [drafts, rows] is the one that the model chose in its place."""
+        return chosen[:-1] == proposed
 
     def _check(self, passed: list[Run], rows: int, proposed: Tensor) -> Tensor:
         """Pass the last token and those proposed through the model; its logits

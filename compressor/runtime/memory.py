@@ -143,7 +143,7 @@ class DecoderState:
     """The tensors that phases read and write, for up to `batch` rows of up to `context` slots.
 
     Args:
-        kind: of the cache, one of `CACHES`. width: rows of buffers, if more than `batch`. In a pass of
+        kind: of the cache, one of `CACHES`. tokens: rows of buffers, if more than `batch`. In a pass of
             several tokens of B sequences, row ``i · B + b`` has token i of sequence b.
 
     Attributes:
@@ -161,13 +161,13 @@ class DecoderState:
         batch: int,
         context: int,
         kind: str = WHOLE,
-        width: int | None = None,
+        tokens: int | None = None,
     ) -> None:
         device, config = model.device, model.config
         width = next(phase.heads.width for phase in plan.phases if phase.heads)
         like = cast(Tensor, model.get_input_embeddings().weight)
         self.kv = StaticKV(config, batch, context, width, like, kind)
-        batch = width or batch
+        batch = tokens or batch
         dtypes = {"inner": model.dtype}  # the MLP's activations are the widest input; others are float32
         self.buffers = {
             name: torch.zeros(batch, width, dtype=dtypes.get(name, torch.float32), device=device)
