@@ -183,9 +183,9 @@ class Decoder:
         with self._turn:
             logits = self.prefill(*left_padded(input_ids, attention_mask))
             collector = Collector(self.rows, max_new_tokens, self.model.device, stop_ids, on_token)
-            return self._continue(logits, sampler, collector, max_new_tokens, seed)
+            return self.proceed(logits, sampler, collector, max_new_tokens, seed)
 
-    def _continue(
+    def proceed(
         self, logits: Tensor, sampler: Sampler, collector: Collector, steps: int, seed: int
     ) -> list[list[int]]:
         """The tokens of at most `steps` steps after a prefill with these logits, until all rows have

@@ -30,18 +30,20 @@ AHEAD = 1  # rounds that are launched before the results of another are there
 @dataclass
 class Acceptance:
     """The share of drafts that are accepted, of the last rounds above all; `total` counts all accepted
-    drafts, `drafts` all that there were."""
+    drafts of `drafts`, `rounds` those of all sequences."""
 
     accepted: float = BELIEVED * WEIGHT
     tried: float = WEIGHT
     total: int = 0
     drafts: int = 0
+    rounds: int = 0
 
     def add(self, accepted: int, drafts: int) -> None:
         """Count a round of one sequence: drafts after the first rejected one were not tried."""
         self.accepted = KEPT * self.accepted + accepted
         self.tried = KEPT * self.tried + min(accepted + 1, drafts)
         self.total, self.drafts = self.total + accepted, self.drafts + drafts
+        self.rounds += 1
 
     def best(self, choices: list[int], cost: float) -> int:
         """The number of drafts that gives most tokens a second. cost: of a step of the draft, as a part
@@ -156,13 +158,13 @@ class DraftedDecoder(Decoder):
         self._moving[2, :rows] = self.position
         return logits
 
-    def _continue(
+    def proceed(
         self, logits: Tensor, sampler: Sampler, collector: Collector, steps: int, seed: int
     ) -> list[list[int]]:
         rows, device = self.rows, self.model.device
         choices = [k for k in self.choices if (k + 1) * rows <= MAX_BATCH]
         if not choices:
-            return super()._continue(logits, sampler, collector, steps, seed)
+            return super().proceed(logits, sampler, collector, steps, seed)
         generator = None if sampler.greedy else torch.Generator(device).manual_seed(seed)
         first = self._moving[1, :rows].copy_(sampler.choose(logits, generator))
         for row, token in enumerate(first.tolist()):
