@@ -76,6 +76,7 @@ def _export_text(summary: dict[str, Any]) -> str:
             ("error", f"of {kinds}, by layer type: {errors}" if errors else ""),
             time_line(summary),
             *(("run", command) for command in summary["commands"]),
+            *summary["elsewhere"].items(),
             *([next_line("generate", summary["output"], PROMPT)] if runs else []),
         )
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from blr.compressor.base.errors import CapabilityError, InputError, UsageError
@@ -22,6 +24,20 @@ from blr.compressor.structures.specs import Spec, spec_from_dict
 from blr.compressor.workspace.shards import Slot
 
 MAX_BATCH = 8  # sequences of which a pass takes two tokens each, its draft and one more
+DRAFTS = 4  # tokens that another engine lets it propose
+SECTION = """ The smaller model in `{folder}/` proposes tokens, and this one checks several in one pass. What
+is generated is what this model alone would say.
+
+Other engines take the same two models, each from its own folder:
+
+```bash
+{vllm}
+```
+
+```python
+{transformers}
+```
+"""
 
 
 @dataclass(frozen=True)
@@ -59,12 +75,26 @@ class Draft:
         """Its configuration."""
         return {f"{FOLDER}/config.json": json_file(self.config)}
 
+    def section(self, name: str) -> str:
+        """What the card of the first model, of this name, says of it."""
+        return SECTION.format(folder=FOLDER, **elsewhere(name, self.source.folder.name))
+
     def check_loads(self, folder: Path) -> None:
         """Raise InputError unless the tensors in `folder`, with those shared, fill the model."""
         found = misfits(model_class(self.name), folder / FOLDER)
         names = ", ".join(repr(name) for name in sorted(self.shared)[:1])
         if found and not (self.shared and found.startswith("missing")):
             raise InputError(f"{folder / FOLDER}: {found} beside {names}; this is a bug in blr")
+
+
+def elsewhere(name: str, draft: str) -> dict[str, str]:
+    """How other engines decode `name` with `draft`: a command of vLLM and a call of transformers."""
+    given = {"method": "draft_model", "model": draft, "num_speculative_tokens": DRAFTS}
+    call = f"AutoModelForCausalLM.from_pretrained({draft!r})"
+    return {
+        "vllm": f"vllm serve {quote(name)} --speculative-config {quote(json.dumps(given))}",
+        "transformers": f"model.generate(**inputs, assistant_model={call})",
+    }
 
 
 def open_draft(

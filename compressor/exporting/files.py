@@ -117,8 +117,9 @@ def small_files(
     files = carried_files(checkpoint.source)
     kept = {file: _read(folder, file) for file in kept_files(checkpoint)}
     kept_card = kept.pop(CARD, b"").decode("utf-8", "replace")
+    drafted = "" if draft is None else draft.section(name)
     loading = LOADING[checkpoint.source.library].format(auto=auto_name(config))
-    section = _section(checkpoint, config, settings, loading) + PASSES.get(kind, "")
+    section = _section(checkpoint, config, settings, loading, drafted) + PASSES.get(kind, "")
     return {
         LAYERS: b"{}\n",
         **files,
@@ -152,7 +153,11 @@ def _read(folder: Path, name: str) -> bytes:
 
 
 def _section(
-    checkpoint: Checkpoint, config: Mapping[str, Any], settings: ExportSettings, loading: str
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any],
+    settings: ExportSettings,
+    loading: str,
+    drafted: str,
 ) -> str:
     decoder = settings.context is not None
     head = config["blr"]["export"].get("head", {})
@@ -172,7 +177,7 @@ def _section(
         loss=MARK,
         what="".join([what, *kept, *packed]),
         loading=loading,
-        how=fused if decoder else CAPTURED,
+        how=fused + drafted if decoder else CAPTURED,
         kernels=KERNELS[_is_self_contained(config)],
         version=__version__,
     )

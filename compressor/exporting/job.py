@@ -43,7 +43,8 @@ class ExportSummary:
     gpu_chosen: why `gpu` is the target. densified: how many layers are faster dense there. untied_bytes:
     the size of a quantized output head beside the embedding it was tied to. plain: how many layers
     quantization would not make smaller. errors: mean relative errors of quantization by layer type.
-    check: the measured loss (`output/check.py`). Of an export for an engine of others: the commands that
+    check: the measured loss (`output/check.py`). elsewhere: how other engines
+    decode the model with its draft. Of an export for an engine of others: the commands that
     run it, and the bits a weight of its layers in few bits."""
 
     output: str
@@ -66,6 +67,7 @@ class ExportSummary:
     errors: dict[str, float] = field(default_factory=dict)
     check: dict[str, Any] | None = None
     commands: list[str] = field(default_factory=list)
+    elsewhere: dict[str, str] = field(default_factory=dict)
     bits: float | None = None
 
 
@@ -111,6 +113,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         errors=run.errors(),
         check=run.checked,
         commands=run.engine.commands(str(workspace.output), plan) if run.engine else [],
+        elsewhere=run.elsewhere(),
         bits=run.bits(),
     )
 
@@ -171,6 +174,14 @@ class ExportRun(FolderRun):
         sizes = {m: spec.dense_parameters for m, spec in self.plan.checkpoint.specs.items()}
         total = sum(bits * sizes[m] for m, bits in stored_bits(self.plan).items())
         return total / sum(sizes.values())
+
+    def elsewhere(self) -> dict[str, str]:
+        """How other engines decode the model with its draft, by their names."""
+        if self.options.draft is None:
+            return {}
+        from blr.compressor.exporting.drafts import elsewhere
+
+        return elsewhere(str(self.plan.checkpoint.source.folder), self.options.draft)
 
     def errors(self) -> dict[str, float]:
         """The relative errors that quantization added, by layer type."""
