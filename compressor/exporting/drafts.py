@@ -9,15 +9,16 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from blr.compressor.base.errors import CapabilityError, InputError, UsageError
+from blr.compressor.base.errors import CapabilityError, OutputError, UsageError
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
+from blr.compressor.loading.loader_names import load_empty, misfit
 from blr.compressor.loading.native import native_errors, read_context
 from blr.compressor.loading.sidecar_files import token_ids
 from blr.compressor.modeling.drafts import ENDS, FOLDER, WEIGHTS
 from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import register
-from blr.compressor.output.files import check_fills, json_file, misfits, structured_config
+from blr.compressor.output.files import check_fills, json_file, structured_config
 from blr.compressor.planning.plan import Plan
 from blr.compressor.runtime.phases import FAMILIES
 from blr.compressor.structures.specs import Spec, spec_from_dict
@@ -25,8 +26,8 @@ from blr.compressor.workspace.shards import Slot
 
 MAX_BATCH = 8  # sequences of which a pass takes two tokens each, its draft and one more
 DRAFTS = 4  # tokens that another engine lets it propose
-SECTION = """ The smaller model in `{folder}/` proposes tokens, and this one checks several in one pass. What
-is generated is what this model alone would say.
+SECTION = """ The smaller model in `{folder}/` proposes tokens, and this one checks several in one
+pass. What is generated is what this model alone would say.
 
 Other engines take the same two models, each from its own folder:
 
@@ -80,11 +81,13 @@ class Draft:
         return SECTION.format(folder=FOLDER, **elsewhere(name, self.source.folder.name))
 
     def check_loads(self, folder: Path) -> None:
-        """Raise InputError unless the tensors in `folder`, with those shared, fill the model."""
-        found = misfits(model_class(self.name), folder / FOLDER)
-        names = ", ".join(repr(name) for name in sorted(self.shared)[:1])
-        if found and not (self.shared and found.startswith("missing")):
-            raise InputError(f"{folder / FOLDER}: {found} beside {names}; this is a bug in blr")
+        """Raise OutputError unless the tensors in `folder`, with those shared, fill the model."""
+        _, info = load_empty(model_class(self.name), folder / FOLDER)
+        lacking = {key for key in info["missing_keys"] if key not in ENDS}
+        if found := misfit({**info, "missing_keys": lacking}, "missing", "unexpected", "mismatched"):
+            raise OutputError(
+                f"{folder / FOLDER}: {found} when reloaded; this is a bug in blr, keep the checkpoint"
+            )
 
 
 def elsewhere(name: str, draft: str) -> dict[str, str]:

@@ -109,7 +109,7 @@ def test_a_folder_that_carries_its_code_has_the_rounds_and_kernels(
     folder = export_to(sources["dense"], tmp_path / "out", **given)
     assert "class DraftedDecoder" in (folder / "runtime_blr.py").read_text("utf-8")
     kernels = (folder / "kernels_blr.py").read_text("utf-8")
-    assert "blr.kernels.decode.skinny.bound" in kernels
+    assert "blr.kernels.decode.skinny.launch" in kernels
 
 
 def test_the_card_tells_how_other_engines_take_the_two(pair: Path, sources: dict[str, Path]) -> None:
