@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from safetensors.torch import load_file
-from transformers.modeling_utils import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel, load_state_dict
 from transformers.utils import cached_file
 
 from blr.compressor.modeling.settings import warn_once
@@ -22,7 +21,7 @@ def load_draft(model: Any, name: str) -> PreTrainedModel | None:
     revision = {"revision": getattr(model.config, "_commit_hash", None) or "main"}
     try:
         config = cls.config_class.from_pretrained(folder, subfolder=FOLDER, **revision)
-        stored = load_file(str(cached_file(folder, WEIGHTS, **revision)))
+        stored = load_state_dict(str(cached_file(folder, WEIGHTS, **revision)), map_location="cpu")
     except OSError as error:
         warn_once(f"no draft in {folder} ({error}): decoding without it")
         return None
