@@ -153,23 +153,26 @@ class Binder:
         return call
 
     def _attention(self, phase: Phase) -> Run:
-        """Tokens of one sequence attend in turn, for each reads what those before it wrote."""
-        rows = self.rows // self.tokens
-        runs = [
-            self._attend(phase, slice(at, at + rows), self.pdl and at == 0)
-            for at in range(0, self.rows, rows)
-        ]
-        return runs[0] if len(runs) == 1 else partial(in_turn, runs)
+        """Several tokens of a sequence read what each of them appends: in turn, or by a second launch of
+        the kernel after one that is of use for what it appends alone."""
+        rows, whole = self.rows // self.tokens, slice(0, self.rows)
+        if self.tokens == 1:
+            return self._attend(phase, whole, self.pdl)
+        if self.triton:
+            return partial(in_turn, [self._attend(phase, whole, pdl) for pdl in (self.pdl, False)])
+        parts = [slice(at, at + rows) for at in range(0, self.rows, rows)]
+        return partial(in_turn, [self._attend(phase, part, False) for part in parts])
 
     def _attend(self, phase: Phase, rows: slice, pdl: bool) -> Run:
         state, heads, (source, target) = self.state, phase.heads, self._slots(phase)
         assert heads is not None
         source, target, pos, start = (t[rows] for t in (source, target, state.pos, state.start))
-        k, v = state.kv.layer(heads.layer, len(pos))
+        sequences = self.rows // self.tokens
+        k, v = state.kv.layer(heads.layer, sequences)
         inputs = (source, k, v, state.cos, state.sin, pos, start)
         options: dict[str, Any] = {"scale": heads.scale, "q_gain": heads.q_gain, "k_gain": heads.k_gain}
         options |= {"eps": heads.eps, "window": heads.window}
-        options |= {"scales": state.kv.scales(heads.layer, len(pos))}
+        options |= {"scales": state.kv.scales(heads.layer, sequences)}
         if self.triton:
             from blr.kernels.decode.attention.launch import decode_attention
 
