@@ -201,7 +201,10 @@ class DecodeCases:
         if name.runtime == HF:
             return HfArm(model, ids, room, cuda if o.compiling is None else o.compiling)
         if name.structure == SPECULATIVE:
-            draft, share = _draft(models, model), name.share if models.model.folder is None else None
+            draft, share = (
+                _draft(models, model, name.kind),
+                name.share if models.model.folder is None else None,
+            )
             return SpeculativeArm(model, draft, ids, room, name.cache, share)
         return OursArm(model, ids, room, name.cache)
 
@@ -221,15 +224,16 @@ class DecodeCases:
 
 def _model(models: Models, name: ArmName) -> Any:
     dense = "dense" if models.model.folder is None else OWN
-    structure = dense if name.structure == SPECULATIVE else name.structure
-    return models.get(structure, name.kind, name.head)
+    if name.structure == SPECULATIVE:
+        return models.get(dense)
+    return models.get(name.structure, name.kind, name.head)
 
 
-def _draft(models: Models, model: Any) -> Any:
-    """The draft of an arm's model: its folder's own, or dense in int2 with corrections. Raises
-    RuntimeError for a folder without one."""
+def _draft(models: Models, model: Any, kind: str) -> Any:
+    """The draft of an arm's model: its folder's own; of a shape, low rank, or corrected in few bits.
+    Raises RuntimeError for a folder without one."""
     if models.model.folder is None:
-        return models.get(CORRECTED, "int2")
+        return models.get(CORRECTED, kind) if kind else models.get("lowrank")
     settings = export_settings(model.config)
     draft = None if settings is None or settings.draft is None else load_draft(model, settings.draft)
     if draft is None:

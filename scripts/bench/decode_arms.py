@@ -25,7 +25,7 @@ CACHE = "kv8"  # in arms: keys and values in int8
 HEADS = {f"head{bits}": kind for kind, bits in KINDS.items()}  # in arms: kind of the output head
 
 
-SPECULATIVE = "speculative"  # dense, with a draft: a folder's own, or dense in int2 with corrections
+SPECULATIVE = "speculative"  # dense, with a draft: a folder's own, low rank, or corrected few bits
 SHARE = 0.9  # of drafts that are accepted of random weights
 STRUCTURED = ("dense", *STRUCTURES, CORRECTED, OWN, SPECULATIVE)
 ARM = re.compile(
@@ -62,7 +62,7 @@ def parse_arm(text: str) -> ArmName:
     else:
         known = bool(parts) and (parts["structure"] != CORRECTED or bool(parts["kind"]))
         if known and parts["structure"] == SPECULATIVE:
-            known = not parts["kind"] and not parts["head"]
+            known = not parts["head"]
         elif parts.get("share"):
             known = False
     if not known:
@@ -70,7 +70,7 @@ def parse_arm(text: str) -> ArmName:
             f"arm {text!r}: expected hf-dense or hf-own, or ours- with one of "
             f"{', '.join(STRUCTURED)} and, if quantized (corrected: always), -int8, -int4, -int3 or "
             f"-int2, then -head8 or -head4 for a quantized output head, then -{CACHE} for keys and "
-            f"values in int8; ours-{SPECULATIVE} may name the percentage of accepted drafts, as -90"
+            f"values in int8; ours-{SPECULATIVE} may first name a percentage of right drafts, as -90"
         )
     head, cache = HEADS.get(parts["head"], ""), INT8 if parts["cache"] else WHOLE
     share = int(parts.pop("share") or 100 * SHARE) / 100
