@@ -201,10 +201,8 @@ class DecodeCases:
         if name.runtime == HF:
             return HfArm(model, ids, room, cuda if o.compiling is None else o.compiling)
         if name.structure == SPECULATIVE:
-            draft, share = (
-                _draft(models, model, name.kind),
-                name.share if models.model.folder is None else None,
-            )
+            draft = _draft(models, model, name.kind)
+            share = name.share if models.model.folder is None else None
             return SpeculativeArm(model, draft, ids, room, name.cache, share)
         return OursArm(model, ids, room, name.cache)
 
