@@ -8,6 +8,7 @@ Rejected tokens leave slots of both caches behind, which later tokens overwrite.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,10 @@ from blr.compressor.runtime.memory import bucket_of
 from blr.compressor.runtime.sampling import Collector, Sampler, accept, agreed, check_logits
 
 DRAFTS = (1, 2, 3, 5, 7)  # numbers of drafts that a round may have, each a CUDA graph
+NONE = 0  # the model alone
+BANDWIDTH, LAUNCH = 3.5e12, 2e-6  # bytes a second and seconds a launch, of the GPUs that decode fastest
+PASS = 1.1  # a pass of several tokens, as a part of a step of one
+BETTER = 1.05  # times as fast another number of drafts must be, for its graph takes time to capture
 # The weight of a round beside the next one, and what is believed of drafts before any
 KEPT, BELIEVED, WEIGHT = 0.95, 0.8, 4.0
 CERTAIN = 0.995  # no share is believed to be more
@@ -45,11 +50,16 @@ class Acceptance:
         self.total, self.drafts = self.total + accepted, self.drafts + drafts
         self.rounds += 1
 
-    def best(self, choices: list[int], cost: float) -> int:
-        """The number of drafts that gives most tokens a second. cost: of a step of the draft, as a part
-        of a pass of the dense model."""
+    def best(self, choices: Sequence[int], cost: float, now: int = NONE) -> int:
+        """The number of drafts that gives most tokens a second, `now` unless another is better by far.
+        cost: of a step of the draft, as a part of one of the model."""
         share = min(self.accepted / self.tried, CERTAIN)
-        return max(choices, key=lambda k: (1 - share ** (k + 1)) / (1 - share) / (1 + cost * k))
+
+        def speed(k: int) -> float:
+            return (1 - share ** (k + 1)) / (1 - share) / (PASS + cost * k) if k else 1.0
+
+        found = max(choices, key=speed)
+        return found if now not in choices or speed(found) > BETTER * speed(now) else now
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,7 @@ class Rounds:
 
     collector: Collector
     slots: list[int]
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: Acceptance
     waiting: deque[Pending] = field(default_factory=deque)
 
     @property
@@ -126,7 +136,7 @@ class DraftedDecoder(Decoder):
 
     Attributes:
         acceptance: of the last call of `generate`. cost: of a step of the draft, as a part of a pass of
-        the model. choices: numbers of drafts that a round may have.
+        the model, by bytes and launches. choices: numbers of drafts that a round may have.
     """
 
     def __init__(
@@ -135,13 +145,13 @@ class DraftedDecoder(Decoder):
         draft: PreTrainedModel,
         *,
         batch: int = 1,
-        choices: tuple[int, ...] = DRAFTS,
+        choices: tuple[int, ...] = (NONE, *DRAFTS),
         **options: Any,
     ) -> None:
         super().__init__(model, batch=batch, tokens=MAX_BATCH, **options)
         self.draft = Decoder(draft, batch=batch, tokens=MAX_BATCH, **options)
         self.choices, self.acceptance = choices, Acceptance()
-        self.cost = _bytes(self.draft) / _bytes(self)
+        self.cost = _seconds(self.draft) / _seconds(self)
         # of every sequence: the last two tokens, and the slot of the last, which no cache has yet
         self._moving = torch.zeros(3, batch, dtype=torch.int64, device=model.device)
         self._rounds: dict[tuple[object, ...], Round] = {}
@@ -163,16 +173,18 @@ class DraftedDecoder(Decoder):
     ) -> list[list[int]]:
         rows, device = self.rows, self.model.device
         choices = [k for k in self.choices if (k + 1) * rows <= MAX_BATCH]
-        if not choices:
+        self.acceptance = Acceptance()
+        drafts = self.acceptance.best(choices, self.cost) if choices else NONE
+        if drafts == NONE:
             return super().proceed(logits, sampler, collector, steps, seed)
         generator = None if sampler.greedy else torch.Generator(device).manual_seed(seed)
         first = self._moving[1, :rows].copy_(sampler.choose(logits, generator))
         for row, token in enumerate(first.tolist()):
             collector.keep(row, [token])
-        rounds = Rounds(collector, [self.position] * rows)
-        self.acceptance = rounds.acceptance
+        rounds = Rounds(collector, [self.position] * rows, self.acceptance)
+        choices = [k for k in choices if k != NONE]  # the draft has read all so far
         while not collector.done:
-            drafts = rounds.acceptance.best(choices, self.cost)
+            drafts = rounds.acceptance.best(choices, self.cost, drafts)
             slots = min(max(rounds.slots) + rounds.possible + drafts + 1, self.context)
             launched = self._round(rows, drafts, bucket_of(slots), sampler).launch(generator)
             rounds.waiting.append(launched)
@@ -261,6 +273,8 @@ class DraftedDecoder(Decoder):
         at.add_(count + 1).clamp_(max=self.context - 1)
 
 
-def _bytes(decoder: Decoder) -> int:
-    """The bytes of weights that a token of `decoder` reads."""
-    return sum(phase.bytes for phase in decoder.plan.phases)
+def _seconds(decoder: Decoder) -> float:
+    """About how long a token of `decoder` takes on a GPU. Not measured, so that the same seed draws the
+    same tokens."""
+    phases = decoder.plan.phases
+    return sum(phase.bytes for phase in phases) / BANDWIDTH + LAUNCH * len(phases)

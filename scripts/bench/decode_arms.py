@@ -15,7 +15,7 @@ from blr.compressor.base.errors import UsageError
 from blr.compressor.exporting.quantizer import KINDS
 from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.runtime.decoder import Decoder
-from blr.compressor.runtime.drafted import DraftedDecoder
+from blr.compressor.runtime.drafted import DRAFTS, DraftedDecoder
 from blr.compressor.runtime.failures import CACHES
 from blr.compressor.runtime.sampling import Collector, Sampler
 
@@ -179,7 +179,7 @@ class SpeculativeArm(OursArm):
         self.ids = ids
         ops = "triton" if ids.is_cuda else "torch"
         options: dict[str, Any] = {"batch": len(ids), "context": ids.shape[1] + steps + 1}
-        options |= {"ops": ops, "cache": cache}
+        options |= {"ops": ops, "cache": cache, "choices": DRAFTS}
         kind = DraftedDecoder if share is None else SetShare
         self.decoder: DraftedDecoder = kind(model, draft, **options)
         if isinstance(self.decoder, SetShare) and share is not None:

@@ -34,7 +34,7 @@ def runtime_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class OnCpu(drafted.DraftedDecoder):
         def __init__(self, *models: Any, **options: Any) -> None:
-            super().__init__(*models, ops="torch", **options)
+            super().__init__(*models, ops="torch", choices=drafted.DRAFTS, **options)
 
     monkeypatch.setattr(fused, "obstacle", lambda device: None)
     monkeypatch.setattr(drafted, "DraftedDecoder", OnCpu)

@@ -14,13 +14,21 @@ from torch import Tensor
 from blr.compressor import register
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.runtime.decoder import Decoder
-from blr.compressor.runtime.drafted import Acceptance, DraftedDecoder
+from blr.compressor.runtime.drafted import DRAFTS, Acceptance
+from blr.compressor.runtime.drafted import DraftedDecoder as Drafted
 from blr.compressor.runtime.sampling import Collector, Sampler, accept
 from blr.kernels.common.available import has_triton
 
 register()
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
+
+
+class DraftedDecoder(Drafted):
+    """Drafts however slow they are."""
+
+    def __init__(self, *models: Any, **options: Any) -> None:
+        super().__init__(*models, **{"choices": DRAFTS, **options})
 
 
 def changed(model: Any, amount: float, seed: int = 1) -> Any:
@@ -184,10 +192,20 @@ def test_more_drafts_where_more_are_accepted() -> None:
     found = Acceptance()
     for _ in range(50):
         found.add(5, 5)
-    assert found.best([1, 2, 3, 5, 7], 0.2) == 7
+    assert found.best([0, 1, 2, 3, 5, 7], 0.2) == 7
+    assert Acceptance().best([3, 5], 0.2) == 5
+    assert Acceptance().best([3, 5], 0.2, now=3) == 3, "too little better for another graph"
+    assert found.best([0, 1, 2, 3, 5, 7], 2.0) == 0, "a draft as slow as this never pays"
     for _ in range(50):
         found.add(0, 5)
-    assert found.best([1, 2, 3, 5, 7], 0.2) == 1
+    assert found.best([1, 2, 3, 5, 7], 0.2) == 1 and found.best([0, 1, 2], 0.2) == 0
+
+
+def test_a_draft_that_does_not_pay_is_not_asked(trained: Any, text: Tensor) -> None:
+    drafted = Drafted(trained, trained, context=60, ops="torch")
+    found = drafted.generate(text[:, :12], max_new_tokens=20)
+    assert drafted.acceptance.rounds == 0
+    assert found == Decoder(trained, context=60, ops="torch").generate(text[:, :12], max_new_tokens=20)
 
 
 def test_a_row_takes_no_more_tokens_than_its_limit() -> None:
