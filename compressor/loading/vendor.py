@@ -86,7 +86,7 @@ def contents_of(specs: Iterable[Spec], settings: ExportSettings) -> Contents:
     return Contents(
         structures=frozenset(name for spec in specs for name in families(spec)),
         quantized=bool(settings.quantize or settings.head) or any(spec.quantized for spec in specs),
-        rows=0 if settings.context is None else settings.batch,
+        rows=0 if settings.context is None else max(settings.batch, SEVERAL * bool(settings.draft)),
     )
 
 

@@ -69,7 +69,8 @@ def decode_attention(
     pdl: bool = False,
     **config: int,
 ) -> Tensor:
-    """`reference.decode_attention` as one kernel into `out` [B, Hq·D].
+    """`reference.decode_attention` as one kernel into `out` [B, Hq·D]. With a cache of fewer rows S,
+    row r is of sequence r modulo S and does not see what the same launch appends for others of it.
 
     Args:
         k, v: [B, Hkv, L, D] with the last two axes contiguous; scales: [B, Hkv, L] in float32, if they
@@ -88,7 +89,7 @@ def decode_attention(
     Raises:
         ValueError: more than `MAX_SPLITS` splits; int8 that is not streamed.
     """
-    rows, kv_heads, _, width = k.shape
+    rows, (sequences, kv_heads, _, width) = len(qkv), k.shape
     group = (qkv.shape[1] // width - 2 * kv_heads) // kv_heads
     if streamed is None:
         streamed = scales is not None or bucket >= STREAMED_FROM
@@ -104,7 +105,7 @@ def decode_attention(
     after = (
         *(cos, sin, cos.stride(0), *gains, eps, pos, start, scale * log2(e), out, out.stride(0)),
         *(workspace["partial"], workspace["state"], workspace["counter"]),
-        *(kv_heads, width, cos.shape[1], window or 0, chunk),
+        *(kv_heads, sequences, width, cos.shape[1], window or 0, chunk),
     )
     grid, before = (rows * kv_heads, splits), (qkv, qkv.stride(0), k, v, k.stride(0), k.stride(1))
     if not streamed:
