@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, run_block
+from blr.compressor.fitting.factorize import Result
 from blr.compressor.fitting.weighted import Moments, products
+from blr.compressor.planning.plan import Plan
 
 COUNT = "tokens of "  # begins the name of how many tokens an expert had
 PRIOR = 0.25  # tokens of the layer's mean that an expert's moments get, a number of its input
@@ -58,3 +60,16 @@ def with_floor(sums: Sequence[Tensor]) -> list[Tensor]:
     for each in sums:
         mean += each
     return [each + FLOOR / len(sums) * mean for each in sums]
+
+
+def few_tokens(plan: Plan, results: Mapping[str, Result]) -> list[str]:
+    """A note if experts had fewer tokens than their inputs have numbers."""
+    counts = {p: results[p.layer.module][1].get("tokens") for p in plan.layers if p.layer.stack}
+    known = [(count, p.spec.in_features) for p, count in counts.items() if count is not None]
+    few, none = sum(count < width for count, width in known), sum(not count for count, _ in known)
+    if not few:
+        return []
+    return [
+        f"{few} of {len(known)} layers of experts had fewer tokens than inputs, {none} had none: they "
+        "are fitted to tokens of other experts as well; more text (--samples) fits them better"
+    ]
