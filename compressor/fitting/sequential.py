@@ -104,7 +104,7 @@ class BlockFit:
                 fit(key, work.processes)
         rest = {key: job.planned.spec for key, job in jobs.items() if key not in together}
         with work.progress.timed("fits"):
-            work.share({key: predicted_cost(spec, calibrated=True) for key, spec in rest.items()}, fit)
+            work.share(rest, fit, calibrated=True)
         work.journal.await_all(together)
 
     def _metric(self, output: str) -> Tensor | None:

@@ -95,7 +95,7 @@ def run_layers(options: LayerOptions, progress: Progress) -> tuple[BenchReport, 
         raise UsageError(f"device {options.device!r} cannot be timed; use cpu or cuda")
     precision, cuda = find_precision(options.dtype), device.type == "cuda"
     if options.bits and not cuda:
-        raise UsageError("--bits needs a GPU: on a CPU layers in few bits run otherwise; see bench decode")
+        raise UsageError("--bits needs a GPU: a CPU runs such layers otherwise; see bench decode")
     compiling = cuda if options.compiling is None else options.compiling
     work = layer_work(options, not cuda)
     cases = [(layer, specs, n) for layer, specs in work.specs for n in work.tokens]

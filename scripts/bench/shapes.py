@@ -112,8 +112,7 @@ def layer_work(options: LayerOptions, cpu: bool) -> LayerWork:
     usual = SMALL if cpu else LARGE
     models, tokens = options.models or usual[0], options.n or usual[1]
     each = [
-        (layer, specs_for(layer, asked, options.blocks, options.cf))
-        for layer in find_layers(models)
+        (layer, specs_for(layer, asked, options.blocks, options.cf)) for layer in find_layers(models)
     ]
     return LayerWork(tuple(models), tuple(tokens), tuple(each))
 

@@ -2,9 +2,9 @@
 
 A program owns 64 rows of the weight and a few groups of their columns. All its words go straight into
 registers, at once, while its inputs go into shared memory. Levels of a group are multiplied as they
-are, exactly, and the group's sums get its scale in float32. Up to 8 tokens go through `mma.sync`, whose
-cost falls with the tokens; more through `wgmma` of Hopper, which unpacks while it multiplies. Gluon,
-since plain Triton cannot unpack where an operand lies. Derivation: README.md.
+are, exactly, and the group's sums get its scale in float32. Up to 8 tokens go through `mma.sync`, more
+through `wgmma` of Hopper. Gluon, since plain Triton cannot unpack where an operand lies. Derivation:
+README.md.
 """
 
 from triton.experimental import gluon
@@ -102,12 +102,12 @@ def few_kernel(
     tokens, rows, steps, ranks,
     BITS: gl.constexpr, GROUP: gl.constexpr, ASM: gl.constexpr, NP: gl.constexpr,
     SPLIT: gl.constexpr, EACH: gl.constexpr, BIAS: gl.constexpr, RANKS: gl.constexpr,
-    PARTS: gl.constexpr, WAIT: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """y [n, rows] = x Wᵀ + bias + z Uᵀ, n up to NP, 8 or 16.
 
-    Arguments as of `fused.product_kernel`; x lies in its own order. steps: groups of a row. EACH: steps
-    of a program. WAIT: True if it waits for the launch before, once it needs z or counters.
+    Arguments as of `fused.product_kernel`; x lies in its own order, and counter holds zeros before the
+    launch that makes z. steps: groups of a row. EACH: steps of a program.
     """
     LOW: gl.constexpr = 2 if BITS == 3 else BITS
     WORDS: gl.constexpr = GROUP * LOW // 32  # of a group's lowest plane, 8 or 16
@@ -127,8 +127,9 @@ def few_kernel(
     XS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     XL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
-    part = gl.program_id(0) % SPLIT
-    tile = gl.program_id(0) // SPLIT
+    tiles = (rows + 63) // 64
+    part = SPLIT - 1 - gl.program_id(0) // tiles  # the first one last: it alone waits
+    tile = gl.program_id(0) % tiles
     row0 = tile * 64
     first = part * EACH
     row = gl.minimum(row0 + gl.arange(0, 64, gl.SliceLayout(1, W)), rows - 1)
@@ -171,10 +172,9 @@ def few_kernel(
         acc = end_step(acc, left, MMA)
         total += acc * held[k][2].to(gl.float32)[:, None]
         left = after
-    if WAIT:
-        gdc_wait()
     if RANKS > 0:  # noqa: SIM102 (known when compiled)
         if part == 0:
+            gdc_wait()
             total = corrected(
                 total, u, u_row, z, row0, 0, rows, tokens, ranks, RANKS, PARTS, 64, NP, A, D, 4
             )

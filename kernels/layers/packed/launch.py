@@ -160,7 +160,7 @@ def _plan(
     few = len(x) > 1 and takes_few(x, packed, bits, group)
     chosen = few_product if few else fused_product if len(x) > 1 else _one_token
     run = Launches(partial(chosen, bits=bits, group=group, curved=curved))
-    return ProductPlan(run, -(-len(packed) // FEW_ROWS) if few and v is None else 0)
+    return ProductPlan(run, -(-len(packed) // FEW_ROWS) if few else 0)
 
 
 _PLANS = Plans()
@@ -200,11 +200,11 @@ def few_product(
     """`product` of 2 to 16 tokens by one kernel, and one before it for a correction.
 
     Args:
-        counter: `zero_counters`, one for `FEW_ROWS` rows, or None: the kernel before it makes them.
+        counter: `zero_counters`, one for `FEW_ROWS` rows, or None: zeros are made.
         each: groups of a program, in place of what is chosen.
     """
     from blr.kernels.layers.packed.few import few_kernel
-    from blr.kernels.layers.packed.triton import Prepared, prepare, whole_ranks
+    from blr.kernels.layers.packed.triton import prepare, whole_ranks
 
     (tokens, K), rows = x.shape, len(packed)
     tiles, steps, slots = -(-rows // FEW_ROWS), K // group, 8 if tokens <= 8 else 16
@@ -214,24 +214,17 @@ def few_product(
     if split > 1:
         size = tiles * split * FEW_ROWS * slots
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
-    if v is None and (split == 1 or counter is not None):
-        made = Prepared(x, None, counter, False)
-    else:
-        made = prepare(x, bits, group, v, tiles if split > 1 else 0, pdl=True, ordered=False)
+        if counter is None:
+            counter = torch.zeros(tiles, dtype=torch.int32, device=x.device)
+    z = None if v is None else prepare(x, bits, group, v, pdl=True, ordered=False).z
     launch(
         few_kernel,
         (tiles * split,),
         (
             *(x, x.stride(0), packed.view(torch.int32), packed.stride(0) // 4, scale, scale.stride(0)),
             *(y if bias is None else bias, y if u is None else u, 0 if u is None else u.stride(0)),
-            *(y if made.z is None else made.z, y, y.stride(0), partial),
-            *(
-                y if made.counter is None else made.counter,
-                tokens,
-                rows,
-                steps,
-                0 if v is None else len(v),
-            ),
+            *(y if z is None else z, y, y.stride(0), partial, y if counter is None else counter),
+            *(tokens, rows, steps, 0 if v is None else len(v)),
         ),
         {
             "BITS": bits,
@@ -242,11 +235,10 @@ def few_product(
             "EACH": each,
             "BIAS": bias is not None,
             "RANKS": whole_ranks(0 if v is None else len(v)),
-            "PARTS": 1 if made.z is None else len(made.z),
-            "WAIT": made.launched,
+            "PARTS": 1 if z is None else len(z),
         },
         num_warps=4,
-        **({"launch_pdl": True} if made.launched else {}),
+        **({} if z is None else {"launch_pdl": True}),
     )
     return y
 
