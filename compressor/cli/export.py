@@ -82,7 +82,7 @@ def _export_text(summary: dict[str, Any]) -> str:
     )
 
 
-def _layers_lines(summary: dict[str, Any]) -> list[Line]:
+def _layers_lines(summary: dict[str, object]) -> list[Line]:
     if summary["kind"] == "dense":
         return [("layers", f"{summary['densified']} structured, made dense")]
     if summary["kind"] == "plain":

@@ -190,7 +190,7 @@ def evaluate(
     *,
     progress: Progress | None = None,
     **settings: Any,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Measure a decoder's perplexity on texts and its scores in tasks, or an encoder's rank correlation.
 
     Args:

@@ -101,7 +101,7 @@ def export_config(
 
 def small_files(
     checkpoint: Checkpoint,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     settings: ExportSettings,
     name: str,
     kind: str = "folder",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blr.compressor.base.errors import OutputError, UsageError
 from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
@@ -65,7 +65,7 @@ class ExportSummary:
     self_contained: bool
     seconds: float
     errors: dict[str, float] = field(default_factory=dict)
-    check: dict[str, Any] | None = None
+    check: dict[str, object] | None = None
     commands: list[str] = field(default_factory=list)
     elsewhere: dict[str, str] = field(default_factory=dict)
     bits: float | None = None
@@ -235,7 +235,7 @@ class ExportRun(FolderRun):
         """Advice on what loses less than this export."""
         from blr.compressor.output.loss_messages import better_export
 
-        told: dict[str, Any] = {}
+        told: dict[str, object] = {}
         with suppress(OutputError):  # a dense checkpoint, or one without its manifest
             told = read_manifest(self.plan.checkpoint.source.folder)
         run, healed = told.get("run"), "healed_from" in told
@@ -265,7 +265,7 @@ class ExportRun(FolderRun):
         compiled = self.plan.tensors.nbytes * {"pt2": 1, "onnx": 2}.get(self.options.kind, 0)  # float32
         return self.plan.nbytes + compiled + extra + (4 << 20)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         options = self.options
         return {
             "source": headers_digest(self.plan.checkpoint.source),
@@ -294,8 +294,8 @@ class ExportRun(FolderRun):
             read.append(scan_source(self.plan.draft.source, REMEDY, self.progress).digest)
         return hashlib.sha256(canonical_json(read)).hexdigest()
 
-    def facts(self, read: str) -> dict[str, Any]:
-        facts: dict[str, Any] = {
+    def facts(self, read: str) -> dict[str, object]:
+        facts: dict[str, object] = {
             "source": {"name": self.options.source_name, "revision": self.options.revision},
             "run": self.workspace.fingerprint,
             "input_sha256": read,

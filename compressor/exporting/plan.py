@@ -96,7 +96,7 @@ class ExportPlan:
     densified: list[str]
     small_files: Callable[[], dict[str, bytes | Path]]
     check_loads: Callable[[Path], dict[str, tuple[int, str]]]
-    described: dict[str, Any]
+    described: dict[str, object]
     settings: ExportSettings | None = None
     quantizer: Quantizer | None = None
     beside: Mapping[str, list[Slot]] = field(default_factory=dict)

@@ -74,6 +74,8 @@ class Contents:
             absent |= {f"decode.integer.{part}" for part in ("form", "launch", "looped")}
         if self.rows < SEVERAL:
             absent.add("decode.skinny")
+        if "blast" not in self.structures:
+            absent.add("decode.skinny.mix")
         runtime = set() if self.rows else {"blr.compressor.runtime"}
         return frozenset({f"blr.kernels.{name}" for name in absent} | runtime)
 

@@ -46,7 +46,7 @@ class FusedGeneration(Mixin):
         return _decode(decoder, request, kwargs.get("streamer"))
 
 
-def find_decoder(model: PreTrainedModel, settings: ExportSettings, request: Request | str) -> Any:
+def find_decoder(model: PreTrainedModel, settings: ExportSettings, request: Request | str) -> object:
     """The runtime for `request`; None when transformers is to answer, of which a warning says once why.
     Raises ValueError for more tokens than the model has positions."""
     if isinstance(request, Request):

@@ -203,7 +203,7 @@ class Binder:
         values, indices, counter = state.choice.values()
         grid = (self.rows, -(-logits.shape[1] // CHOICE_BLOCK))
         arguments = (logits, logits.stride(0), logits.shape[1], values, indices, counter, tokens, pos)
-        options: dict[str, Any] = {"BLOCK": CHOICE_BLOCK, "PARTS": values.shape[1], "PDL": self.pdl}
+        options: dict[str, object] = {"BLOCK": CHOICE_BLOCK, "PARTS": values.shape[1], "PDL": self.pdl}
         options |= {"launch_pdl": True} if self.pdl else {}
         return lambda: choose_kernel[grid](*arguments, **options)
 
