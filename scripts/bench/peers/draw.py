@@ -19,7 +19,14 @@ from blr.compressor.output.svg import COLOURS, WIDTH, Series, chart, picture
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "scripts" / "figures"
 PAGE = ROOT / "recipes" / "README.md"
-NAMES = {"autoround": "AutoRound", "awq": "AWQ", "gptq": "GPTQ", "hqq": "HQQ", "torchao": "torchao"}
+NAMES = {
+    "autoround": "AutoRound",
+    "awq": "AWQ",
+    "gptq": "GPTQ",
+    "hqq": "HQQ",
+    "llamacpp": "llama.cpp",
+    "torchao": "torchao",
+}
 HEIGHT = 260
 STYLE = (
     "svg{font-family:system-ui,sans-serif}text{font-size:12px;fill:var(--ink)}"
