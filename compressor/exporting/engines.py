@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
 from blr.compressor import __version__
@@ -314,7 +314,7 @@ TYPES, ROTARY = ("llama", "mistral", "qwen2", "qwen3"), ("default", "linear", "l
 ACTIVATION = "silu"
 
 
-def check_decoder(source: Source, engine: Engine, rotary: Collection[str] = ROTARY) -> Any:
+def check_decoder(source: Source, engine: Engine, rotary: Collection[str] = ROTARY) -> PreTrainedConfig:
     """The configuration of a model that `engine` computes as transformers does. Raises CapabilityError
     for other types and activations, and for scalings of rotary positions that are not in `rotary`."""
     config = meta_model(source).config
@@ -333,7 +333,7 @@ def check_decoder(source: Source, engine: Engine, rotary: Collection[str] = ROTA
     )
 
 
-def window_told(config: Any, engine: Engine) -> tuple[str, ...]:
+def window_told(config: PreTrainedConfig, engine: Engine) -> tuple[str, ...]:
     """A note on a sliding window of attention, which `engine` does not have in these model types."""
     window = getattr(config, "sliding_window", None)
     if window is None or window >= config.max_position_embeddings:

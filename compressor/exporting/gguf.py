@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.loading.tokenizer import PROBE
 from blr.compressor.output.files import Written
 from blr.compressor.structures.specs import Spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"
 # alpha 0: the product of the factors is added as it is, at any rank
@@ -118,7 +121,7 @@ def _rotary(model_type: str) -> tuple[str, ...]:
     return ROTARY if ARCHITECTURES.get(model_type) == "llama" else ROTARY[:2]
 
 
-def _architecture(config: Any) -> dict[str, str]:
+def _architecture(config: PreTrainedConfig) -> dict[str, str]:
     return {"general.architecture": ARCHITECTURES[config.model_type]}
 
 
@@ -137,7 +140,7 @@ def name_of(stored: str) -> str:
     return f"{TENSORS[module]}.{part}" if module in TENSORS else ""
 
 
-def row_order(config: Any, name: str) -> Tensor | None:
+def row_order(config: PreTrainedConfig, name: str) -> Tensor | None:
     """The order of the rows of a tensor in llama.cpp; None if it is ours. Its Llama rotates neighbours,
     where transformers rotates halves of a head."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -149,7 +152,7 @@ def row_order(config: Any, name: str) -> Tensor | None:
     return rows.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten()
 
 
-def _add_others(model: File, source: Source, config: Any, others: Tensors) -> None:
+def _add_others(model: File, source: Source, config: PreTrainedConfig, others: Tensors) -> None:
     """Add the tensors beside the layers in few bits, and the factors of rotary positions."""
     for slot in others.slots:
         name, entry = name_of(slot.name), slot.origin
@@ -178,7 +181,7 @@ def _plain(read: Make, kind: int, order: Tensor | None) -> Tensor:
     return found.float() if kind == F32 else found
 
 
-def rotary_factors(config: Any) -> Tensor:
+def rotary_factors(config: PreTrainedConfig) -> Tensor:
     """By what llama.cpp divides the frequencies of rotary positions, for a Llama 3."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -187,7 +190,7 @@ def rotary_factors(config: Any) -> Tensor:
     return config.rope_parameters["rope_theta"] ** -places / scaled
 
 
-def _add_packed(model: File, source: Source, config: Any, module: str, spec: Spec) -> None:
+def _add_packed(model: File, source: Source, config: PreTrainedConfig, module: str, spec: Spec) -> None:
     """Add the weight of a layer in few bits."""
     name, shape = name_of(f"{module}.weight"), (spec.out_features, spec.in_features)
     form = {"Q8_0": Q8_0, "Q4_0": Q4_0}[kind(spec)]
@@ -206,7 +209,9 @@ def _blocks(source: Source, module: str, spec: Spec, order: Tensor | None) -> Te
     return blocks(levels[rows], each[rows], base.bits)
 
 
-def _add_adapter(adapter: File, source: Source, config: Any, module: str, spec: Spec) -> None:
+def _add_adapter(
+    adapter: File, source: Source, config: PreTrainedConfig, module: str, spec: Spec
+) -> None:
     """Add the factors of a correction; nothing for a layer without one."""
     if (correction := correction_of(spec)) is None:
         return
@@ -221,7 +226,7 @@ def _add_adapter(adapter: File, source: Source, config: Any, module: str, spec: 
         adapter.add(f"{name}.{part}", F32, shape, source.shards[0], make)
 
 
-def load(folder: Path, dtype: Any = "auto") -> ForeignModel:
+def load(folder: Path, dtype: object = "auto") -> ForeignModel:
     """The model in a written folder, by llama-cpp-python alone, which computes in types of its own."""
     import llama_cpp
 
@@ -262,7 +267,7 @@ def _check_loads(source: Source, folder: Path) -> Written:
 
 
 @cache
-def _silent() -> Any:
+def _silent() -> object:
     """A function for the messages of llama.cpp, which says nothing; llama.cpp keeps it."""
     import llama_cpp
 

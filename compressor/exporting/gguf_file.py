@@ -12,7 +12,6 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from struct import pack
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ ALIGNMENT, VERSION, BLOCK = 32, 3, 32
 F32, F16, Q4_0, Q8_0, BF16 = 0, 1, 2, 8, 30  # the numbers of types of tensors
 BYTES = {F32: (1, 4), F16: (1, 2), Q4_0: (32, 18), Q8_0: (32, 34), BF16: (1, 2)}  # of so many numbers
 PLAIN = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
-Values = Mapping[str, Any]
+Values = Mapping[str, object]
 
 
 @dataclass
@@ -65,7 +64,7 @@ def _text(text: str) -> bytes:
     return pack("<Q", len(data)) + data
 
 
-def _value(value: Any) -> bytes:
+def _value(value: object) -> bytes:
     """Type and bytes of a value: whole numbers are unsigned, those of lists signed."""
     if isinstance(value, list):
         kind, form = {str: (8, ""), int: (5, "<i"), float: (6, "<f")}[type(value[0])]

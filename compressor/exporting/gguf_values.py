@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.quoting import quote
 from blr.compressor.loading.load import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
@@ -26,7 +29,7 @@ CUTS = {
 WHOLE_WORDS = ("llama-bpe",)  # those where a word that is a token is not cut
 
 
-def model_values(config: Any, name: str) -> dict[str, Any]:
+def model_values(config: PreTrainedConfig, name: str) -> dict[str, object]:
     """The sizes of a decoder. name: of the model."""
     kind, heads = ARCHITECTURES[config.model_type], config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -51,7 +54,7 @@ def model_values(config: Any, name: str) -> dict[str, Any]:
     return {f"general.{k}": v for k, v in general.items()} | {f"{kind}.{k}": v for k, v in sizes.items()}
 
 
-def tokenizer_values(folder: Path, size: int) -> dict[str, Any]:
+def tokenizer_values(folder: Path, size: int) -> dict[str, object]:
     """The tokenizer in `folder`, of a model with `size` tokens, and its chat template. Raises
     CapabilityError for one that llama.cpp does not have."""
     tokenizer: Any = load_tokenizer(folder)
@@ -73,7 +76,7 @@ def tokenizer_values(folder: Path, size: int) -> dict[str, Any]:
     return {f"tokenizer.ggml.{key}": value for key, value in values.items()} | chat
 
 
-def _vocabulary(folder: Path, table: dict[str, Any], size: int) -> dict[str, Any]:
+def _vocabulary(folder: Path, table: dict[str, Any], size: int) -> dict[str, object]:
     """Tokens and how text becomes tokens: merges of bytes, or of characters in the order of tokens."""
     model, (texts, kinds) = table["model"], _tokens(table, size)
     values: dict[str, Any] = {"tokens": texts, "token_type": kinds}

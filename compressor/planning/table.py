@@ -52,7 +52,7 @@ def plan_result(plan: Plan, recipe: Recipe, gpu: Gpu, name: str, outlined: bool)
     }
 
 
-def _whole(plan: Plan, layers: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def _whole(plan: Plan, layers: Sequence[dict[str, object]]) -> dict[str, object] | None:
     """The whole checkpoint: its size, and the `share` of its parameters that is replaced."""
     if plan.whole is None:
         return None
@@ -127,9 +127,9 @@ def _sizes(result: dict[str, Any]) -> str:
     return f"{fewer}{result['bits']:.3f} bits a weight"
 
 
-def _grouped(layers: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def _grouped(layers: Sequence[dict[str, Any]]) -> list[list[dict[str, object]]]:
     """Layers that differ only in the number of their block, together."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[object, ...], list[dict[str, object]]] = {}
     for layer in layers:
         name = re.sub(r"\d+", "#", layer["module"], count=1)
         key = (name, layer["structure"], layer["rank"], *layer["shape"], layer["rule"])
