@@ -93,7 +93,7 @@ def with_floor(sums: Sequence[Tensor]) -> list[Tensor]:
 def few_tokens(plan: Plan, results: Mapping[str, Result]) -> list[str]:
     """A note if experts had fewer tokens than their inputs have numbers."""
     counts = {p: results[p.layer.module][1].get("tokens") for p in plan.layers if p.layer.stack}
-    known = [(count, p.spec.in_features) for p, count in counts.items() if count is not None]
+    known = [(n, p.spec.in_features) for p, n in counts.items() if isinstance(n, int)]
     few, none = sum(count < width for count, width in known), sum(not count for count, _ in known)
     if not few:
         return []
