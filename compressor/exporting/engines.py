@@ -123,6 +123,9 @@ def plan_for(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
             f"({reasons[module]}); add --dense-rest to write those dense, or take --as dense"
             f"{engine.otherwise}"
         )
+    if any("experts" in name.split(".") for name in source.entries):
+        said = f"{source.folder} has experts, which blr writes for no engine"
+        raise UsageError(f"--as {engine.name}: {said}; take --as dense")
     if not continues_text(source):
         raise UsageError(f"--as {engine.name}: {source.model_type} writes no text; take --as onnx")
     if len(rest) == len(checkpoint.specs):

@@ -1,8 +1,9 @@
 """Plans folders for llama.cpp (`--as gguf`): one file in GGUF, and corrections as an adapter in another.
 
 A weight in 8 bits becomes Q8_0, one in 4, 3 or 2 bits Q4_0, with the values that it had. That takes 8.5
-and 4.5 bits a weight. Their groups are of 32; larger groups repeat their scale. Scales are in float16
-there: those of bfloat16 are exact down to 6e-5, others are rounded.
+and 4.5 bits a weight. On the grids q2_k and q3_k it becomes Q2_K or Q3_K, of 2.6 and 3.4 bits. Groups
+are of 32; larger ones repeat their scale. Scales are in float16 there: those of bfloat16 are exact down
+to 6e-5, others are rounded.
 """
 
 from __future__ import annotations
@@ -33,7 +34,20 @@ from blr.compressor.exporting.engines import (
     rotary_of,
     window_told,
 )
-from blr.compressor.exporting.gguf_file import BF16, BLOCK, F16, F32, Q4_0, Q8_0, File, blocks
+from blr.compressor.exporting.gguf_file import (
+    BF16,
+    BLOCK,
+    F16,
+    F32,
+    Q2_K,
+    Q3_K,
+    Q4_0,
+    Q8_0,
+    File,
+    blocks,
+    counted,
+    superblocks,
+)
 from blr.compressor.exporting.gguf_models import (
     added_to,
     architecture_of,
@@ -52,7 +66,8 @@ from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.loading.tokenizer import PROBE
 from blr.compressor.output.files import Written
-from blr.compressor.structures.specs import Spec
+from blr.compressor.structures.specs import QuantizedSpec, Spec
+from blr.kernels.decode.quantized.formats import SUPERBLOCK
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"
 # alpha 0: the product of the factors is added as it is, at any rank
@@ -69,7 +84,8 @@ def engine() -> Engine:
 
 def kind(spec: Spec) -> str:
     """What a layer is stored as."""
-    return "Q8_0" if integers_of(spec).bits == 8 else "Q4_0"
+    base = integers_of(spec)
+    return f"Q{base.bits}_K" if base.superblocks else "Q8_0" if base.bits == 8 else "Q4_0"
 
 
 def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOptions) -> ExportPlan:
@@ -105,8 +121,9 @@ def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOption
 
 
 def _told(kept: Checkpoint) -> tuple[str, ...]:
-    fewer = sum(integers_of(spec).bits < 4 for spec in kept.specs.values())
-    said = f"{fewer} layers of under 4 bits are written as Q4_0: the same values in 4.5 bits a weight"
+    fewer = sum(kind(spec) == "Q4_0" and integers_of(spec).bits < 4 for spec in kept.specs.values())
+    said = f"{fewer} layers of under 4 bits are written as Q4_0: the same values in 4.5 bits a weight; "
+    said += "--grid q2_k or q3_k of blr compress keeps int2 or int3 where 256 divides the inputs"
     return (said,) if fewer else ()
 
 
@@ -151,7 +168,7 @@ def rotary_factors(config: Any) -> Tensor:
 def _add_packed(model: File, source: Source, config: Any, module: str, spec: Spec) -> None:
     """Add the weight of a layer in few bits."""
     name, shape = name_of(config, f"{module}.weight"), (spec.out_features, spec.in_features)
-    form = {"Q8_0": Q8_0, "Q4_0": Q4_0}[kind(spec)]
+    form = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q2_K": Q2_K, "Q3_K": Q3_K}[kind(spec)]
     make = partial(_blocks, source, module, spec, row_order(config, name))
     model.add(name, form, shape, source.shards[0], make)
 
@@ -159,12 +176,21 @@ def _add_packed(model: File, source: Source, config: Any, module: str, spec: Spe
 def _blocks(source: Source, module: str, spec: Spec, order: Tensor | None) -> Tensor:
     base, (levels, scale) = integers_of(spec), levels_of(source, module, spec)
     each = scale.repeat_interleave(base.group // BLOCK, 1)[:, : base.in_features // BLOCK]
-    if not each.to(torch.float16).isfinite().all():
+    if not _held(each, base):
         raise NumericsError(
             f"{source.folder}: scales of {module} beyond float16, which GGUF holds; take --as mlx"
         )
     rows = slice(None) if order is None else order
+    if base.superblocks:
+        return superblocks(levels[rows], each[rows], base.bits)
     return blocks(levels[rows], each[rows], base.bits)
+
+
+def _held(scale: Tensor, base: QuantizedSpec) -> bool:
+    """Whether GGUF holds the scales of a weight."""
+    if base.superblocks:
+        scale = counted(scale.float().unflatten(-1, (-1, SUPERBLOCK)), base.bits)[0]
+    return bool(scale.to(torch.float16).isfinite().all())
 
 
 def _add_adapter(adapter: File, source: Source, config: Any, module: str, spec: Spec) -> None:

@@ -32,6 +32,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"method": "dense", "quantize": "int4"},
     "int3": {"method": "dense", "quantize": "int3", **UNIFORM},
     "int2": {"method": "dense", "quantize": "int2"},
+    "q2_k": {"method": "dense", "quantize": "int2", "grid": "q2_k"},
+    "q3_k": {"method": "dense", "quantize": "int3", "grid": "q3_k"},
     "int8-16": {"method": "svd", "rank": 16, "base": "int8"},
     "int4-16": {"method": "svd", "rank": 16, "base": "int4"},
     "int3-16": {"method": "svd", "rank": 16, "base": "int3", **UNIFORM},

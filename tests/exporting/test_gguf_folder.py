@@ -28,6 +28,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"method": "dense", "quantize": "int4"},
     "int3": {"method": "dense", "quantize": "int3", "grid": "uniform", "group": 32},
     "int2": {"method": "dense", "quantize": "int2", "group": 32},
+    "q2_k": {"method": "dense", "quantize": "int2", "grid": "q2_k"},
+    "q3_k": {"method": "dense", "quantize": "int3", "grid": "q3_k"},
+    "q2_k-16": {"method": "svd", "base": "int2", "grid": "q2_k", "rank": 16},
     "int2-16": {"method": "svd", "base": "int2", "group": 32, "rank": 16},
 }
 
@@ -72,10 +75,12 @@ class Reader:
 
 
 def weights(data: bytes, shape: list[int], kind: int) -> Tensor:
-    """A tensor in float32 from where it begins: 2 is Q4_0, 8 is Q8_0, others are plain."""
+    """A tensor in float32 from where it begins: 2 is Q4_0, 8 is Q8_0, 10 and 11 are Q2_K and Q3_K."""
     count = int(torch.tensor(shape).prod())
     if kind in PLAIN:
         return torch.frombuffer(bytearray(data), dtype=PLAIN[kind], count=count).float().view(shape)
+    if kind in (10, 11):
+        return superblocks(data, count, kind).view(shape)
     width = 18 if kind == 2 else 34
     blocks = torch.frombuffer(bytearray(data), dtype=torch.uint8, count=count // 32 * width)
     blocks = blocks.view(-1, width)
@@ -84,6 +89,32 @@ def weights(data: bytes, shape: list[int], kind: int) -> Tensor:
     nibbles = torch.cat([codes & 15, codes >> 4], 1).float() - 8
     levels = nibbles if kind == 2 else codes.contiguous().view(torch.int8).float()
     return (levels * scales).view(shape)
+
+
+def superblocks(data: bytes, count: int, kind: int) -> Tensor:
+    """Number by number as llama.cpp reads Q2_K and Q3_K."""
+    values, width = [], 84 if kind == 10 else 110
+    for start in range(0, count // 256 * width, width):
+        block = data[start : start + width]
+        if kind == 10:
+            scales, low, (d, least) = block[:16], block[16:80], unpack_from("<ee", block, 80)
+        else:
+            high, low, held, d = (
+                block[:32],
+                block[32:96],
+                block[96:108],
+                unpack_from("<e", block, 108)[0],
+            )
+        for n in range(256):
+            part, shift, place, sub = n // 128, n % 128 // 32, n % 32, n // 16
+            code = low[32 * part + place] >> 2 * shift & 3
+            if kind == 10:
+                values.append(d * (scales[sub] & 15) * code - least * (scales[sub] >> 4))
+                continue
+            code += 4 * (high[place] >> n // 32 & 1)
+            k = held[sub % 8] >> 4 * (sub // 8) & 15 | (held[8 + sub % 4] >> 2 * (sub // 4) & 3) << 4
+            values.append(d * (k - 32) * (code - 4))
+    return torch.tensor(values)
 
 
 def in_our_order(found: Tensor, name: str, heads: dict[str, int]) -> Tensor:
@@ -107,7 +138,7 @@ def test_it_holds_the_values_of_the_checkpoint(name: str, tiny: Path, tmp_path: 
     adapter = folder / "adapter.gguf"
     factors = Reader(adapter.read_bytes()).read()[1] if adapter.exists() else {}
     names = json.loads((folder / "blr_layers.json").read_bytes())
-    assert len(factors) == (2 * len(names) if name == "int2-16" else 0)
+    assert len(factors) == (2 * len(names) if name.endswith("-16") else 0)
     short = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "mlp.down_proj": "ffn_down"}
     for block in range(4):
         for ours, theirs in short.items():

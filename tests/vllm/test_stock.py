@@ -29,6 +29,7 @@ register()
 FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"method": "dense", "quantize": "int4"},
     "int4-16": {"method": "svd", "base": "int4", "rank": 16},
+    "int8": {"method": "dense", "quantize": "int8"},
 }
 # arguments: folder, prompt, a file for log-probabilities of the prompt's tokens and generated tokens
 SERVE = """
