@@ -136,11 +136,11 @@ def engine(kind: str) -> Engine:
 
 
 def check_llama_cpp(
-    expected: Tensor, ids: Tensor, source: Path, told: tuple[str, str], limit: float
+    expected: Tensor, ids: Tensor, source: Path, folder: Path, told: tuple[str, str], limit: float
 ) -> None:
     """llama.cpp on the weights that it was given, in float32, and as it computes with them."""
-    out = export_to(source, source.parent / f"gguf-{told[1]}", kind="gguf", check=False)
-    exact = engine("gguf").load(in_float32(out, out.with_name(f"{out.name}-32")), "auto")
+    out = export_to(source, folder / "gguf", kind="gguf", check=False)
+    exact = engine("gguf").load(in_float32(out, folder / "float32"), "auto")
     compare(expected, logits_of(exact, ids), EXACT, (*told, "gguf, exact"))
     compare(expected, logits_of(engine("gguf").load(out, "auto"), ids), limit, (*told, "gguf"))
 
@@ -161,7 +161,7 @@ def test_engines_compute_what_we_do(
         found = logits_of(engine(kind).load(out, torch.float32), ids)
         compare(expected, found, EXACT, (name, format, kind))
     limit = ROUNDED_FURTHER if name == "smollm2" else ROUNDED
-    check_llama_cpp(expected, ids, source, (name, format), limit)
+    check_llama_cpp(expected, ids, source, tmp_path, (name, format), limit)
 
 
 @pytest.mark.parametrize("format", ["int4", "int2-16"])
@@ -173,7 +173,7 @@ def test_llama_cpp_computes_further_types(
     source = compressed(models[name], name, format, tmp_path / "source")
     ours = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     ids = text_of(source, ours)
-    check_llama_cpp(logits_of(ours, ids), ids, source, (name, format), ROUNDED)
+    check_llama_cpp(logits_of(ours, ids), ids, source, tmp_path, (name, format), ROUNDED)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "mlx", "gguf"])
