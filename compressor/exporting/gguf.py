@@ -121,10 +121,13 @@ def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOption
 
 
 def _told(kept: Checkpoint) -> tuple[str, ...]:
-    fewer = sum(kind(spec) == "Q4_0" and integers_of(spec).bits < 4 for spec in kept.specs.values())
-    said = f"{fewer} layers of under 4 bits are written as Q4_0: the same values in 4.5 bits a weight; "
-    said += "--grid q2_k or q3_k of blr compress keeps int2 or int3 where 256 divides the inputs"
-    return (said,) if fewer else ()
+    wider = [s for s in kept.specs.values() if kind(s) == "Q4_0" and integers_of(s).bits < 4]
+    said = (
+        f"{len(wider)} layers of under 4 bits are written as Q4_0: the same values in 4.5 bits a weight"
+    )
+    if any(spec.in_features % (SUPERBLOCK * BLOCK) == 0 for spec in wider):
+        said += "; --grid q2_k or q3_k of blr compress keeps int2 or int3 as they are"
+    return (said,) if wider else ()
 
 
 def _add_others(model: File, source: Source, config: Any, others: Tensors) -> None:

@@ -14,10 +14,16 @@ from exporting import compress_to, export_to
 from pico import MODELS, save_model, with_tokenizer
 from running import Invoke
 from safetensors.torch import load_file
+from scripting import ROOT
 from tolerances import TOLERANCES
 from torch import Tensor
 
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands.compress import Settings, compress
+from blr.compressor.commands.heal import heal
 from blr.compressor.exporting.gguf_values import tokenizer_values
+from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.schema import make_recipe
 
 NUMBERS = {4: "I", 5: "i", 6: "f", 7: "?"}
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -151,6 +157,22 @@ def test_it_holds_the_values_of_the_checkpoint(name: str, tiny: Path, tmp_path: 
             assert float((found - expected).norm() / expected.norm()) < TOLERANCES[torch.float32]
     assert torch.equal(tensors["token_embd.weight"], whole["model.embed_tokens.weight"])
     assert "output.weight" not in tensors  # tied
+
+
+def test_calibration_and_healing_stay_on_the_grid(tiny: Path, tmp_path: Path) -> None:
+    """Refits of blocks and trained scales: the export finds a unit for every superblock."""
+    text, progress = str(ROOT / "tests/data/calibration.txt"), Progress(quiet=True)
+    given = Settings("tiny", calibration=text, device="cpu", force=True)
+    small = {"samples": 4, "seq_len": 32, "refit": 1}
+    compress(tiny, make_recipe(**FORMATS["q2_k"], **small), tmp_path / "fit", given, progress)
+    training = {"data": (text,), "window": 32, "batch": 64, "own_tokens": 400, "steps": 8}
+    options = HealOptions("fit", "tiny", device="cpu", force=True, **training)
+    heal(tmp_path / "fit", tiny, tmp_path / "healed", options, progress)
+    for name in ("fit", "healed"):
+        export_to(tmp_path / name, tmp_path / f"{name}-gguf", kind="gguf", check=False)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("fit", "healed"))
+    trained = [name for name in before if "down_proj" in name and "_scale" in name]
+    assert any(not torch.equal(before[name], after[name]) for name in trained)
 
 
 def test_it_holds_the_tokenizer(tiny: Path, tmp_path: Path) -> None:
