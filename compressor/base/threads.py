@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -36,6 +37,20 @@ def use_threads(asked: int | None = None, sharing: int = 1) -> int:
         number = min(number, max(1, available_cores() // sharing))
     torch.set_num_threads(number)
     return number
+
+
+def on_one_thread(items: Sequence[str], compute: Callable[[str], None]) -> None:
+    """Compute each item on one thread, as many at once as torch has threads, which results do not
+    depend on. Threads that share small products spend longer on waking each other."""
+    import torch
+
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)  # also of threads that begin from here on
+    try:
+        with ThreadPoolExecutor(number) as pool:
+            list(pool.map(compute, items))
+    finally:
+        torch.set_num_threads(number)
 
 
 def _from_environment() -> int | None:

@@ -37,6 +37,7 @@ from blr.compressor.output.files import (
     structured_config,
 )
 from blr.compressor.output.loss_messages import MARK
+from blr.compressor.planning.experts import TRANSPOSED
 from blr.compressor.planning.plan import Plan
 from blr.compressor.structures.specs import LowRankSpec, Spec
 
@@ -86,10 +87,12 @@ def dense_config(source: Source, dtype: str | None) -> dict[str, Any]:
 
 def transposed_modules(checkpoint: Checkpoint) -> set[str]:
     """The structured modules whose dense layers store their weight as [i, o], as GPT-2's do."""
+    turned = checkpoint.source.model_type in TRANSPOSED
     model = meta_model(checkpoint.source)
     modules = dict(model.named_modules())
     named = module_names(model, checkpoint.specs)
-    return {stored for stored, name in named.items() if isinstance(modules.get(name), Conv1D)}
+    conv1d = {stored for stored, name in named.items() if isinstance(modules.get(name), Conv1D)}
+    return conv1d | {stored for stored in named if turned and ".experts." in stored}
 
 
 def plan_plain(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:

@@ -20,6 +20,7 @@ from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.quantizer import Quantizer
+from blr.compressor.planning.experts import native_weights
 from blr.compressor.runtime.phases import FAMILIES
 from blr.compressor.structures.laid import laid_shape
 from blr.compressor.structures.restore import factors_of, restored
@@ -80,14 +81,20 @@ class Tensors:
             self.add_made(f"{module}.{part}", stored, shape, file, make)
 
     def add_dense(
-        self, source: Source, module: str, spec: Spec, dtype: str, transposed: bool = False
+        self, source: Source, name: str, specs: Mapping[str, Spec], dtype: str, transposed: bool = False
     ) -> None:
-        """Add the dense weight [o, i] of a structured layer in `dtype`, as [i, o] if `transposed`."""
-        make = partial(dense_weight, source, module, spec, TORCH_NAMES[dtype])
-        shape = (spec.out_features, spec.in_features)
-        if transposed:
-            make, shape = partial(lambda whole: whole().mT, make), shape[::-1]
-        self.add_made(f"{module}.weight", dtype, shape, source.shards[0], make)
+        """Add the dense weight [o, i] of a structured layer in `dtype`, as [i, o] if `transposed`; or
+        the stack of those of experts [E, o, i]. specs: of the layers, by module."""
+        first = next(iter(specs.values()))
+        shape: tuple[int, ...] = (first.out_features, first.in_features)
+        shape = shape[::-1] if transposed else shape
+        shape = shape if name.endswith(".weight") else (len(specs), *shape)
+
+        def make() -> Tensor:
+            weights = [dense_weight(source, m, s, TORCH_NAMES[dtype]) for m, s in specs.items()]
+            return torch.stack([w.mT if transposed else w for w in weights]).reshape(shape)
+
+        self.add_made(name, dtype, shape, source.shards[0], make)
 
     def add_paired(
         self, source: Source, module: str, spec: Spec, entry: TensorEntry, dtype: str
@@ -146,6 +153,8 @@ def plan_tensors(
     factors, merged = _factors(source, specs), _factors(source, densified)
     pairs, biases = _factors(source, paired), {f"{module}.bias": f"{module}.U.bias" for module in paired}
     dense = {f"{module}.weight": module for module in (quantizer.dense if quantizer else ())}
+    joined = native_weights(source, densified)
+    firsts = {modules[0]: name for name, modules in joined.items()}
     found = Tensors([], {})
     for entry in source.entries.values():
         target = STORED[dtype] if dtype and entry.is_float else entry.dtype
@@ -158,8 +167,10 @@ def plan_tensors(
                 found.add(source, f"{module}.{name}", entry, target, order)
         elif entry.name in merged:
             module, factor = merged[entry.name]
-            if factor == next(iter(densified[module].stored())):  # once a layer
-                found.add_dense(source, module, densified[module], target, module in transposed)
+            if module in firsts and factor == next(iter(densified[module].stored())):  # once a weight
+                name = firsts[module]
+                parts = {each: densified[each] for each in joined[name]}
+                found.add_dense(source, name, parts, target, module in transposed)
         elif entry.name in pairs:
             module = pairs[entry.name][0]
             found.add_paired(source, module, paired[module], entry, target)

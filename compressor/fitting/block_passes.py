@@ -44,10 +44,11 @@ class Batch:
         return found
 
     def rows(self, values: Tensor) -> Tensor:
-        """The rows [n, d] that belong to real tokens, of `values` [m, w, d], [m w, d] or [m, 1, w, d].
-        It does not wait for a GPU."""
+        """The rows [n, d] that belong to real tokens, of `values` [m, w, d], [m w, d] or [m, 1, w, d];
+        all of an expert's, which are fewer. It does not wait for a GPU."""
         flat = values.flatten(0, -2)
-        return flat if self._real is None else flat[self._real.to(flat.device)]
+        chosen = len(flat) != self.mask.numel()
+        return flat if self._real is None or chosen else flat[self._real.to(flat.device)]
 
     def predicting(self, values: Tensor) -> Tensor:
         """The rows [n, d] of `values` [m, w, d] that predict a token of the text."""

@@ -42,7 +42,8 @@ from blr.compressor.fitting.block_passes import (
 from blr.compressor.loading.loader_names import merged_names, renamed
 from blr.compressor.loading.native import meta_model, quiet_transformers
 from blr.compressor.loading.streamed import Parts
-from blr.compressor.modeling.modeling_blr import module_names
+from blr.compressor.modeling.modeling_blr import Experts, module_names, stacks_apart
+from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.training_sizes import STATES
 from blr.compressor.recipe.architectures import Family, Group
 from blr.compressor.text.reading import Calibration
@@ -77,6 +78,7 @@ class BlockModel:
         self.width = PROBE
         self.plain = bool(family.groups) or bool(self._behind())
         self._groups: dict[int, list[Group]] = {}
+        self.stacks: dict[str, dict[str, list[str]]] = {}  # as of `stacks_apart`
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -85,8 +87,20 @@ class BlockModel:
         """A copy of block `index` with its weights."""
         block = self._load(copy.deepcopy(self.blocks[index]), f"{self.path}.{index}.")
         vars(block).pop("forward", None)  # what stands in for it in the model
+        for experts, stacks in self.stacks.items():
+            if (name := experts.removeprefix(f"{self.path}.{index}.")) != experts:
+                block.set_submodule(name, Experts(block.get_submodule(name), stacks))
         setattr(block, NUMBER, index)
         return block
+
+    def part_experts(self, plan: Plan) -> None:
+        """Let each layer of an expert that `plan` has be a module of the blocks that are loaded."""
+        layers = [planned.layer.module for planned in plan.layers if planned.layer.stack]
+        self.stacks = stacks_apart(self.model, layers)
+        homes = module_names(self.model, {module.rsplit(".", 2)[0]: None for module in layers})
+        for module in layers:
+            home, part, number = module.rsplit(".", 2)
+            self.names[f"{homes[home]}.{part}.{number}.weight"] = f"{module}.weight"
 
     def load_rest(self) -> None:
         """Load everything but the blocks into the model."""
@@ -104,18 +118,19 @@ class BlockModel:
 
     def groups(self, block: nn.Module) -> list[Group]:
         """The groups of layers in `block` that read the same input: those of the family's table, else
-        those found; with their residual streams once there is a `sample`."""
+        those found; with their residual streams once there is a `sample`. Last come those of experts."""
         names, number = {name for name, _ in block.named_modules()}, getattr(block, NUMBER)
         groups = [part for group in self.family.groups if (part := group.within(names))]
+        experts = [group for name in names for group in expert_groups(block, name)]
         if self.sample is None:
-            return groups
+            return groups + experts
         if number not in self._groups:
             self._groups[number] = (
                 with_residuals(block, groups, self.sample)
                 if self.family.groups
                 else found_groups(block, self._listed(number, names), self.sample)
             )
-        return self._groups[number]
+        return self._groups[number] + experts
 
     def _listed(self, number: int, names: set[str]) -> set[str]:
         """Those of the modules `names` of a block that are layers to compress."""
@@ -254,6 +269,17 @@ class BlockModel:
 
     def _placed(self, tensor: Tensor) -> Tensor:
         return moved(tensor, self.device, torch.float32)
+
+
+def expert_groups(block: nn.Module, name: str) -> list[Group]:
+    """The groups of the layers of the experts called `name`, one for each stack that is taken apart."""
+    module, found = block.get_submodule(name), list[Group]()
+    if not isinstance(module, Experts):
+        return []
+    for names in module.parts.values():
+        each = [tuple(f"{name}.{part}.{n}" for part in names) for n in range(module.count)]
+        found.append(Group(tuple(layer for layers in each for layer in layers), experts=tuple(each)))
+    return found
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> nn.Module:

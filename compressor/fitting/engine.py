@@ -75,6 +75,8 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
     statistics depend."""
     source, recipe, target = work.source, work.recipe, work.target
     model = BlockModel(source, family_of(source), target)
+    if model.family.experts:
+        model.part_experts(replan(None))
     timed = work.progress.timed
     with timed("text"):
         calibration = _read(work, text, model)

@@ -21,6 +21,7 @@ from blr.compressor.base.process_environment import share_out
 from blr.compressor.base.processes import Processes
 from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import first_line
+from blr.compressor.base.threads import on_one_thread
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.rounding import plain_fit, round_layer
@@ -31,12 +32,13 @@ from blr.compressor.structures.base import FitOptions, relative_error
 from blr.compressor.structures.linalg import recorded_fallbacks
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.restore import restored
-from blr.compressor.structures.specs import DenseSpec
+from blr.compressor.structures.specs import DenseSpec, Spec
 from blr.compressor.workspace.journal import Journal, layer_key
 from blr.kernels.common.available import kernels_on
 from blr.kernels.fp8.reference import is_number
 
-ALGORITHM = 13  # to be raised when results change, so that older journals are not used
+ALGORITHM = 14  # to be raised when results change, so that older journals are not used
+SMALL = 1 << 20  # weights of a layer that a CPU fits on one thread: two gain nothing for 576 × 1536
 # Relative variance that BLAST's solver assumes of each term of a product, by bits of its factors:
 # it keeps terms from cancelling. Without packing it costs nothing (LOG, 2026-11-22); for 4 bits and
 # fewer it is what compensation leaves (LOG, 2026-11-23).
@@ -67,15 +69,25 @@ class Work:
         lacking = self.processes.first and [key for key in keys if self.journal.load(key) is None]
         return self.processes.told(lacking)
 
-    def share(self, costs: Mapping[str, float], compute: Callable[[str], None]) -> None:
-        """Compute what is to be kept under each key, divided over the processes by predicted `costs`,
-        and wait until the journal has all of it."""
-        owners = share_out(list(costs.values()), self.processes.count)
-        for key, owner in zip(costs, owners, strict=True):
-            if owner == self.processes.rank:
-                compute(key)
+    def share(
+        self, specs: Mapping[str, Spec], compute: Callable[[str], None], calibrated: bool = False
+    ) -> None:
+        """Fit the layer under each key, divided over the processes by predicted cost, and wait until the
+        journal has all."""
+        costs = [predicted_cost(spec, calibrated) for spec in specs.values()]
+        owners = zip(specs, share_out(costs, self.processes.count), strict=True)
+        self.each({key: specs[key] for key, owner in owners if owner == self.processes.rank}, compute)
         self.processes.wait()
-        self.journal.await_all(list(costs))
+        self.journal.await_all(list(specs))
+
+    def each(self, specs: Mapping[str, Spec], compute: Callable[[str], None]) -> None:
+        """Fit the layer under each key in this process, several small ones at once on a CPU."""
+        cpu = self.target.type == "cpu"
+        small = [key for key, spec in specs.items() if cpu and spec.dense_parameters <= SMALL]
+        on_one_thread(small, compute)
+        for key in specs:
+            if key not in small:
+                compute(key)
 
 
 Result = tuple[dict[str, TensorEntry], dict[str, Any]]  # stored factors by suffix, record
@@ -129,14 +141,14 @@ def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
     """Fit every planned layer, or take it from the journal; factors and record by module."""
     planned = [LayerJob(each, work.recipe, work.target) for each in plan.layers]
     jobs = dict(zip(keys_of(work, planned), planned, strict=True))
-    costs = {key: predicted_cost(jobs[key].planned.spec) for key in work.missing(list(jobs))}
-    with work.progress.layers(-(-len(costs) // work.processes.count)) as advance:
+    specs = {key: jobs[key].planned.spec for key in work.missing(list(jobs))}
+    with work.progress.layers(-(-len(specs) // work.processes.count)) as advance:
 
         def compute(key: str) -> None:
             advance(jobs[key].layer.module)
             _layer(work, jobs[key], key)
 
-        work.share(costs, compute)
+        work.share(specs, compute)
     return {job.layer.module: _kept(work, job, key) for key, job in jobs.items()}
 
 
@@ -162,7 +174,7 @@ def _layer(work: Work, job: LayerJob, key: str) -> None:
 def _kept(work: Work, job: LayerJob, key: str) -> Result:
     done = work.journal.load(key)
     if done is None:  # the disk has damaged it meanwhile
-        _layer(work, job, key)
+        work.each({key: job.planned.spec}, lambda key: _layer(work, job, key))
         done = work.journal.load(key)
     assert done is not None
     factors, record = done

@@ -28,6 +28,7 @@ from blr.compressor.base.progress import MEASURING
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, watched
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Work, layer_seed
+from blr.compressor.fitting.routing import with_floor
 from blr.compressor.structures.linalg import cholesky, eigenvalues
 from blr.compressor.workspace.journal import layer_key
 
@@ -129,7 +130,7 @@ class SensitivitySweep:
         block = self.model.load_block(index)
         groups = self.model.groups(block)
         layers = [name for group in groups for name in group.modules]
-        heads = [group.modules[0] for group in groups]
+        heads = [names[0] for group in groups for names in group.inputs]
         kinds = [(HIDDEN, "out"), *((n, "out") for n in layers), *((n, "in") for n in heads)]
         entering = {}
 
@@ -141,17 +142,23 @@ class SensitivitySweep:
             return found
 
         asked = self.processes, len(self.batches), parts, kinds, torch.float64
-        self._record(index, block, sum_in_order(*asked))
+        sums = sum_in_order(*asked)
+        for group in (group for group in groups if group.experts):
+            alike = list(zip(*group.experts, strict=True))
+            for keys in ([(n, "in") for n in alike[0]], *([(n, "out") for n in ns] for ns in alike)):
+                sums |= zip(keys, with_floor([sums[key] for key in keys]), strict=True)
+        self._record(index, block, sums)
         return entering
 
     def _record(self, index: int, block: nn.Module, sums: dict[tuple[str, str], Tensor]) -> None:
         model = self.model
-        tasks = {name: group for group in model.groups(block) for name in group.modules}
+        groups = model.groups(block)
+        tasks = {n: names[0] for group in groups for names in group.inputs for n in names}
         sizes = [block.get_parameter(f"{name}.weight").numel() for name in tasks]
         owners = share_out(sizes, self.processes.count)
         mine: dict[str, Tensor] = {}
         kept = {HIDDEN: _unit(sums[HIDDEN, "out"])} if self.processes.first else {}
-        for (name, group), owner in zip(tasks.items(), owners, strict=True):
+        for (name, head), owner in zip(tasks.items(), owners, strict=True):
             stored = model.stored_module(f"{model.path}.{index}.{name}")
             if self.processes.first:
                 output = sums[name, "out"]
@@ -159,7 +166,7 @@ class SensitivitySweep:
             if owner == self.processes.rank:
                 weight = block.get_parameter(f"{name}.weight").double()
                 weight = weight.mT if model.family.transposed else weight
-                gram = sums[group.modules[0], "in"]
+                gram = sums[head, "in"]
                 try:
                     mine[stored] = curve(weight, gram, sums[name, "out"])
                 except NumericsError as error:
@@ -191,7 +198,11 @@ def _products(
         rows[name, "out"] = result.grad
     assert state.grad is not None
     kept = {key: batch.rows(values) for key, values in rows.items()}
-    return {key: values.mT @ values for key, values in kept.items()}, state.grad
+    found = {key: values.mT @ values for key, values in kept.items()}
+    for name in modules.keys() - results.keys():  # experts that no token chose
+        o, i = block.get_parameter(f"{name}.weight").shape
+        found |= {(name, "out"): state.new_zeros(o, o), (name, "in"): state.new_zeros(i, i)}
+    return found, state.grad
 
 
 def _loss(model: BlockModel, hidden: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:

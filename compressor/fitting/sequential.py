@@ -24,6 +24,7 @@ from blr.compressor.base.processes import Processes, sum_in_order
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, run_until
 from blr.compressor.fitting.factorize import Result, keys_of, layer_seed
 from blr.compressor.fitting.refit import Errors, Refitting
+from blr.compressor.fitting.routing import COUNT, expert_moments, routed
 from blr.compressor.fitting.sensitivity import HIDDEN
 from blr.compressor.fitting.student import FitRun, Student, train_and_keep
 from blr.compressor.fitting.weighted import Moments, fit_weighted, fitted_together, metric_for, products
@@ -91,7 +92,8 @@ class BlockFit:
         def fit(key: str, processes: Processes | None = None) -> None:
             module = modules[key]
             job = replace(self.run.job(module), processes=processes)
-            found = fit_weighted(job, self.student.weight(module), moments, metrics[module])
+            weight = self.student.weight(module)
+            found = fit_weighted(job, weight, moments[module], metrics[module])
             if processes is None or processes.first:
                 work.journal.store(key, *found)
 
@@ -102,7 +104,7 @@ class BlockFit:
                 fit(key, work.processes)
         rest = {key: job.planned.spec for key, job in jobs.items() if key not in together}
         with work.progress.timed("fits"):
-            work.share({key: predicted_cost(spec, calibrated=True) for key, spec in rest.items()}, fit)
+            work.share(rest, fit, calibrated=True)
         work.journal.await_all(together)
 
     def _metric(self, output: str) -> Tensor | None:
@@ -124,7 +126,27 @@ class BlockFit:
         return self.run.sensitivity.read(self.index)
 
     @torch.no_grad()
-    def _moments(self, group: Group) -> Moments:
+    def _moments(self, group: Group) -> dict[str, Moments]:
+        """The moments of the inputs of a group's layers, by their names on disk."""
+        found = self._expert_moments(group) if group.experts else [self._shared_moments(group)]
+        pairs = zip(group.inputs, found, strict=True)
+        return {self.student.module(name): each for names, each in pairs for name in names}
+
+    def _expert_moments(self, group: Group) -> list[Moments]:
+        """The moments of each expert's tokens. Which these are differs from the dense block, so that no
+        dense input has a place beside theirs."""
+        run, heads = self.run, [names[0] for names in group.inputs]
+
+        def parts(n: int) -> dict[str, Tensor]:
+            return routed(self.student.block, heads, run.batches[n], run.model.device)
+
+        asked = run.work.processes, len(run.batches), parts, [*heads, *(f"{COUNT}{n}" for n in heads)]
+        with tensor_cores(run.model.device):
+            sums = sum_in_order(*asked, torch.float64)
+        counts = [int(sums[f"{COUNT}{name}"]) for name in heads]
+        return expert_moments([sums[name] for name in heads], counts)
+
+    def _shared_moments(self, group: Group) -> Moments:
         sequential = self.run.work.recipe.sequential
         drifts = sequential and group.residual is not None
         kinds = ["gram", *["cross"] * sequential, *["drift"] * drifts]
@@ -132,7 +154,8 @@ class BlockFit:
         asked = self.run.work.processes, len(self.run.batches)
         parts = partial(self._products, group=group, sequential=sequential)
         with tensor_cores(self.run.model.device):
-            return Moments(**sum_in_order(*asked, parts, kinds, torch.float64))
+            sums = sum_in_order(*asked, parts, kinds, torch.float64)
+        return Moments(sums["gram"], sums.get("cross"), sums.get("drift"))
 
     def _products(self, n: int, group: Group, sequential: bool) -> dict[str, Tensor]:
         batch = self.run.batches[n]
@@ -156,7 +179,8 @@ class BlockFit:
     def _dense_inputs(self, n: int, group: Group) -> dict[str, Tensor]:
         batch, device = self.run.batches[n], self.run.model.device
         if self.cache is None and (place := self._cache_place()):
-            names = sorted({name for g in self.groups for name in (g.modules[0], g.residual) if name})
+            shared = [group for group in self.groups if not group.experts]
+            names = sorted({name for g in shared for name in (g.modules[0], g.residual) if name})
             self.cache = {}
             for number, own in self.run.mine.items():
                 with captured_inputs(self.dense, names) as kept:
@@ -170,7 +194,8 @@ class BlockFit:
     def _cache_place(self) -> torch.device | None:
         """The device that keeps this block's dense inputs; None if they are too large."""
         tokens = sum(batch.mask.numel() for batch in self.run.mine.values())
-        inputs = [self.dense.get_parameter(f"{g.modules[0]}.weight").shape for g in self.groups]
+        shared = [group.modules[0] for group in self.groups if not group.experts]
+        inputs = [self.dense.get_parameter(f"{name}.weight").shape for name in shared]
         widths = [min(shape) for shape in inputs]  # at least the width of the hidden states
         size = 4 * tokens * (2 * sum(widths) + max(max(shape) for shape in inputs))
         place = home(size, self.run.model.device)

@@ -23,9 +23,10 @@ from blr.compressor.fitting.factorize import (
     layer_errors,
 )
 from blr.compressor.fitting.rounding import Metric
+from blr.compressor.fitting.routing import gram_of
 from blr.compressor.fitting.sensitivity import Sensitivity
 from blr.compressor.fitting.trainable_layers import Twin, compose_layers, make_twin
-from blr.compressor.fitting.weighted import Moments, products
+from blr.compressor.fitting.weighted import Moments
 from blr.compressor.loading.training_kernels import fuse_trained
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.training_sizes import WIDEST
@@ -166,7 +167,7 @@ def read_by(
     """Run the block on `states`, those of this process's batches by number. Returns the metric of every
     layer's inputs, over all processes, by its name in the block, and the states behind the block."""
     run, behind = student.run, dict[int, Tensor]()
-    groups = [group.modules for group in run.model.groups(student.block)]
+    groups = [names for group in run.model.groups(student.block) for names in group.inputs]
     heads = [names[0] for names in groups]
 
     def grams(n: int) -> dict[str, Tensor]:
@@ -174,7 +175,7 @@ def read_by(
         with captured_inputs(student.block, heads) as kept:
             out = run_block(student.block, states[n].to(run.model.device), batch)
         behind[n] = out.to(states[n].device)
-        return {name: products(batch.rows(kept[name]))["gram"] for name in heads}
+        return {name: gram_of(kept, name, student.block, batch) for name in heads}
 
     sums = sum_in_order(run.work.processes, len(run.batches), grams, heads, torch.float64)
     found = {name: Moments(sums.pop(name)).metric for name in heads}

@@ -38,11 +38,13 @@ OUTPUT_RIDGE = 1e-3  # added to the output metric, relative to its mean diagonal
 class Moments:
     """Sums over tokens in float64. gram H = Σ x̂ x̂ᵀ [i, i] is of the inputs x̂ that the compressed
     blocks give; cross = Σ (x − x̂) x̂ᵀ [i, i] also of the dense inputs x; drift = Σ (h − ĥ) x̂ᵀ [d, i]
-    of the residual streams h and ĥ that the layers' outputs are added to."""
+    of the residual streams h and ĥ that the layers' outputs are added to. tokens: how many chose the
+    expert whose inputs these are."""
 
     gram: Tensor
     cross: Tensor | None = None
     drift: Tensor | None = None
+    tokens: int | None = None
 
     @cached_property
     def metric(self) -> Metric:
@@ -122,6 +124,8 @@ def fit_weighted(
     latents = {n: t.to("cpu", dtype).contiguous() for n, t in found.items() if is_latent(n)}
     back = restored(job.planned.spec, {n: t.to(work.device) for n, t in tensors.items()}, work.dtype)
     record["weighted_error"] = relative_error(target, back, moments.metric.gram)
+    if moments.tokens is not None:
+        record["tokens"] = moments.tokens
     return tensors | latents, record
 
 

@@ -9,8 +9,7 @@ transformers load the weights::
 
 ``blr compress``, ``blr heal`` and ``blr export`` copy the file unchanged into every folder: compare it
 with ``blr/compressor/modeling/modeling_blr.py`` in the version of the package blr-compress that the
-model card names. Where that package is installed, ``blr.compressor.register()`` has its own
-classes taken instead, which compute the same with kernels and less memory.
+model card names. There ``blr.compressor.register()`` has classes with kernels taken instead.
 
 Before you trust a copy, check that it
 
@@ -18,9 +17,6 @@ Before you trust a copy, check that it
 * opens no connection, reads no file but itself, and writes itself where a model is saved, no more;
 * changes nothing of others but tables by which transformers finds classes, and
   ``PreTrainedModel.from_pretrained``, which then refuses to fill dense layers with random numbers.
-
-Sections: 1 numbers in few bits, 2 factors, 3 structures, 4 layers, 5 the table of layers, 6 loading and
-saving, 7 configurations, 8 models, 9 native classes.
 
 Notation: `i` inputs, `o` outputs, `r` rank, `b` blocks, p = i/b, q = o/b.
 """
@@ -60,7 +56,6 @@ PACKAGE = "pip install blr-compress"
 
 
 # 1. Numbers in few bits -------------------------------------------------------------------------------
-#
 # A row of K numbers is padded to whole groups; each group has one scale. A level, an integer from
 # −2^(bits−1) on, stands for ``scale · x (1 + CURVE x²)`` with x = level + SHIFT, or ``scale · level`` of
 # 3 bits not curved. A group is W = group · bits / 32 little-endian words of 32 bits: field f of word j
@@ -114,15 +109,11 @@ def dequantize_float8(factor: Any, numbers: Tensor, scale: Tensor) -> Tensor:
 
 
 # 2. Factors -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Storage:
-    """One way to store a matrix of numbers.
-
-    suffixes: what the name of each of its tensors ends with. trained: whether they are parameters, else
-    buffers. empty: the tensors of a factor, to be loaded. read: the matrix that they stand for.
-    """
+    """One way to store a matrix of numbers. suffixes: what the name of each of its tensors ends with.
+    trained: whether they are parameters, else buffers. empty: the tensors of a factor, to be loaded.
+    read: the matrix that they stand for."""
 
     suffixes: tuple[str, ...] = ("",)
     trained: bool = False
@@ -150,12 +141,10 @@ STORAGES = {
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor of a structure: how it is stored, and the dense tensor that this stands for.
-
-    name: ``U`` or ``factors.0``. shape: of the dense tensor. storage: one of `STORAGES`. axes: the axes
-    of `shape` that each axis of what is stored runs over; () if they are the same. bits, group, curved:
-    of packed numbers. tile: rows that share a group, and the width that each is padded to, or None.
-    """
+    """One factor of a structure: how it is stored, and the dense tensor that this stands for. name:
+    ``U`` or ``factors.0``. shape: of the dense tensor. storage: one of `STORAGES`. axes: the axes of
+    `shape` that each axis of what is stored runs over; () if they are the same. bits, group, curved: of
+    packed numbers. tile: rows that share a group, and the width that each is padded to, or None."""
 
     name: str
     shape: Shape
@@ -251,15 +240,10 @@ def _factor(entry: Entry, name: str, shape: Shape, exported: bool) -> Factor:
 
 
 # 3. Structures ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Formula:
-    """One way to write a weight as a product.
-
-    shapes: the factors by name, of the `sizes` of an entry. product: ``x Wᵀ + bias`` of an entry,
-    x [..., i], the bias [o] or None, and the factors in order.
-    """
+    """One way to write a weight as a product. shapes: the factors by name, of the `sizes` of an entry.
+    product: ``x Wᵀ + bias`` of an entry, x [..., i], the bias [o] or None, and the factors in order."""
 
     shapes: Callable[[SimpleNamespace], dict[str, Shape]]
     product: Callable[..., Tensor]
@@ -337,8 +321,6 @@ STRUCTURES = {
 
 
 # 4. Layers --------------------------------------------------------------------------------------------
-
-
 class ComposedLinear(nn.Module):
     """Base of the layers that stand for an `nn.Linear`, or a GPT-2 ``Conv1D``: they map
     [..., in_features] to [..., out_features]. entry: what the table of layers says of it."""
@@ -437,6 +419,45 @@ class SummedLinear(ComposedLinear):
         return self.base.composed() + self.correction.composed()
 
 
+class Experts(nn.Module):
+    """Experts in the place of transformers' own. Each computes with the tokens that chose it. parts: by
+    each stack of weights [E, o, i] that is taken apart the lists of layers in its place."""
+
+    def __init__(self, native: Any, parts: dict[str, list[str]]) -> None:
+        super().__init__()
+        vars(self).update({k: v.copy() if isinstance(v, dict) else v for k, v in vars(native).items()})
+        self.native, self.parts, self.count = type(native), parts, native.num_experts
+        for stack, names in parts.items():
+            taken: Any = self._parameters.pop(stack)
+            weights = (taken.mT if self.is_transposed else taken).detach()
+            for name, each in zip(names, weights.chunk(len(names), 1), strict=True):
+                layers = [nn.Linear(w.shape[1], w.shape[0], False, "meta") for w in each]
+                for layer, weight in zip(layers, each, strict=True):
+                    layer.weight = nn.Parameter(weight, requires_grad=False)
+                setattr(self, name, nn.ModuleList(layers))
+
+    def multiply(self, stack: str, expert: int, x: Tensor) -> Tensor:
+        """The product of x [n, i] with the weight of an expert in a stack, or with its layers."""
+        if names := self.parts.get(stack):
+            y = torch.cat([getattr(self, name)[expert](x) for name in names], -1)
+        else:
+            weight = getattr(self, stack)[expert]
+            y = x @ weight if self.is_transposed else linear(x, weight)
+        return y + getattr(self, f"{stack}_bias")[expert] if self.has_bias else y
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        x = hidden_states.flatten(0, -2)
+        y = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, top_k_weights.dtype))
+        fixed = (x.is_cuda and torch.cuda.is_current_stream_capturing()) or torch.compiler.is_compiling()
+        for expert in range(self.count) if fixed else top_k_index.unique().tolist():
+            chosen = top_k_index == expert
+            weight = (top_k_weights * chosen).sum(-1, keepdim=True)
+            rows = torch.arange(len(x), device=x.device) if fixed else chosen.any(-1).nonzero()[:, 0]
+            gated = self.native._apply_gate(self, self.multiply("gate_up_proj", expert, x[rows]))
+            y.index_add_(0, rows, (self.multiply("down_proj", expert, gated) * weight[rows]).to(y.dtype))
+        return y.to(x.dtype).view_as(hidden_states)
+
+
 class Numbered(nn.Module):
     """Tensors by number. A call returns them, for offloading brings in what a called module holds."""
 
@@ -527,8 +548,6 @@ class DenseWeight(Tensor):
 
 
 # 5. The table of layers -------------------------------------------------------------------------------
-
-
 def entries_of(config: object) -> dict[str, Entry]:
     """The entries of all structured layers by name on disk, with those that an export packs. Raises
     ValueError for an export of another version."""
@@ -564,6 +583,19 @@ def replace_layers(model: nn.Module, entries: dict[str, Entry], make: Callable[.
         setattr(modules[parent], child, new.to(old.dtype))
 
 
+# Stacks of transformers' experts, and what checkpoints call the layers that each joins
+STACKS = [("gate_up_proj", names.split()) for names in ("gate_up_proj", "gate_proj up_proj", "w1 w3")]
+STACKS += [("down_proj", [name]) for name in ("down_proj", "w2")]
+
+
+def stacks_apart(model: PreTrainedModel, names: Iterable[str]) -> dict[str, dict[str, list[str]]]:
+    """By each module of experts whose layers are among `names`, on disk as ``….experts.w1.7``: the
+    stacks of weights that these stand for, with what the layers are called."""
+    parts = {name.rpartition(".")[0] for name in names if ".experts." in name}
+    homes = module_names(model, {part.rpartition(".")[0] for part in parts})
+    return {homes[h]: {s: each for s, each in STACKS if f"{h}.{each[0]}" in parts} for h in homes}
+
+
 def module_names(model: PreTrainedModel, stored_names: Iterable[str]) -> dict[str, str]:
     """For each name of a layer on disk that of its module in `model`: renamed as transformers renames
     tensors of this architecture, with or without the base model's prefix."""
@@ -593,8 +625,6 @@ def named_class(model: PreTrainedModel) -> str:
 
 
 # 6. Loading and saving --------------------------------------------------------------------------------
-
-
 class LoudModel(Mixin):
     """Mixin of models, which have a `finish_loading`: missing tensors are an error."""
 
@@ -611,8 +641,7 @@ class LoudModel(Mixin):
         if options.get("ignore_mismatched_sizes"):
             info = {**info, "mismatched_keys": ()}
         if found := misloaded(model, info):
-            expected = "the tensors that config.json describes"
-            raise ValueError(f"{found}; expected {expected}, copy them again")
+            raise ValueError(f"{found}; expected those that config.json describes, copy them again")
         return model
 
 
@@ -650,7 +679,6 @@ def write_code(folder: Path, *others: Path) -> None:
 
 
 # 7. Configurations ------------------------------------------------------------------------------------
-
 GUARD = "for_native_classes"  # an entry of config.json, see section 9
 
 
@@ -669,11 +697,9 @@ class ModelType:
 
 
 class StructuredConfig(Mixin):
-    """Mixin of configurations: ``BlrLlamaConfig`` is ``LlamaConfig`` with the entry ``blr``.
-
-    make_model: returns the class of a model by its name. before_saving: called by the package with the
-    configuration and the folder that it is about to be written to.
-    """
+    """Mixin of configurations: ``BlrLlamaConfig`` is ``LlamaConfig`` with the entry ``blr``. make_model:
+    returns the class of a model by its name. before_saving: called by the package with the configuration
+    and the folder that it is about to be written to."""
 
     make_model: Callable[[str], type]
     before_saving: Callable[[Any, Path], None] = staticmethod(lambda config, folder: None)
@@ -693,9 +719,8 @@ class StructuredConfig(Mixin):
         try:
             return type(self).make_model(PREFIX + native.__name__)
         except AttributeError as error:
-            found = f"{native.__name__} has no structured variant, which this configuration needs"
-            expected = "a class that transformers itself names, or an Auto class"
-            raise ValueError(f"{found}; take {expected}") from error
+            found = f"{native.__name__} has no structured variant, which this configuration needs; take "
+            raise ValueError(f"{found}a class that transformers names, or an Auto class") from error
 
 
 def native_name(name: str) -> str:
@@ -710,14 +735,9 @@ def config_class(name: str) -> type[Any]:
     """Make the configuration class ``Blr<Native>Config``. It has no plan of tensor parallelism, for the
     native one cuts ``weight`` matrices that a structured layer has not."""
     native: Any = getattr(transformers, native_name(name))
-    members = {
-        "__module__": __name__,
-        "__doc__": f"{native.__name__} of a model with structured layers.",
-        "__annotations__": {"blr": "dict | None"},
-        "blr": None,
-        "model_type": ModelType(f"{PREFIX.lower()}_{native.model_type}", native.model_type),
-        "base_model_tp_plan": None,
-    }
+    members: dict[str, Any] = {"__module__": __name__, "blr": None, "base_model_tp_plan": None}
+    members |= {"__annotations__": {"blr": "dict | None"}, "__doc__": f"{native.__name__} with `blr`."}
+    members |= {"model_type": ModelType(f"{PREFIX.lower()}_{native.model_type}", native.model_type)}
     for mapping in auto_tables("_MAPPING"):  # of tokenizers and processors, by class
         types = getattr(mapping, "_reverse_config_mapping", {})
         if native.__name__ in types:
@@ -733,8 +753,6 @@ def auto_tables(ending: str) -> list[Any]:
 
 
 # 8. Models --------------------------------------------------------------------------------------------
-
-
 class StructuredModel(LoudModel):
     """Mixin of models: ``BlrLlamaForCausalLM`` is ``LlamaForCausalLM`` whose layers are replaced before
     its weights are loaded. make_layer: makes a layer from an entry of the table."""
@@ -764,8 +782,12 @@ class StructuredModel(LoudModel):
         """Put the layers of the table, and pairs of linear layers, in their places."""
         blr = self.config.blr or {}
         make = partial(self.make_layer, exported="export" in blr)
+        pairs, modules = blr.get("pairs") or {}, dict(self.named_modules())
+        stacks = stacks_apart(self, [*(blr.get("layers") or ()), *pairs])
+        for name in stacks.keys() & modules.keys():
+            self.set_submodule(name, Experts(modules[name], stacks[name]))
         replace_layers(self, by_module(self, entries_of(self.config)), make)
-        replace_layers(self, by_module(self, blr.get("pairs") or {}), Pair)
+        replace_layers(self, by_module(self, pairs), Pair)
 
     def initialize_weights(self) -> None:
         """Give all layers first values, structured ones and those of transformers."""
@@ -811,12 +833,9 @@ def model_class(name: str, mixins: tuple[type, ...] = (StructuredModel,)) -> typ
     _name_beside(native.__name__)
     # named again: transformers would wrap the class in another one, which no pickle finds
     last = (transformers.GenerationMixin,) * issubclass(native, transformers.GenerationMixin)
-    members = {
-        "__module__": mixins[-1].__module__,
-        "__doc__": f"{native.__name__} with structured layers.",
-        "config_class": config_class(PREFIX + native.config_class.__name__),
-        "made_of": native,
-    }
+    members = {"__module__": mixins[-1].__module__, "made_of": native}
+    members |= {"__doc__": f"{native.__name__} with structured layers."}
+    members |= {"config_class": config_class(PREFIX + native.config_class.__name__)}
     return type(name, (*mixins, native, *last), members)
 
 
@@ -832,7 +851,6 @@ def _name_beside(native: str) -> None:
 
 
 # 9. Native classes ------------------------------------------------------------------------------------
-
 REMEDY = "load it by AutoModelForCausalLM or the Auto class of its task, after "
 REMEDY += "blr.compressor.register() or with trust_remote_code=True"
 

@@ -121,7 +121,7 @@ def check_fits(source: Source, plan: Plan) -> None:
         cls = model_class(config["architectures"][0])
     shapes = {name: entry.shape for name, entry in source.entries.items()}
     for planned in plan.layers:
-        del shapes[planned.layer.entry.name]
+        shapes.pop(planned.layer.entry.name, None)  # experts may share a tensor
         stored = planned.spec.stored().items()
         shapes |= {f"{planned.layer.module}.{suffix}": shape for suffix, (shape, _) in stored}
     check_fills(source, cls, config, shapes)
@@ -240,13 +240,14 @@ def slots_of(
 ) -> list[Slot]:
     """The output's tensors in the source's order, the factors in `results` in the place of their weight,
     refitted `norms` by name."""
-    replaced = {planned.layer.entry.name: planned.layer.module for planned in plan.layers}
+    replaced: dict[str, list[str]] = {}
+    for planned in plan.layers:
+        replaced.setdefault(planned.layer.entry.name, []).append(planned.layer.module)
     slots = []
     for entry in source.entries.values():
-        module = replaced.get(entry.name)
-        if module is None:
+        if entry.name not in replaced:
             slots.append(Slot(entry.name, norms.get(entry.name, entry)))
-        else:
+        for module in replaced.get(entry.name, ()):
             factors, _ = results[module]
             slots += [Slot(f"{module}.{suffix}", factor) for suffix, factor in factors.items()]
     return slots

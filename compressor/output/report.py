@@ -92,6 +92,8 @@ def _layer(planned: PlannedLayer, record: Mapping[str, Any]) -> dict[str, Any]:
     }
     if record.get("weighted_error") is not None:
         found["weighted_error"] = _round(record["weighted_error"])
+    if record.get("tokens") is not None:
+        found["tokens"] = record["tokens"]
     if record.get("curve"):
         found["curve"] = [_round(value) for value in record["curve"]]
     return found

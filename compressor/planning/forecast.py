@@ -36,6 +36,7 @@ ALONE = ("libraries and the rest", "reading, writing and the check")  # what one
 CONTEXT = 1e9  # bytes of CUDA and its libraries
 HELD, TIGHT = 1.4, 1.1  # times what is in use that torch's cache of memory holds, and has to
 MOMENT, FACTOR = 22.0, 92.0  # bytes of a layer's fit: times i², times the factors' numbers
+ROUTED = 20.0  # bytes of the sums of an expert's inputs, times i²
 DESCENT = 20  # vectors that BLAST's descent remembers
 TENSORS = 4  # of the logits' size in the last pass
 TRAINED = 28  # bytes of a trained number with its gradient, moments, copy and best
@@ -116,6 +117,7 @@ def room(work: Compression, gpus: int = 1) -> Room:
     if not work.calibrated:
         needed = CONTEXT + TIGHT * largest
         return Room(needed, needed, HOST_BYTES + 2 * block)
+    largest += ROUTED * sum(p.spec.in_features**2 for p in work.experts) / work.sizes.blocks
     base = CONTEXT + SINGLE * work.sizes.tables
     block_bytes = SINGLE * work.dense / work.sizes.blocks
     sensed = _sensed(work) if work.recipe.allocation != "uniform" else 0.0
@@ -162,7 +164,7 @@ def _sensed(work: Compression) -> float:
     eigenvalues of the largest layer."""
     width, blocks = work.sizes.width, work.sizes.blocks
     outputs = sum(spec.out_features**2 for spec in work.specs)
-    inputs = sum(layer.spec.in_features**2 for layer in work.groups)
+    inputs = sum(layer.spec.in_features**2 for layer in [*work.groups, *work.experts])
     sums = (outputs + inputs) / blocks + width**2
     largest = max(s.out_features**2 + s.in_features**2 + 2 * s.dense_parameters for s in work.specs)
     logits = 4.0 * SINGLE * work.batch_tokens * work.sizes.vocabulary

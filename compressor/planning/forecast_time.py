@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from blr.compressor.checkpoint.source import Source
+from blr.compressor.planning.experts import PAIRED
 from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.planning.roofline import Gpu
 from blr.compressor.planning.training_sizes import (
@@ -87,11 +88,25 @@ class Compression:
 
     @cached_property
     def groups(self) -> list[PlannedLayer]:
-        """One layer of each group that reads the same input."""
+        """One layer of each group that reads the same input, but for experts."""
         family = find_family(self.source.model_type)
         later = {name for group in (family.groups if family else ()) for name in group.modules[1:]}
         ends = tuple(f".{name}" for name in later)
-        return [p for p in self.plan.layers if not (ends and p.layer.module.endswith(ends))]
+        shared = [p for p in self.plan.layers if not p.layer.stack]
+        return [p for p in shared if not (ends and p.layer.module.endswith(ends))]
+
+    @cached_property
+    def experts(self) -> list[PlannedLayer]:
+        """One layer of each input of each expert."""
+        return [p for p in self.plan.layers if p.layer.stack and p.layer.type not in PAIRED]
+
+    @cached_property
+    def passed(self) -> float:
+        """The dense parameters that a token passes: of the experts of a block it chooses a few."""
+        routed = sum(p.spec.dense_parameters for p in self.plan.layers if p.layer.stack)
+        numbers = {p.layer.module.rpartition(".")[2] for p in self.experts}
+        config, count = self.source.config, max(len(numbers), 1)
+        return self.dense - routed * (1 - min(config.get("num_experts_per_tok", count) / count, 1))
 
     @cached_property
     def last_epochs(self) -> int:
@@ -152,7 +167,7 @@ def _sensitivity(work: Compression) -> float:
         return 0.0
     tokens = min(work.tokens, SENSITIVITY_TOKENS)
     sums = sum(s.out_features**2 + s.in_features**2 for s in work.specs)
-    passes = 2.0 * tokens * (4 * work.dense + sums) / (SENSING * work.rate)
+    passes = 2.0 * tokens * (4 * work.passed + sums) / (SENSING * work.rate)
     cubes = sum(min(s.in_features, s.out_features) ** 3 for s in work.specs)
     eigenvalues = cubes / (EIGENVALUES * work.rate)
     return SENSED * len(work.specs) + passes + eigenvalues + 2 * work.bytes / 3e9
@@ -162,7 +177,7 @@ def _inputs(work: Compression) -> float:
     """Seconds of the passes through dense and compressed blocks, and of the moments of every group's
     inputs."""
     sums = sum(2.5 * layer.spec.in_features**2 for layer in work.groups)
-    flops = 2.0 * work.tokens * (2 * work.dense + sums)
+    flops = 2.0 * work.tokens * (2 * work.passed + sums)
     return READ * work.batches * len(work.groups) + flops / (PASSES * work.rate)
 
 

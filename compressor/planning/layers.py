@@ -13,6 +13,7 @@ from blr.compressor.checkpoint.config import DIFFUSERS
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.shapes import evaluate
 from blr.compressor.checkpoint.source import Source
+from blr.compressor.planning.experts import TRANSPOSED, experts_in
 from blr.compressor.recipe.architectures import Family, families, find_family
 from blr.compressor.recipe.schema import DENSE, Recipe, StoredAs
 from blr.compressor.structures.specs import BlastSpec, CorrectedSpec, DenseSpec, QuantizedSpec, Spec
@@ -25,7 +26,7 @@ Shape = tuple[int, int]  # (out_features, in_features)
 @dataclass(frozen=True)
 class Layer:
     """A compressible linear layer, with `heads` heads next to each other on its `head_side`: outputs or
-    inputs."""
+    inputs. `stack`: the parameter of transformers that an expert's weight is a part of."""
 
     module: str
     type: str
@@ -33,6 +34,7 @@ class Layer:
     transposed: bool  # stored [in, out]
     heads: int = 1
     head_side: str = "out"
+    stack: str = ""
 
     @property
     def shape(self) -> Shape:
@@ -56,8 +58,11 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
     """The compressible layers of `source` in the order of its tensors. Raises InputError if there are
     none, or if all are stored as integers or in 8 bits."""
     family = _family(source, notes)
-    found = (_layer(source, entry, family, bool(recipe.include)) for entry in source.entries.values())
-    layers = [layer for layer in found if layer is not None]
+    layers = [
+        layer
+        for entry in source.entries.values()
+        for layer in _layers(source, entry, family, bool(recipe.include))
+    ]
     if any(layer.module == HEAD for layer in layers) and _ties(source):
         # a tied head is the embedding, whether or not a copy of it is stored
         layers = [layer for layer in layers if layer.module != HEAD]
@@ -80,10 +85,11 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
     known = {layer.entry.name for layer in layers}
     entries = source.entries.values()
     experts = [e for e in entries if "experts" in e.name.split(".") and e.name not in known]
+    experts = [e for e in experts if not e.name.endswith("_bias")]
     if share := sum(e.parameters for e in experts) / max(sum(e.parameters for e in entries), 1):
         notes.append(
-            f"experts stay dense, which are {share:.0%} of the model's parameters: transformers "
-            "computes with all of a layer in one tensor"
+            f"experts stay dense, which are {share:.0%} of the model's parameters: no table in configs/ "
+            f"says that those of {source.model_type!r} are layers"
         )
     return [layer for layer in layers if layer.entry.is_float]
 
@@ -107,6 +113,15 @@ def _family(source: Source, notes: list[str]) -> Family:
         f"compressing the {len(found.modules)} linear layers found in the model"
     )
     return found
+
+
+def _layers(source: Source, entry: TensorEntry, family: Family, heads: bool) -> list[Layer]:
+    """The layers whose weights a stored tensor holds: one, none, or one an expert."""
+    if family.experts and (experts := experts_in(entry)):
+        turned = source.model_type in TRANSPOSED
+        return [Layer(e.module, e.type, e.entry, turned, stack=e.stack) for e in experts]
+    found = _layer(source, entry, family, heads)
+    return [] if found is None else [found]
 
 
 def _layer(source: Source, entry: TensorEntry, family: Family, heads: bool) -> Layer | None:

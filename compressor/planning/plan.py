@@ -11,6 +11,7 @@ from blr.compressor.base.device import BYTES
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.planning.assign import Assigned, Assigner, Curves, Task
+from blr.compressor.planning.experts import check_whole
 from blr.compressor.planning.layers import Layer, find_layers, select, stored_spec
 from blr.compressor.planning.rank_caches import KINDS as CACHED_KINDS
 from blr.compressor.planning.rank_caches import Cached, cache_notes
@@ -111,7 +112,8 @@ def make_plan(
     losses that each further rank saves, by module (empty: uniform ranks); `calibrated`: fits will be
     weighted by activations. Raises UsageError."""
     notes = [f"method {name} is {FORMER[name]}, which it always chose" for name in recipe.former_methods]
-    layers = select(find_layers(source, recipe, notes), recipe, source)
+    found = find_layers(source, recipe, notes)
+    layers = select(found, recipe, source)
     cached = Cached(layers, recipe, curves or {})
     tasks = [_task(layer, recipe, cached) for layer in layers]
     fixed, kept = _dense(tasks, notes)
@@ -124,6 +126,7 @@ def make_plan(
     ordered = [planned[layer.module] for layer in layers if layer.module in planned]
     if not ordered:
         raise UsageError("every layer is kept as it is; give a rule another method, or quantize")
+    check_whole(((layer.module, layer.stack) for layer in found if layer.stack), planned)
     plan = Plan(ordered, notes, kept, _whole(source), _kv_cache(recipe, ordered))
     notes += _grown(ordered)
     if not curves and recipe.allocation != "sensitivity":

@@ -14,11 +14,18 @@ from blr.compressor.base.globs import matches, matches_any
 @dataclass(frozen=True)
 class Group:
     """Linear layers `modules` of a block that read the same input. `residual` is the module whose input
-    is the stream that `scale` times their output is added to, if known."""
+    is the stream that `scale` times their output is added to, if known. `experts`: of a mixture's layers
+    those of each expert, which read the tokens that chose it."""
 
     modules: tuple[str, ...]
     residual: str | None = None
     scale: float = 1.0
+    experts: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def inputs(self) -> tuple[tuple[str, ...], ...]:
+        """The layers by the input that they read."""
+        return self.experts or (self.modules,)
 
     def within(self, names: Collection[str]) -> Group | None:
         """The part of the group among the modules `names` of a block; None if there is none."""
@@ -34,7 +41,7 @@ class Family:
     `heads` stay dense unless asked for; `transposed` weights are stored [in, out]. `blocks` is the list
     of blocks on disk, and `groups` are the layers of a block in order (without them there is no
     calibration). `attention` maps layer types that hold heads to their side ("out" or "in") and number.
-    `prefix` begins module names in a checkpoint with a head.
+    `prefix` begins module names in a checkpoint with a head. `experts`: whether they are compressed.
     """
 
     name: str
@@ -47,6 +54,7 @@ class Family:
     groups: tuple[Group, ...] = ()
     attention: dict[str, tuple[str, str]] = field(default_factory=dict)
     prefix: str = ""
+    experts: bool = False
 
     def layer_type(self, module: str, *, include_heads: bool = False) -> str | None:
         """The type of `module`; None if it is not compressible."""
@@ -87,6 +95,7 @@ def _family(name: str, table: dict[str, Any]) -> Family:
         transposed=table.get("stored") == "conv1d",
         attention={kind: (side, str(count)) for kind, (side, count) in table["attention"].items()},
         prefix=table["prefix"],
+        experts=table.get("experts", False),
         blocks=table.get("blocks"),
         groups=tuple(Group(tuple(g["modules"])) for g in table.get("groups", [])),
     )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from blr.compressor import __version__
@@ -45,6 +46,7 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.lock = Lock()
 
     def count(self, counts: Callable[[dict[str, Any]], bool]) -> int:
         """How many entries have a record that `counts`; their tensors are not looked at."""
@@ -113,8 +115,9 @@ class Journal:
         scratch = scratch_for(path)
         try:
             save_file(tensors, scratch, metadata={METADATA_KEY: canonical_json(kept).decode()})
-            current = os.umask(0)
-            os.umask(current)
+            with self.lock:  # threads of a process share its umask
+                current = os.umask(0)
+                os.umask(current)
             os.chmod(scratch, 0o666 & ~current)
             settle(scratch, path)
         except BaseException:

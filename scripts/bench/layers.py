@@ -20,6 +20,7 @@ from blr.bench.layer_problem import (
     problem_of,
 )
 from blr.bench.options import LayerOptions
+from blr.bench.packed_layers import packed_arms
 from blr.bench.results import BenchReport
 from blr.bench.shapes import LayerShape, layer_work
 from blr.bench.timing import ARM_SECONDS
@@ -35,10 +36,17 @@ MOST = 4e11  # products of a call of every arm: minutes of a CPU, which makes ei
 
 @dataclass(frozen=True)
 class LayerCases:
-    """`blr bench layers`. compiled: numbers of tokens at which there are torch.compile arms."""
+    """`blr bench layers`.
+
+    Attributes:
+        compiled: numbers of tokens at which there are torch.compile arms. bits: of weights in few bits,
+            which are timed alone and with a correction of `rank`.
+    """
 
     timer: KernelTimer
     compiled: Collection[int] = ()
+    bits: Sequence[int] = ()
+    rank: int = 16
 
     def case(self, layer: LayerShape, specs: Sequence[Spec], n: int) -> Case:
         """The dense arms of a layer for n tokens and those of every spec, timed together."""
@@ -52,6 +60,8 @@ class LayerCases:
             made = problem_of(self.timer, layer, spec, n, title)
             x = made.x = x or made.x  # one input for all
             yield from self._of(made, spec)
+        for bits in self.bits:
+            yield from packed_arms(problem_of(self.timer, layer, None, n, title), x, bits, self.rank)
 
     def _of(self, made: LayerProblem, spec: Spec | None) -> Iterator[Arm]:
         """Of the dense layer for None: plain, by torch.compile, ours."""
@@ -84,6 +94,8 @@ def run_layers(options: LayerOptions, progress: Progress) -> tuple[BenchReport, 
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"device {options.device!r} cannot be timed; use cpu or cuda")
     precision, cuda = find_precision(options.dtype), device.type == "cuda"
+    if options.bits and not cuda:
+        raise UsageError("--bits needs a GPU: a CPU runs such layers otherwise; see bench decode")
     compiling = cuda if options.compiling is None else options.compiling
     work = layer_work(options, not cuda)
     cases = [(layer, specs, n) for layer, specs in work.specs for n in work.tokens]
@@ -93,7 +105,8 @@ def run_layers(options: LayerOptions, progress: Progress) -> tuple[BenchReport, 
     timer = KernelTimer(device, precision, compiling=compiling)
     if not cuda and options.seconds is None:
         refuse_slow(cases)
-    made = LayerCases(timer, {min(work.tokens), max(work.tokens)} if compiling else ())
+    compiled = {min(work.tokens), max(work.tokens)} if compiling else ()
+    made = LayerCases(timer, compiled, options.bits, options.rank)
     return report, harness.run([made.case(*case) for case in cases])
 
 

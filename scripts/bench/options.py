@@ -90,7 +90,9 @@ class LayerOptions(BenchOptions):
 
     Options:
         models: Comma-separated, of configs/bench-shapes.yaml. [llama-7b; gpt2-s on a CPU]
-        structures: Some of svd,monarch,blast,ks.
+        structures: Some of svd,monarch,blast,ks. [all; none beside --bits]
+        bits: Dense weights in 8, 4, 3 or 2 bits, alone and corrected; Humming beside them if installed.
+        rank: Of their corrections.
         n: Tokens, comma-separated. [1,1024,4096; 1,64 on a CPU]
         dtype: float32, tf32, float16 or bfloat16.
         cf: Compression factor. [the model's published one]
@@ -100,7 +102,9 @@ class LayerOptions(BenchOptions):
     """
 
     models: Sequence[str] = ()
-    structures: Sequence[str] = ("svd", "monarch", "blast", "ks")
+    structures: Sequence[str] = ()
+    bits: Sequence[int] = ()
+    rank: Annotated[int, Limits(1)] = 16
     n: Sequence[int] = ()
     dtype: str = "bfloat16"
     cf: float | None = None

@@ -105,12 +105,14 @@ class LayerWork:
 def layer_work(options: LayerOptions, cpu: bool) -> LayerWork:
     """Small models by default on a CPU. Raises UsageError for what there is not."""
     find_precision(options.dtype)
-    check_structures(options.structures, list(STRUCTURES))
+    asked = options.structures or (() if options.bits else TUNED)
+    check_structures(asked, list(STRUCTURES))
+    if wrong := next((bits for bits in options.bits if bits not in (8, 4, 3, 2)), None):
+        raise UsageError(f"--bits has {wrong}; expected some of 8, 4, 3 and 2")
     usual = SMALL if cpu else LARGE
     models, tokens = options.models or usual[0], options.n or usual[1]
     each = [
-        (layer, specs_for(layer, options.structures, options.blocks, options.cf))
-        for layer in find_layers(models)
+        (layer, specs_for(layer, asked, options.blocks, options.cf)) for layer in find_layers(models)
     ]
     return LayerWork(tuple(models), tuple(tokens), tuple(each))
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from exporting import compress_to
 from patience import PATIENCE
 from typer.testing import CliRunner
 
 from blr.compressor.base import threads
-from blr.compressor.base.threads import available_cores, use_threads
+from blr.compressor.base.threads import available_cores, on_one_thread, use_threads
 from blr.compressor.cli import app
 
 V1, V2, PERIOD = "cpu.cfs_quota_us", "cpu.max", "cpu.cfs_period_us"
@@ -121,6 +122,32 @@ def test_before_torch_is_imported(asked: tuple[str, ...], expected: int) -> None
     options = {"capture_output": True, "text": True, "check": True, "timeout": PATIENCE}
     done = subprocess.run(command, env=environment, **options)
     assert json.loads(done.stdout) == [expected, expected, "PASSIVE"]
+
+
+def test_small_layers_have_the_same_bytes_whatever_the_number_of_threads(
+    tiny: Path, tmp_path: Path, restored: None
+) -> None:
+    found = set[bytes]()
+    for number in (1, 3):
+        torch.set_num_threads(number)
+        output = compress_to(tiny, tmp_path / f"{number}", method="blast", rounds=3)
+        found.add((output / "model.safetensors").read_bytes())
+        assert torch.get_num_threads() == number
+    assert len(found) == 1
+
+
+def test_an_error_on_one_of_several_threads_ends_the_others_and_is_told(restored: None) -> None:
+    begun: list[str] = []
+
+    def compute(item: str) -> None:
+        begun.append(item)
+        raise ValueError(f"{item} on {torch.get_num_threads()}")
+
+    torch.set_num_threads(2)
+    with pytest.raises(ValueError, match="a on 1"):
+        on_one_thread(["a", *map(str, range(1000))], compute)
+    assert len(begun) < 1000
+    assert torch.get_num_threads() == 2
 
 
 COMMANDS = {

@@ -25,6 +25,9 @@ SHAPES = [
     (1000, 1000, 200),
     (512, 14336, 16),
     (384, 4096, 600),
+    (300, 2048, 8),
+    (130, 1152, 2),
+    (4096, 512, 13),
 ]
 
 
@@ -49,9 +52,13 @@ def test_fused_products(bits: int, group: int, curved: bool, dtype: torch.dtype)
         bias = torch.randn(rows, device="cuda").to(dtype) if tokens % 2 else None
         dense = dequantize(packed, scale, bits, columns, torch.float32, group, curved)
         expected = torch.nn.functional.linear(x.float(), dense, None if bias is None else bias.float())
-        found = launch.fused_product(x, packed, scale, bias, bits=bits, group=group, curved=curved)
-        error = (found.float() - expected).norm() / expected.norm()
-        assert error <= TOLERANCES[dtype], (rows, columns, tokens)
+        form = {"bits": bits, "group": group, "curved": curved}
+        for found in (
+            launch.fused_product(x, packed, scale, bias, **form),
+            *[launch.product(x, packed, scale, bias, None, None, *form.values()) for _ in range(3)],
+        ):
+            error = (found.float() - expected).norm() / expected.norm()
+            assert error <= TOLERANCES[dtype], (rows, columns, tokens)
 
 
 @pytest.mark.parametrize("ranks", [1, 16, 40, 64])
@@ -132,3 +139,44 @@ def test_in_a_graph_and_by_the_compiler() -> None:
         graph.replay()
         assert torch.equal(found, expected)
     torch.testing.assert_close(torch.compile(run, fullgraph=True)(), expected)
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_few_tokens_beside_each_other(bits: int) -> None:
+    """Products on two streams and of two graphs at once do not count each other's programs."""
+    if not launch.has_wgmma(torch.device("cuda", 0)):
+        pytest.skip("no Hopper GPU, or a Triton without Gluon")
+    packed, scale = weight(bits, 128, True, 4096, 4096, torch.bfloat16)
+    x = torch.randn(8, 4096, device="cuda").bfloat16()
+    run = lambda: launch.product(x, packed, scale, None, None, None, bits, 128, True)  # noqa: E731
+    expected, streams, graphs = run(), [torch.cuda.Stream(), torch.cuda.Stream()], []
+    torch.cuda.synchronize()
+    for _ in streams:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=streams[0]):
+            made = [run() for _ in range(20)]
+        graphs.append((graph, made))
+    for stream, (graph, made) in zip(streams, graphs, strict=True):
+        with torch.cuda.stream(stream):
+            graph.replay()
+            made += [run() for _ in range(20)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(found, expected) for _, made in graphs for found in made)
+
+
+@pytest.mark.parametrize("tokens", [2, 12])
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_few_tokens_that_are_not_finite(bits: int, tokens: int) -> None:
+    """NaN and infinities in one token give what a dense weight gives, and do not reach others."""
+    if not launch.has_wgmma(torch.device("cuda", 0)):
+        pytest.skip("no Hopper GPU, or a Triton without Gluon")
+    packed, scale = weight(bits, 128, True, 4096, 1024, torch.bfloat16)
+    dense = dequantize(packed, scale, bits, 1024, torch.bfloat16, 128)
+    x = torch.randn(tokens, 1024, device="cuda").bfloat16()
+    x[0, 7], x[1, 9], x[1, 700] = float("nan"), float("inf"), float("-inf")
+    found = launch.product(x, packed, scale, None, None, None, bits, 128, True)
+    expected = torch.nn.functional.linear(x.float(), dense.float())
+    torch.testing.assert_close(found.isnan(), expected.isnan())
+    infinite = expected.isinf()
+    assert torch.equal(found[infinite].float(), expected[infinite])
+    assert torch.isfinite(found[2:]).all()

@@ -25,7 +25,7 @@ from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.verify import verify_output
 from blr.compressor.loading.streamed import load_written
 from blr.compressor.modeling.layers import Replaced
-from blr.compressor.modeling.modeling_blr import module_names
+from blr.compressor.modeling.modeling_blr import Experts, module_names, stacks_apart
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.structures.restore import restored
@@ -46,6 +46,7 @@ FAMILIES = (
     *("llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "opt"),
     *("mixtral", "qwen3-moe", "bert", "bert-mlm", "roberta", "xlm-roberta", "distilbert", "electra"),
     *("qwen2-classes", "llama-answers", "vit", "t5"),
+    *("qwen2-moe", "olmoe", "gpt-oss", "deepseek-v3", "glm4-moe", "granite-moe"),
 )
 KIN = ("llama-tied", "mistral", "qwen2", "gemma2", "xlm-roberta", "electra")  # built as others here are
 AUTO = {
@@ -120,14 +121,18 @@ def rebuilt(work: Path, name: str, method: str) -> Any:
     source, output = dense(work, name), compressed(work, name, method)
     recipe = make_recipe(**METHODS[method])
     model = getattr(transformers, auto_class(name)).from_pretrained(source)
-    modules = dict(model.named_modules())
+    modules, plan = dict(model.named_modules()), make_plan(open_source(source), recipe)
+    names = [planned.layer.module for planned in plan.layers]
+    for experts, stacks in stacks_apart(model, names).items():
+        parts = Experts(modules[experts], stacks).named_modules()  # of the memory of the stack
+        modules |= {f"{experts}.{name}": part for name, part in parts}
     with safe_open(output / "model.safetensors", "pt") as stored, torch.no_grad():
-        for planned in make_plan(open_source(source), recipe).layers:
+        for planned in plan.layers:
             spec, module = planned.spec, planned.layer.module
             tensors = {name: stored.get_tensor(f"{module}.{name}") for name in spec.stored()}
             weight = restored(spec, tensors, torch.float64).float()
             target = modules[module_names(model, [module])[module]].weight
-            target.copy_(weight.T if planned.layer.transposed else weight)
+            target.copy_(weight if target.shape == weight.shape else weight.T)
     return model
 
 

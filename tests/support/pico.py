@@ -96,7 +96,13 @@ _DISTILBERT = {
     "max_position_embeddings": 64,
 }
 _GEMMA = {**_LLAMA, "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}
-_EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "tie_word_embeddings": False}
+_SHARED = {**_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_SHARED |= {"n_group": 1, "topk_group": 1}
+_INNER_RANKS = {
+    **{"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    **{"v_head_dim": 8, "num_key_value_heads": 4},
+}
 
 # Families beyond those above: most tests need one of a kind
 MORE: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -120,8 +126,31 @@ MORE: dict[str, tuple[str, dict[str, Any], str]] = {
     "mixtral": ("MixtralConfig", {**_LLAMA, **_EXPERTS, "num_local_experts": 4}, "MixtralForCausalLM"),
     "qwen3-moe": (
         "Qwen3MoeConfig",
-        {**_LLAMA, **_EXPERTS, "head_dim": 16, "moe_intermediate_size": 16, "num_experts": 4},
+        {**_LLAMA, **_EXPERTS, "head_dim": 16, "num_experts": 4},
         "Qwen3MoeForCausalLM",
+    ),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {**_LLAMA, **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24},
+        "Qwen2MoeForCausalLM",
+    ),
+    "olmoe": ("OlmoeConfig", {**_LLAMA, **_EXPERTS, "num_experts": 4}, "OlmoeForCausalLM"),
+    # one stack of experts, transposed and with biases
+    "gpt-oss": (
+        "GptOssConfig",
+        {**_LLAMA, **_EXPERTS, "num_local_experts": 4, "head_dim": 16, "sliding_window": 16},
+        "GptOssForCausalLM",
+    ),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        {**_LLAMA, **_SHARED, **_INNER_RANKS},
+        "DeepseekV3ForCausalLM",
+    ),
+    "glm4-moe": ("Glm4MoeConfig", {**_LLAMA, **_SHARED, "head_dim": 16}, "Glm4MoeForCausalLM"),
+    "granite-moe": (
+        "GraniteMoeConfig",
+        {**_LLAMA, **_EXPERTS, "num_local_experts": 4},
+        "GraniteMoeForCausalLM",
     ),
 }
 

@@ -9,7 +9,7 @@ of the tensor cores, are sixteen columns for each field of a word; inputs are in
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     warpgroup_mma,
@@ -205,7 +205,17 @@ def product_kernel(
         if part == 0:
             acc = corrected(acc, u, u_row, z, row0, token0, rows, tokens, ranks, RANKS, PARTS, BR, NP, A,
                             D, WARPS)  # fmt: skip
+    finish(acc, bias, y, y_token, partial, counter, tile, part, row0, token0, rows, tokens, BR, NP,
+           SPLIT, BIAS, WARPS)  # fmt: skip
+
+
+@gluon.jit
+def finish(acc, bias, y, y_token, partial, counter, tile, part, row0, token0, rows, tokens,
+           BR: gl.constexpr, NP: gl.constexpr, SPLIT: gl.constexpr, BIAS: gl.constexpr,
+           WARPS: gl.constexpr):  # fmt: skip
+    """Store the sums of a tile; the last program of its SPLIT ones adds up what the others left."""
     if SPLIT > 1:
+        MMA: gl.constexpr = acc.type.layout
         r = gl.arange(0, BR, gl.SliceLayout(1, MMA))
         t = gl.arange(0, NP, gl.SliceLayout(0, MMA))
         area = r[:, None] * NP + t[None, :]
@@ -280,9 +290,13 @@ def corrected(acc, u, u_row, z, row0, token0, rows, tokens, ranks, RANKS: gl.con
     rank = gl.arange(0, RANKS, gl.SliceLayout(0, A))
     held = (row < rows)[:, None] & (rank < ranks)[None, :]
     left = gl.load(u + row[:, None].to(gl.int64) * u_row + rank[None, :], mask=held, other=0.0)
-    fence_async_shared()
-    thread_barrier()
-    return warpgroup_mma(left, zs.permute((1, 0)), acc)
+    if A.parent.version[0] == 2:
+        thread_barrier()
+        return mma_v2(left, zs.permute((1, 0)).load(gl.DotOperandLayout(1, A.parent, 2)), acc)
+    else:
+        fence_async_shared()
+        thread_barrier()
+        return warpgroup_mma(left, zs.permute((1, 0)), acc)
 
 
 @gluon.jit

@@ -1,4 +1,5 @@
-"""Launches the products of packed weights (`fused.py`): shapes in; grid, tiles and workspace out."""
+"""Launches the products of packed weights (`few.py`, `fused.py`): shapes in; grid, tiles and workspace
+out."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from blr.kernels.common.replay import Launches
 from blr.kernels.decode.gemv.segments import Segment
 from blr.kernels.decode.quantized.formats import PLANES
 from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedSegment
+from blr.kernels.layers.packed.counters import zero_counters
 from blr.kernels.layers.packed.unpacking import instructions, pieces_of
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -23,6 +25,8 @@ MOST = {8: 256, 4: 768, 3: 512, 2: 768}
 SQUARE, SMALL = 1 << 24, 1 << 22
 FILLED = 128  # programs that fill the GPU
 REGISTERS = 128  # of a thread in three bits, of few tokens: a multiprocessor has room for four programs
+FEW = {(4, 128), (4, 64), (3, 128), (2, 128)}  # bits and groups of `few_product`
+FEW_ROWS = 64  # of its program
 RANKS = 64  # of a correction that a product adds
 SHARED = 226 << 10  # bytes of shared memory that the rings of a program may take
 
@@ -126,7 +130,7 @@ def product(
     bits: int, group: int, curved: bool,
 ) -> Tensor:  # fmt: skip
     """``x Wᵀ + bias + x Vᵀ Uᵀ`` [n, R] in the dtype of x, for what `takes` allows: of one token on the
-    CUDA cores (`kernels/decode`), of more by `fused_product`.
+    CUDA cores (`kernels/decode`), of more by `few_product` or `fused_product`.
 
     Args:
         x: [n, K], bfloat16 or float16, columns of stride 1. packed: [R, bytes], as
@@ -136,13 +140,27 @@ def product(
     """
     given = (x, packed, scale, bias, u, v)
     lies = [None if t is None else (t.shape, t.stride(), t.dtype) for t in given]
-    key = (bits, group, curved, x.device, *lies)
-    run = _PLANS.get(key)
-    if run is None:
-        one = _one_token if len(x) == 1 else fused_product
-        run = _PLANS.keep(key, Launches(partial(one, bits=bits, group=group, curved=curved)))
-    y: Tensor = run(*given)
+    key = (bits, group, curved, x.device, x.data_ptr() % 16, *lies)
+    plan = _PLANS.get(key) or _PLANS.keep(key, _plan(x, packed, v, bits, group, curved))
+    counter = zero_counters(x.device, plan.counters) if plan.counters else None
+    y: Tensor = plan.run(*given, counter)
     return y
+
+
+class ProductPlan(NamedTuple):
+    """How products of one shape run. counters: `zero_counters` that `run` takes."""
+
+    run: Launches
+    counters: int
+
+
+def _plan(
+    x: Tensor, packed: Tensor, v: Tensor | None, bits: int, group: int, curved: bool
+) -> ProductPlan:
+    few = len(x) > 1 and takes_few(x, packed, bits, group)
+    chosen = few_product if few else fused_product if len(x) > 1 else _one_token
+    run = Launches(partial(chosen, bits=bits, group=group, curved=curved))
+    return ProductPlan(run, -(-len(packed) // FEW_ROWS) if few else 0)
 
 
 _PLANS = Plans()
@@ -150,7 +168,7 @@ _PLANS = Plans()
 
 def _one_token(
     x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None,
-    *, bits: int, group: int, curved: bool,
+    counter: None = None, *, bits: int, group: int, curved: bool,
 ) -> Tensor:  # fmt: skip
     from blr.kernels.decode.quantized.either import stages
 
@@ -165,9 +183,69 @@ def _one_token(
     return y
 
 
+def takes_few(x: Tensor, packed: Tensor, bits: int, group: int) -> bool:
+    """Whether `few_product` can compute a product of 2 tokens or more, and is faster than
+    `fused_product` (scripts/log, 2026-11-27)."""
+    (tokens, K), large = x.shape, len(packed) * x.shape[1] > SQUARE
+    if K % group or (bits, group) not in FEW or x.stride(0) % 8 or x.data_ptr() % 16:
+        return False
+    return tokens <= 8 or (tokens <= 16 and not (bits == 4 and large))
+
+
+def few_product(
+    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, u: Tensor | None = None,
+    v: Tensor | None = None, counter: Tensor | None = None, *, bits: int, group: int,
+    curved: bool = True, each: int | None = None,
+) -> Tensor:  # fmt: skip
+    """`product` of 2 to 16 tokens by one kernel, and one before it for a correction.
+
+    Args:
+        counter: `zero_counters`, one for `FEW_ROWS` rows, or None: zeros are made.
+        each: groups of a program, in place of what is chosen.
+    """
+    from blr.kernels.layers.packed.few import few_kernel
+    from blr.kernels.layers.packed.triton import prepare, whole_ranks
+
+    (tokens, K), rows = x.shape, len(packed)
+    tiles, steps, slots = -(-rows // FEW_ROWS), K // group, 8 if tokens <= 8 else 16
+    each = each or (4 if group == 128 and (slots == 8 or tiles > 128) else 8)
+    split = -(-steps // each)
+    y = partial = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+    if split > 1:
+        size = tiles * split * FEW_ROWS * slots
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        if counter is None:
+            counter = torch.zeros(tiles, dtype=torch.int32, device=x.device)
+    z = None if v is None else prepare(x, bits, group, v, pdl=True, ordered=False).z
+    launch(
+        few_kernel,
+        (tiles * split,),
+        (
+            *(x, x.stride(0), packed.view(torch.int32), packed.stride(0) // 4, scale, scale.stride(0)),
+            *(y if bias is None else bias, y if u is None else u, 0 if u is None else u.stride(0)),
+            *(y if z is None else z, y, y.stride(0), partial, y if counter is None else counter),
+            *(tokens, rows, steps, 0 if v is None else len(v)),
+        ),
+        {
+            "BITS": bits,
+            "GROUP": group,
+            "ASM": instructions(bits, curved, NAMES[x.dtype], False),
+            "NP": slots,
+            "SPLIT": split,
+            "EACH": each,
+            "BIAS": bias is not None,
+            "RANKS": whole_ranks(0 if v is None else len(v)),
+            "PARTS": 1 if z is None else len(z),
+        },
+        num_warps=4,
+        **({} if z is None else {"launch_pdl": True}),
+    )
+    return y
+
+
 def fused_product(
     x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, u: Tensor | None = None,
-    v: Tensor | None = None, *, bits: int, group: int, curved: bool = True,
+    v: Tensor | None = None, counter: None = None, *, bits: int, group: int, curved: bool = True,
     tile: ProductTile | None = None,
 ) -> Tensor:  # fmt: skip
     """`product` by one kernel and one that prepares its inputs; tile: in place of `default_tile`'s."""

@@ -133,20 +133,23 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    x: Tensor, bits: int, group: int, v: Tensor | None = None, counters: int = 0, pdl: bool = False
-) -> Prepared:
+    x: Tensor, bits: int, group: int, v: Tensor | None = None, counters: int = 0, pdl: bool = False,
+    ordered: bool = True,
+) -> Prepared:  # fmt: skip
     """x [n, K] as `fused.product_kernel` meets its columns, padded to whole steps, and with it V x and
     counters, by one launch at most.
 
     Args:
         v: [ranks, K] of a correction, in the dtype of x, rows of stride 1, at most 64 of them.
         pdl: whether the kernel after it may begin while this one runs, and waits for it by itself.
+        ordered: False leaves x as it is.
     """
     low = PLANES[bits][0]
     words, columns = group * low // 32, 16 * 32 // low
     (tokens, K), ranks = x.shape, 0 if v is None else len(v)
     steps = -(-(-(-K // group) * words) // 16)
     same = words == 16 and K % group == 0 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    same = same or not ordered
     if same and not ranks and not counters:
         return Prepared(x, None, None, False)
     out = x if same else torch.empty(tokens, steps * columns, dtype=x.dtype, device=x.device)

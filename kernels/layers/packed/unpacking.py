@@ -20,7 +20,7 @@ def pieces_of(bits: int) -> int:
 
 
 @functools.cache
-def instructions(bits: int, curved: bool, name: str) -> tuple[tuple[str, str], ...]:
+def instructions(bits: int, curved: bool, name: str, scaled: bool = True) -> tuple[tuple[str, str], ...]:
     """By piece: (instructions, constraints) that turn two words into four pairs (two) of numbers.
 
     Operands: the pairs; the two words (of 3 bits: two of the nibbles of even fields, two of odd ones);
@@ -28,17 +28,18 @@ def instructions(bits: int, curved: bool, name: str) -> tuple[tuple[str, str], .
 
     Args:
         curved: which of the grids of 3 bits. name: "bf16" or "f16".
+        scaled: False leaves levels as they are, without the last operand; not of 8 bits.
     """
     found, grid = [], grid_of(bits, curved)
     for piece in range(pieces_of(bits)):
-        lines = _bytes(piece, name) if bits == 8 else _nibbles(bits, grid, piece, name)
-        outputs, inputs = 2 if bits == 8 else 4, 5 if bits == 3 else 3
+        lines = _bytes(piece, name) if bits == 8 else _nibbles(bits, grid, piece, name, scaled)
+        outputs, inputs = 2 if bits == 8 else 4, (4 if bits == 3 else 2) + scaled
         text = "\n".join(f"{line};" for line in lines)
         found.append((f"{{\n{text}\n}}", ",".join(["=&r"] * outputs + ["r"] * inputs)))
     return tuple(found)
 
 
-def _nibbles(bits: int, grid: LevelGrid, piece: int, name: str) -> list[str]:
+def _nibbles(bits: int, grid: LevelGrid, piece: int, name: str, scaled: bool) -> list[str]:
     """Of 4, 3 and 2 bits."""
     width = 2 if bits == 2 else 4
     first = int(grid.offset % 1 != 0)  # middles between two integers need another bit below
@@ -68,7 +69,8 @@ def _nibbles(bits: int, grid: LevelGrid, piece: int, name: str) -> list[str]:
         if grid.curve:
             lines += _curve(out, grid.curve, name)
             moved = None
-        lines.append(f"mul.{name}x2 ${out}, ${out}, ${4 + 2 * sources}")
+        if scaled:
+            lines.append(f"mul.{name}x2 ${out}, ${out}, ${4 + 2 * sources}")
     return lines
 
 

@@ -1,0 +1,107 @@
+"""Writes the table and the plot of peers from what run.py has measured.
+
+Usage: python draw.py. Reads scripts/figures/peers-MODEL.json, and writes a plot beside each file and its
+table between the marks of recipes/README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from blr.compressor.output.page import PALETTE
+from blr.compressor.output.svg import COLOURS, WIDTH, Series, chart, picture
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "scripts" / "figures"
+PAGE = ROOT / "recipes" / "README.md"
+NAMES = {"autoround": "AutoRound", "awq": "AWQ", "gptq": "GPTQ", "hqq": "HQQ", "torchao": "torchao"}
+HEIGHT = 260
+STYLE = (
+    "svg{font-family:system-ui,sans-serif}text{font-size:12px;fill:var(--ink)}"
+    ".tick{font-size:11px;fill:var(--faint)}line{stroke:var(--line)}"
+)
+Row = dict[str, Any]
+
+
+def label(name: str) -> str:
+    """What a row is called: "blr-3-16-0" is one of "blr, rank 16"."""
+    package, _, *ours = name.split("-")
+    if package != "blr":
+        return NAMES[package]
+    return f"blr, rank {ours[0]}" if int(ours[0]) else "blr"
+
+
+def merged(rows: dict[str, Row]) -> dict[tuple[str, int], list[Row]]:
+    """The rows of one point together, which differ in their seed, by label and whole bits."""
+    found = defaultdict(list)
+    for name, row in rows.items():
+        found[label(name), int(name.split("-")[1])].append(row)
+    return dict(sorted(found.items(), key=lambda item: (item[0][1], kl(item[1], 0))))
+
+
+def kl(rows: list[Row], text: int) -> float:
+    """The mean KL on text number `text` over seeds."""
+    return mean(list(row["texts"].values())[text]["kl"] for row in rows)
+
+
+def cell(rows: list[Row], text: int) -> str:
+    """KL of both seeds with its standard error, and agreement of the likeliest token."""
+    figures = [list(row["texts"].values())[text] for row in rows]
+    seeds = " and ".join(f"{one['kl']:.3f}" for one in figures)
+    return f"{seeds} ± {figures[0]['kl_error']:.3f}, {mean(one['agreement'] for one in figures):.1%}"
+
+
+def table(rows: dict[str, Row]) -> str:
+    """A row for each point, the least KL first among equal bits."""
+    texts = list(next(iter(rows.values()))["texts"])
+    head = ["made by", "bits a weight", *(f"KL, top-1 on {text}" for text in texts), "seconds"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for (name, bits), found in merged(rows).items():
+        version = f"{found[0]['package']} {found[0]['version']}"
+        made = f"{name}, int{bits}" + f" ({version})" * (found[0]["package"] != "blr")
+        cells = [made, f"{found[0]['bits']:.2f}", *(cell(found, n) for n in range(len(texts)))]
+        cells.append(f"{mean(row['seconds'] for row in found):.0f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def drawn(rows: dict[str, Row]) -> str:
+    """KL against bits on each text, a line for each package."""
+    lines = defaultdict(list)
+    for (name, _), found in merged(rows).items():
+        lines[name].append(found)
+    texts, body = list(next(iter(rows.values()))["texts"]), ""
+    for n, text in enumerate(texts):
+        series = []
+        for colour, (name, points) in enumerate(sorted(lines.items())):
+            places = [(found[0]["bits"], kl(found, n)) for found in points]
+            marks = [(*place, name if place == places[0] else "") for place in places]
+            series.append(Series(name, places, True, colour % COLOURS, marks, named=True))
+        said = f"KL from dense, {text}"
+        inner = re.sub(
+            r"^<div[^>]*>|</div>$", "", chart(series, "bits a weight", said, height=HEIGHT, log=True)
+        )
+        body += inner.replace("<svg ", f'<svg y="{n * HEIGHT}" width="{WIDTH}" height="{HEIGHT}" ', 1)
+    start, rest = picture(body, len(texts) * HEIGHT).split(">", 1)
+    return f"{start}><style>{PALETTE}{STYLE}</style>{rest}\n"
+
+
+def main() -> None:
+    page = PAGE.read_text("utf-8")
+    for path in sorted(FOLDER.glob("peers-*.json")):
+        rows = json.loads(path.read_text("utf-8"))
+        path.with_suffix(".svg").write_text(drawn(rows), "utf-8")
+        mark = path.stem
+        page = re.sub(
+            rf"(<!-- {mark} -->\n).*(<!-- /{mark} -->)", rf"\1{table(rows)}\n\2", page, flags=re.S
+        )
+    PAGE.write_text(page, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

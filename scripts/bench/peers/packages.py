@@ -1,0 +1,180 @@
+"""Quantizes the linear layers inside a model's blocks by another package: each function returns the
+weights that the package's numbers stand for, and the bytes that these numbers take.
+
+Everything runs in an environment of that package, so this file imports nothing of ours. Bytes are of the
+package's own tensors, except where a comment says that it keeps them unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+HALF = 2  # bytes of a scale
+
+
+@dataclass(frozen=True)
+class Task:
+    """A `model` on its device, its `tokenizer`, calibration tokens `ids` [n, w], and the `bits` and the
+    `group` of numbers that share a scale."""
+
+    model: Any
+    tokenizer: Any
+    ids: Tensor
+    bits: int
+    group: int
+
+    def layers(self) -> Iterator[tuple[str, nn.Linear]]:
+        """The linear layers inside the blocks, by name."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Linear) and ".layers." in name:
+                yield name, module
+
+    def rows(self) -> list[dict[str, Tensor]]:
+        """The calibration as a model takes it, a window at a time."""
+        return [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in self.ids]
+
+
+class Found(NamedTuple):
+    """Dequantized `weights` by layer, and the bytes `stored` for them."""
+
+    weights: dict[str, Tensor]
+    stored: int
+
+
+Package = Callable[[Task], Found]
+
+
+def hqq(task: Task) -> Found:
+    """HQQ: scales and zeros by half-quadratic splitting, without a text."""
+    from hqq.core.quantize import Quantizer
+
+    weights, stored = dict[str, Tensor](), 0
+    for name, layer in task.layers():
+        given = {"nbits": task.bits, "group_size": task.group, "channel_wise": True, "axis": 1}
+        place = str(layer.weight.device)
+        packed, meta = Quantizer.quantize(
+            layer.weight.data, **given, optimize=True, compute_dtype=torch.float16, device=place
+        )
+        stored += packed.nbytes + HALF * (meta["scale"].numel() + meta["zero"].numel())
+        weights[name] = Quantizer.dequantize(packed, meta)
+    return Found(weights, stored)
+
+
+def torchao(task: Task) -> Found:
+    """torchao: rounding to the nearest integer, without a text."""
+    from torchao.quantization import IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+
+    dtype = getattr(torch, f"int{task.bits}")
+    names = {name for name, _ in task.layers()}
+    config = IntxWeightOnlyConfig(weight_dtype=dtype, granularity=PerGroup(task.group))
+    quantize_(task.model, config, filter_fn=lambda _, name: name in names)
+    weights, stored = dict[str, Tensor](), 0
+    for name, layer in task.layers():
+        weight: Any = layer.weight
+        # it keeps them in int8 unpacked; its kernels pack them to `bits`
+        stored += weight.qdata.numel() * task.bits // 8 + HALF * weight.scale.numel()
+        weights[name] = weight.dequantize()
+    return Found(weights, stored)
+
+
+def gptq(task: Task) -> Found:
+    """llm-compressor: GPTQ, symmetric."""
+    from llmcompressor.modifiers.gptq import GPTQModifier
+
+    return _llmcompressor(task, GPTQModifier, symmetric=True)
+
+
+def awq(task: Task) -> Found:
+    """llm-compressor: AWQ, asymmetric."""
+    from llmcompressor.modifiers.awq import AWQModifier
+
+    return _llmcompressor(task, AWQModifier, symmetric=False)
+
+
+def _llmcompressor(task: Task, modifier: Any, symmetric: bool) -> Found:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from llmcompressor import oneshot
+    from torch.utils.data import DataLoader
+
+    form = {"type": "int", "strategy": "group", "group_size": task.group, "symmetric": symmetric}
+    weights = QuantizationArgs(num_bits=task.bits, **form)
+    rows: Any = task.rows()
+    groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
+    oneshot(
+        model=task.model,
+        dataset=DataLoader(rows),
+        recipe=[modifier(config_groups=groups, ignore=["lm_head"])],
+        num_calibration_samples=len(task.ids),
+        max_seq_length=task.ids.shape[1],
+    )
+    weights = {name: layer.weight.detach().clone() for name, layer in task.layers()}
+    return Found(
+        weights, _saved(lambda folder: task.model.save_pretrained(folder, save_compressed=True))
+    )
+
+
+def autoround(task: Task) -> Found:
+    """AutoRound: rounding learned by signed gradients in 200 steps a block, symmetric."""
+    from auto_round import AutoRound
+
+    rows = [{name: tensor[None] for name, tensor in row.items()} for row in task.rows()]
+    rounding = AutoRound(
+        task.model,
+        task.tokenizer,
+        scheme=f"W{task.bits}A16",
+        bits=task.bits,
+        group_size=task.group,
+        sym=True,
+        nsamples=len(rows),
+        seqlen=task.ids.shape[1],
+        dataset=rows,
+        enable_torch_compile=False,
+        device_map=str(task.model.device),
+    )
+    found, _ = rounding.quantize()
+    made = dict(found.named_modules())
+    weights, stored = dict[str, Tensor](), 0
+    for name, _ in task.layers():
+        layer = made[name]
+        scale = layer.scale.to(layer.weight.device, torch.float32)[..., None]
+        grouped = layer.weight.detach().float().unflatten(1, (-1, task.group))  # which it rounds to bf16
+        weights[name] = ((grouped / scale).round() * scale).flatten(1)
+        # what its exports hold: integers, and a scale and a zero of a group
+        groups = layer.scale.numel()
+        stored += (layer.weight.numel() + groups) * task.bits // 8 + groups * HALF
+    return Found(weights, stored)
+
+
+def _saved(save: Callable[[str], object]) -> int:
+    """The bytes of the blocks' linear layers in the files of a saved model."""
+    from safetensors import safe_open
+
+    parts = ("weight_packed", "weight_scale", "weight_zero_point")
+    stored = 0
+    with TemporaryDirectory() as folder:
+        save(folder)
+        for path in Path(folder).glob("*.safetensors"):
+            with safe_open(path, "pt") as tensors:
+                names = [name for name in tensors.keys() if name.rpartition(".")[2] in parts]  # noqa: SIM118
+                found = {name: tensors.get_tensor(name) for name in names}
+            for tensor in found.values():
+                wide = tensor.dtype == torch.float32  # a scale of a model that was read in float32
+                stored += tensor.numel() * HALF if wide else tensor.nbytes
+    return stored
+
+
+PACKAGES: dict[str, tuple[Package, str]] = {
+    "hqq": (hqq, "hqq"),
+    "torchao": (torchao, "torchao"),
+    "gptq": (gptq, "llmcompressor"),
+    "awq": (awq, "llmcompressor"),
+    "autoround": (autoround, "auto-round"),
+}

@@ -1,0 +1,87 @@
+"""Trains a small mixture of experts of Qwen3-MoE's type on a text, to measure compressions with.
+
+    python scripts/train_mixture.py TOKENIZER TEXT... -o FOLDER --minutes 4
+
+TOKENIZER is a folder with a tokenizer, such as that of `mini-llama`; a text may be packed by xz. The
+model has 6 layers of 16 experts, of which a token chooses 4: 27 million parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
+
+WINDOW = 512
+RATE, WARM_UP = 2e-3, 0.03
+
+
+def read(path: Path) -> str:
+    """The text in a file, plain or in xz."""
+    data = path.read_bytes()
+    return (lzma.decompress(data) if path.suffix == ".xz" else data).decode()
+
+
+def windows(tokenizer: str, texts: list[Path]) -> torch.Tensor:
+    """All texts as windows of tokens [n, w]."""
+    encode = AutoTokenizer.from_pretrained(tokenizer)
+    parts = [part for path in texts for part in read(path).split("\n\n")]
+    ids = [token for each in encode([f"{part}\n\n" for part in parts])["input_ids"] for token in each]
+    return torch.tensor(ids[: len(ids) // WINDOW * WINDOW]).view(-1, WINDOW)
+
+
+def made(tokenizer: str) -> Qwen3MoeForCausalLM:
+    """The model with random weights, on the GPU if there is one."""
+    vocabulary = len(AutoTokenizer.from_pretrained(tokenizer))
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary, hidden_size=384, num_hidden_layers=6, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4,
+        moe_intermediate_size=192, norm_topk_prob=True, tie_word_embeddings=True,
+        max_position_embeddings=1024, output_router_logits=True, router_aux_loss_coef=0.01,
+        bos_token_id=0, eos_token_id=0, pad_token_id=None,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def train(model: Qwen3MoeForCausalLM, ids: torch.Tensor, seconds: float, batch: int) -> None:
+    """Train for so long, at a rate that rises and then falls to 0."""
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    started, step = time.monotonic(), 0
+    while (done := (time.monotonic() - started) / seconds) < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(done / WARM_UP, (1 - done) / (1 - WARM_UP), 1)
+        rows = ids[torch.randint(len(ids), (batch,))].to(model.device)
+        with torch.autocast(model.device.type, torch.bfloat16):
+            loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 100 == 0:
+            said = f"{time.monotonic() - started:6.1f} s, step {step}, loss {loss.item():.3f}"
+            print(said, flush=True)
+        step += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tokenizer")
+    parser.add_argument("texts", nargs="+", type=Path)
+    parser.add_argument("-o", "--output", required=True)
+    parser.add_argument("--minutes", type=float, default=4)
+    parser.add_argument("--batch", type=int, default=64)
+    asked = parser.parse_args()
+    set_seed(0)
+    model = made(asked.tokenizer)
+    train(model, windows(asked.tokenizer, asked.texts), 60 * asked.minutes, asked.batch)
+    model.config.output_router_logits = False
+    model.to(torch.bfloat16).save_pretrained(asked.output)
+    AutoTokenizer.from_pretrained(asked.tokenizer).save_pretrained(asked.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Experts of a mixture are layers of their own, by every way from a plan to tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exporting import compress_to
+from fresh import blr
+from heal_models import save_characters, write_text
+from pico import MORE, save_model, save_pico
+from safetensors.torch import load_file, save_file
+
+from blr.compressor import register
+from blr.compressor.base.progress import Progress
+from blr.compressor.checkpoint.source import open_source
+from blr.compressor.exporting.job import export
+from blr.compressor.exporting.options import ExportOptions
+from blr.compressor.loading.streamed import load_written
+from blr.compressor.planning.plan import make_plan
+from blr.compressor.recipe.schema import make_recipe
+from blr.compressor.workspace.journal import Journal
+
+register()
+
+MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "gpt-oss", "deepseek-v3", "glm4-moe")
+MIXTURES = (*MIXTURES, "granite-moe")
+IDS = torch.arange(24).reshape(2, 12)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_plan_counts_what_is_stored(name: str, tmp_path: Path) -> None:
+    source = save_pico(name, tmp_path / "dense")
+    plan = make_plan(open_source(source), make_recipe(method="svd", cf=2.0))
+    experts = [planned for planned in plan.layers if planned.layer.stack]
+    output = compress_to(source, tmp_path / "out", method="svd", cf=2.0)
+    stored = load_file(output / "model.safetensors")
+    found = sum(t.numel() for n, t in stored.items() if ".experts." in n and not n.endswith("_bias"))
+    assert found == sum(planned.spec.parameters for planned in experts)
+    dense = {planned.layer.entry.name for planned in experts}
+    whole = sum(open_source(source).entries[n].parameters for n in dense)
+    assert whole == sum(planned.spec.dense_parameters for planned in experts)
+
+
+CHOICES = {
+    "one expert": {"num_local_experts": 1, "num_experts_per_tok": 1},
+    "all of them": {"num_experts_per_tok": 4},
+    "one a token": {"num_experts_per_tok": 1},
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_however_many_experts_a_token_chooses(choice: str, tmp_path: Path) -> None:
+    config, settings, model = MORE["mixtral"]
+    save_model(config, {**settings, **CHOICES[choice]}, model, tmp_path / "dense")
+    native = load_written(tmp_path / "dense")(IDS).logits
+    int8 = compress_to(tmp_path / "dense", tmp_path / "int8", method="dense", quantize="int8", group=32)
+    assert (load_written(int8)(IDS).logits - native).norm() < 0.05 * native.norm()
+    low_rank = compress_to(tmp_path / "dense", tmp_path / "svd", method="svd", rank=4)
+    assert load_written(low_rank)(IDS).logits.isfinite().all()
+
+
+def test_a_stack_is_compressed_whole_or_not_at_all(tmp_path: Path) -> None:
+    source = save_pico("mixtral", tmp_path / "dense")
+    with pytest.raises(RuntimeError, match=r"code 2: .*experts.gate_up_proj: 1 of 8 layers stay dense"):
+        blr("plan", source, "--exclude", "*.0.*.experts.w1.2")
+    output = tmp_path / "out"
+    blr("compress", source, "-o", output, "--force", "--exclude", "*.0.*.experts.w2.*")
+    assert load_written(output)(IDS).logits.isfinite().all()
+
+
+def save_with_an_idle_expert(folder: Path) -> None:
+    """A model of which no token chooses expert 4: two of the others are as likely as they are not."""
+    config, settings, model = MORE["mixtral"]
+    save_model(config, {**settings, "num_local_experts": 5}, model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, gate in tensors.items():
+        if name.endswith("block_sparse_moe.gate.weight"):
+            gate[1], gate[3], gate[4] = -gate[0], -gate[2], 0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_characters(folder)
+
+
+@pytest.mark.parametrize("how", [("svd", "--cf", "1.5"), ("dense", "--quantize", "int4", "--group", 32)])
+def test_experts_are_fitted_to_their_own_tokens(how: tuple[object, ...], tmp_path: Path) -> None:
+    """The report says how many each had; one without any is fitted to those of the others."""
+    source, output = tmp_path / "dense", tmp_path / "out"
+    save_with_an_idle_expert(source)
+    text = write_text(tmp_path / "text.txt", 6000)
+    sizes = ("--seq-len", 32, "--samples", 16, "--refit", 1, "--force")
+    blr("compress", source, "-o", output, "--text", text, "--method", *how, *sizes)
+    report = json.loads((output / "report.json").read_text())
+    found = {layer["module"]: layer.get("tokens") for layer in report["layers"]}
+    for block in (0, 1):
+        for part in ("w1", "w2", "w3"):
+            names = [f"model.layers.{block}.block_sparse_moe.experts.{part}.{n}" for n in range(5)]
+            counts = [found[name] for name in names]
+            assert sum(counts) == 2 * 16 * 32 and counts[4] == 0 < min(counts[:4])
+    assert found["model.layers.0.self_attn.q_proj"] is None
+    errors = {layer["module"]: layer["error"] for layer in report["layers"]}
+    assert errors["model.layers.0.block_sparse_moe.experts.w1.4"] < 0.9
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_exports_for_other_tools_compute_the_same(name: str, tmp_path: Path) -> None:
+    source = save_pico(name, tmp_path / "dense")
+    output = compress_to(source, tmp_path / "out", method="svd", cf=1.5)
+    expected = load_written(output)(IDS).logits
+    for form in ("dense", "plain"):
+        export(output, tmp_path / f"as-{form}", ExportOptions("out", kind=form), Progress(quiet=True))
+        found = load_written(tmp_path / f"as-{form}")
+        assert (found(IDS).logits - expected).norm() < 1e-4 * expected.norm()
+    assert found.generate(IDS[:1], max_new_tokens=4, do_sample=False).shape == (1, 16)
+
+
+def test_a_run_that_is_killed_amid_experts_ends_with_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_pico("mixtral", tmp_path / "dense")
+    save_characters(source)
+    text = write_text(tmp_path / "text.txt", 6000)
+    sizes = ("--cf", "1.5", "--seq-len", 32, "--samples", 8, "--refit", 1, "--force")
+    asked = ("compress", source, "--text", text, "--method", "svd", *sizes)
+    blr(*asked, "-o", tmp_path / "whole")
+    for stores in (8, 17):  # among experts of the first block, and of the second
+        output, left = tmp_path / f"killed-{stores}", iter(range(stores))
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "store", _killed(Journal.store, left))
+            with pytest.raises(RuntimeError):
+                blr(*asked, "-o", output)
+        assert "resumed with" in blr(*asked, "-o", output).err
+        name = "model.safetensors"
+        assert (output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def _killed(store: Any, left: Iterator[int]) -> Any:
+    def stored(journal: Journal, *arguments: Any) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        store(journal, *arguments)
+
+    return stored
