@@ -58,8 +58,9 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {**GEMMA, **CAPS}),
     "gemma3": ("gemma3", GEMMA),
 }
-# KL: of formats that an engine has exactly; of llama.cpp, which rounds activations to 8 bits
-EXACT, ROUNDED, ROUNDED_FURTHER = 1e-4, 2e-3, 2e-2
+# KL: of formats that an engine has exactly; of llama.cpp, which rounds activations to 8 bits; of it on
+# SmolLM2 without a calibration, whose int2 it changes most
+EXACT, ROUNDED, ROUNDED_FURTHER = 1e-4, 2e-3, 5e-2
 SMOLLM2 = os.environ.get("BLR_SMOLLM2")  # a folder that scripts/fetch_smollm2.sh made
 NAMES = ["tiny", *TYPES, *(["smollm2"] if SMOLLM2 else [])]
 TOLD = "{:8} {:8} {:12} KL {:.1e}, largest {:.1e}; greedy {}"
@@ -87,12 +88,12 @@ def logits_of(model: Any, ids: Tensor) -> Tensor:
         return model(input_ids=ids).logits[0].double()
 
 
-def text_of(folder: Path, ours: Any) -> Tensor:
-    """96 tokens of a text, and the 32 that ours would continue them with."""
+def text_of(folder: Path, model: Any) -> Tensor:
+    """96 tokens of a text, and the 32 that the model continues them with."""
     ids = load_tokenizer(folder)(TEXT.read_text()[:3000], return_tensors="pt").input_ids[:, :96]
-    for _ in range(32):
-        ids = torch.cat([ids, logits_of(ours, ids)[-1].argmax().view(1, 1)], 1)
-    return ids
+    how = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None}
+    found: Tensor = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)
+    return found
 
 
 def compare(expected: Tensor, found: Tensor, limit: float, told: tuple[str, ...]) -> None:
@@ -154,12 +155,14 @@ def test_engines_compute_what_we_do(
     ours, or near-ties."""
     source = compressed(models[name], name, format, tmp_path / "source")
     ours = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    ids = text_of(source, ours)
+    folders = {kind: tmp_path / kind for kind in ("vllm", "mlx")}
+    for kind, out in folders.items():
+        export_to(source, out, kind=kind, check=False, dtype="float32")
+    found = {kind: engine(kind).load(out, torch.float32) for kind, out in folders.items()}
+    ids = text_of(source, found["vllm"])
     expected = logits_of(ours, ids)
-    for kind in ("vllm", "mlx"):
-        out = export_to(source, tmp_path / kind, kind=kind, check=False, dtype="float32")
-        found = logits_of(engine(kind).load(out, torch.float32), ids)
-        compare(expected, found, EXACT, (name, format, kind))
+    for kind, model in found.items():
+        compare(expected, logits_of(model, ids), EXACT, (name, format, kind))
     limit = ROUNDED_FURTHER if name == "smollm2" else ROUNDED
     check_llama_cpp(expected, ids, source, tmp_path, (name, format), limit)
 
