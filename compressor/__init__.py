@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_ELSEWHERE.get(name, 'commands.api')}"), name)
 
 
-def _measured_rules(gpu: str) -> list[dict[str, Any]]:
+def _measured_rules(gpu: str) -> list[dict[str, object]]:
     from blr.compressor.recipe.tuned_table import measured_rules
 
     return measured_rules(gpu)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs tests/engines: exports for vLLM, MLX and llama.cpp, computed on the CPU by transformers with
 # compressed-tensors and peft, by mlx-lm and by llama-cpp-python; prints a table of figures. The environment is
-# a fresh one, where llama.cpp is built from its source package in some minutes, or $BLR_ENV. $BLR_SMOLLM2 names
+# a fresh one, where llama.cpp is built from its source package in some minutes, or $BLR_ENV. $BLR_SMOLLM names
 # a folder that scripts/fetch_smollm2.sh made, which is then run as well. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -23,6 +23,7 @@ from blr.compressor.base.errors import CapabilityError, LostProcess, UsageError
 from blr.compressor.base.quoting import first_line
 
 Name = TypeVar("Name")
+Value = TypeVar("Value")
 PATIENCE = timedelta(days=7)  # a layer may take hours, and a dead process is noticed otherwise
 
 
@@ -113,16 +114,16 @@ class Processes:
             dist.destroy_process_group()
             self.count = 1
 
-    def gather(self, value: object) -> list[Any]:
+    def gather(self, value: Value) -> list[Value]:
         """What every process gives as `value` (plain data), in order."""
         if self.count == 1:
             return [value]
-        found: list[Any] = [None] * self.count
+        found = [value] * self.count
         with _lost():
             dist.all_gather_object(found, value, group=self._control)
         return found
 
-    def merged(self, mine: dict[Any, Any]) -> dict[Any, Any]:
+    def merged(self, mine: dict[Name, Value]) -> dict[Name, Value]:
         """The entries of all processes, in each."""
         return {key: value for part in self.gather(mine) for key, value in part.items()}
 

@@ -88,7 +88,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_counts(config: dict[str, Any], folder: Path, tensors: int) -> None:
+def check_counts(config: dict[str, object], folder: Path, tensors: int) -> None:
     """Raise InputError for a config with more layers than tensors, or countless experts."""
     limits = ((_LAYERS, max(tensors, FEW_LAYERS)), (_EXPERTS, max(tensors, FEW_EXPERTS)))
     native = {key: value for key, value in config.items() if key != "blr"}  # whose blocks are others
@@ -110,7 +110,7 @@ def depth(value: Any) -> int:
     return found
 
 
-def _check_names(config: dict[str, Any], path: Path) -> None:
+def _check_names(config: dict[str, object], path: Path) -> None:
     kind = config.get("model_type")
     if type(kind) is not str or not _TYPE.fullmatch(kind):
         found = f"model_type {quote(kind)}" if "model_type" in config else "no model_type"
@@ -121,7 +121,7 @@ def _check_names(config: dict[str, Any], path: Path) -> None:
         refuse(path, f"architectures {quote(names)}", "a list of names of model classes", REMEDY)
 
 
-def _check_implementations(config: dict[str, Any], path: Path) -> None:
+def _check_implementations(config: dict[str, object], path: Path) -> None:
     """Refuse an attention that is a repository of the hub: building the model would run its code."""
     for key, value in config.items():
         if isinstance(value, dict):
@@ -131,12 +131,12 @@ def _check_implementations(config: dict[str, Any], path: Path) -> None:
             refuse(path, found, "a name like 'sdpa', or none", "remove the key")
 
 
-def _integers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+def _integers(config: dict[str, object]) -> Iterator[tuple[str, int]]:
     """Every integer of a parsed configuration with its key, those in lists too."""
-    level: list[tuple[str, Any]] = list(config.items())
+    level: list[tuple[str, object]] = list(config.items())
     while level:
         yield from ((key, value) for key, value in level if type(value) is int)
-        inner: list[tuple[str, Any]] = []
+        inner: list[tuple[str, object]] = []
         for key, value in level:
             if type(value) is dict:
                 inner += value.items()

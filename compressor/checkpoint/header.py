@@ -12,7 +12,6 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.regular import (
@@ -180,7 +179,7 @@ def _entry(name: str, raw: object, path: Path, base: int, size: int) -> TensorEn
     return TensorEntry(name, dtype, shape, path, base + start, base + end)
 
 
-def _integers(name: str, raw: dict[str, Any], key: str, path: Path) -> tuple[int, ...]:
+def _integers(name: str, raw: dict[str, object], key: str, path: Path) -> tuple[int, ...]:
     value = raw[key]
     if type(value) is not list or len(value) > MAX_DIMENSIONS:
         expected = f"a list of at most {MAX_DIMENSIONS} integers"
@@ -191,7 +190,7 @@ def _integers(name: str, raw: dict[str, Any], key: str, path: Path) -> tuple[int
     return tuple(value)
 
 
-def _offsets(name: str, raw: dict[str, Any], path: Path, available: int) -> tuple[int, int]:
+def _offsets(name: str, raw: dict[str, object], path: Path, available: int) -> tuple[int, int]:
     offsets = _integers(name, raw, "data_offsets", path)
     if len(offsets) != 2 or not offsets[0] <= offsets[1] <= available:
         found = f"data_offsets {quote(list(offsets))} of tensor {quote(name)}"

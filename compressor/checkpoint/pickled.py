@@ -123,7 +123,7 @@ def _load(path: Path, sizes: set[int]) -> dict[str, Tensor]:
     return state
 
 
-def _check_tensor(path: Path, name: Any, value: Any, sizes: set[int]) -> None:
+def _check_tensor(path: Path, name: object, value: Any, sizes: set[int]) -> None:
     import torch
 
     if type(name) is not str or type(value) not in (torch.Tensor, torch.nn.Parameter):

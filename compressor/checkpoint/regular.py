@@ -205,7 +205,7 @@ def digest_of(path: Path, limit: int) -> str:
     return digest.hexdigest()
 
 
-def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) -> dict[str, Any]:
+def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) -> dict[str, object]:
     """The JSON object in `data`; `constants` lets NaN and Infinity pass, as in some model configs.
 
     Raises InputError, naming `path`: invalid UTF-8 or JSON, a byte-order mark, a key twice, deep
@@ -230,7 +230,7 @@ def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) 
     return value
 
 
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         seen: set[str] = set()

@@ -110,7 +110,7 @@ def _ranged(url: str, start: int, end: int) -> Iterator[bytes]:
     """The bytes that the hub sends of a file. Raises the client's errors, or ValueError."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-    headers: dict[str, Any] = {**build_hf_headers(), "Accept-Encoding": "identity"}
+    headers: dict[str, object] = {**build_hf_headers(), "Accept-Encoding": "identity"}
     headers["Range"] = f"bytes={start}-{end - 1}"
     options: dict[str, Any] = {"headers": headers, "follow_redirects": True, "timeout": PATIENCE}
     with get_session().stream("GET", url, **options) as response:

@@ -31,7 +31,7 @@ from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.planning.roofline import ASKED
 
 FIRST = """output kind dense_rest quantize quantize_head kv_quantize context
-batch gpu self_contained text overwrite quiet"""
+batch gpu self_contained draft text overwrite quiet"""
 
 
 @taking(setting_options(ExportOptions), first=FIRST)
@@ -76,12 +76,13 @@ def _export_text(summary: dict[str, Any]) -> str:
             ("error", f"of {kinds}, by layer type: {errors}" if errors else ""),
             time_line(summary),
             *(("run", command) for command in summary["commands"]),
+            *summary["elsewhere"].items(),
             *([next_line("generate", summary["output"], PROMPT)] if runs else []),
         )
     )
 
 
-def _layers_lines(summary: dict[str, Any]) -> list[Line]:
+def _layers_lines(summary: dict[str, object]) -> list[Line]:
     if summary["kind"] == "dense":
         return [("layers", f"{summary['densified']} structured, made dense")]
     if summary["kind"] == "plain":

@@ -26,7 +26,7 @@ from blr.compressor.workspace.shards import parse_size
 
 Command = Callable[..., None]
 CHECKS = {int: values.count, float: values.number, Path: values.place, list[Path]: values.place}
-NAMED_CHECKS: dict[tuple[str, Any], Any] = {  # by name and type, of what is more than its type
+NAMED_CHECKS: dict[tuple[str, object], object] = {  # by name and type, of what is more than its type
     **{("seed", int): values.seed, ("device", str): check_device, ("teacher", str): values.name},
     **{("max_shard_size", int): parse_size, ("train", list[str]): values.listed},
     **{("data", list[str]): values.place, ("calibration", str): values.place},
@@ -82,7 +82,7 @@ def command_options(command: Command, hidden: Collection[str]) -> list[inspect.P
     return [_with(option, hidden=True) if option.name in hidden else option for option in found]
 
 
-def typed(owner: type, name: str, *names: str) -> Any:
+def typed(owner: type, name: str, *names: str) -> object:
     """An option of typer like that of a field, for parameters that are checked as such fields are."""
     return _info(name, options_of(owner)[name], names, check=True)
 
@@ -98,12 +98,12 @@ def _parameter(name: str, option: Option, default: object, check: bool = False) 
     default = None if repeats else default
     if isinstance(default, str):
         kind = str
-    info: Any = _info(name, option, names, check)
-    taken: Any = Annotated[kind if default is not None else kind | None, info]
+    info: object = _info(name, option, names, check)
+    taken: object = Annotated[kind if default is not None else kind | None, info]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=taken)
 
 
-def _info(name: str, option: Option, names: Collection[str], check: bool) -> Any:
+def _info(name: str, option: Option, names: Collection[str], check: bool) -> object:
     checks = (NAMED_CHECKS.get((name, option.kind)) or CHECKS.get(option.kind)) if check else None
     more: dict[str, Any] = {"min": option.limits.least, "max": option.limits.most, "callback": checks}
     shown = option.default or True
@@ -163,6 +163,6 @@ Restart = Annotated[bool, typed(RunSettings, "restart", "--restart")]
 Blocks = Annotated[int | None, typed(Recipe, "blocks")]
 
 
-def print_result(result: dict[str, Any], text: Any, format: Format) -> None:
+def print_result(result: dict[str, object], text: Any, format: Format) -> None:
     """One JSON object, or `text` of the result with names that a terminal might obey escaped."""
     print(json.dumps(result) if format is Format.json else text(printable_all(result)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -49,6 +49,6 @@ def validate_recipe(
     from blr.compressor.recipe.shipped_recipes import load_recipe
 
     resolved = load_recipe(file)
-    result: dict[str, Any] = {"recipe": file, "valid": True, "method": resolved.method}
+    result: dict[str, object] = {"recipe": file, "valid": True, "method": resolved.method}
     text = "{recipe}: valid, method {method}, " + f"{len(resolved.rules)} rules"
     print_result(result, lambda r: text.format(**r), format)

@@ -86,7 +86,7 @@ def time_line(summary: Mapping[str, Any]) -> Line:
     return "time", f"{summary['seconds']:.1f} s" + (f" ({told})" if told else "")
 
 
-def use_lines(output: str, check: Mapping[str, Any] | None) -> list[Line]:
+def use_lines(output: str, check: Mapping[str, object] | None) -> list[Line]:
     """What to do with a finished checkpoint: export it for the GPU of this machine, or try it; a server
     takes it as it is."""
     exported = next_line("export", output, "-o", quote(f"{output}-fast"))
@@ -97,7 +97,7 @@ def use_lines(output: str, check: Mapping[str, Any] | None) -> list[Line]:
     return [exported if installed_card() else tried, ("server", served)]
 
 
-def generates(check: Mapping[str, Any] | None) -> bool:
+def generates(check: Mapping[str, object] | None) -> bool:
     """Whether a checked output continues text; one that was not checked may."""
     return check is None or not {"perplexity", "unmeasured"}.isdisjoint(check)
 

@@ -43,10 +43,10 @@ def place(value: Any) -> Any:
     return value if value is None else type(value)(os.path.expanduser(value))
 
 
-def _checked(is_right: Callable[[Any], bool], expected: str) -> Callable[..., Any]:
+def _checked(is_right: Callable[[Any], bool], expected: str) -> Callable[..., object]:
     """A callback that refuses values other than `expected`; None passes."""
 
-    def check(param: typer.CallbackParam, value: object) -> Any:
+    def check(param: typer.CallbackParam, value: object) -> object:
         if value is not None and not is_right(value):
             shown = f"{value:g}" if isinstance(value, float) else str(value)[:40]
             raise UsageError(f"{param.opts[0]} is {shown}: expected {expected}")

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ class Distance:
     tokens: the dense model's was right (`lost`), the output's is (`gained`), or neither (`between`)."""
 
     perplexities: dict[str, Estimate]
-    kl: dict[str, Any]
+    kl: dict[str, object]
     agreement: float
     flips: dict[str, int]
     rms_dp: float

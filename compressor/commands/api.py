@@ -144,9 +144,12 @@ def export(
     use_threads(options.threads)
     check_options(options)
     progress.output = Path(output)
-    check_output(progress.output, options.overwrite, (name,))
+    check_output(progress.output, options.overwrite, [name, *filter(None, [options.draft])])
     found = resolve_model(name, revision=options.revision, offline=options.offline)
     options = options.named(found.name, found.revision)
+    if options.draft is not None:
+        draft = resolve_model(options.draft, offline=options.offline).folder
+        options = replace(options, draft=str(draft))
     _check_files(options.text)
     from blr.compressor.exporting.job import export as export_folder
 
@@ -187,7 +190,7 @@ def evaluate(
     *,
     progress: Progress | None = None,
     **settings: Any,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Measure a decoder's perplexity on texts and its scores in tasks, or an encoder's rank correlation.
 
     Args:

@@ -77,8 +77,8 @@ class Summary:
     output_errors: dict[str, float]
     seconds: float
     spent: dict[str, float] = field(default_factory=dict)
-    check: dict[str, Any] | None = None
-    healed: dict[str, Any] | None = None
+    check: dict[str, object] | None = None
+    healed: dict[str, object] | None = None
     notes: list[str] = field(default_factory=list)
     advice: str | None = None
 
@@ -115,7 +115,7 @@ class Fitted:
     """Factors and record by module, `calibration` and `curves` as measured, refitted norms by tensor."""
 
     results: dict[str, Any]
-    measured: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, object] = field(default_factory=dict)
     norms: dict[str, TensorEntry] = field(default_factory=dict)
 
 

@@ -104,7 +104,7 @@ class Evaluation:
             self.loaded[folder] = load_model(folder, task, **how)
         return self.loaded[folder]
 
-    def of_pairs(self, pairs: list[Pair]) -> dict[str, Any]:
+    def of_pairs(self, pairs: list[Pair]) -> dict[str, object]:
         """The result on pairs of sentences."""
         found, ours = self._correlation(self.folder, pairs)
         if self.against is None:
@@ -120,7 +120,7 @@ class Evaluation:
         how = self.asked.batch, self.progress, read_sentences(folder)
         return sts_spearman(self.model(folder), self.tokenizer, pairs, *how)
 
-    def of_tasks(self) -> dict[str, Any]:
+    def of_tasks(self) -> dict[str, object]:
         """The scores in tasks."""
         asked = self.asked
         wanted = Asked(asked.task_names, asked.tasks_path, asked.shots, asked.limit, bool(self.against))
@@ -130,7 +130,7 @@ class Evaluation:
         dense = run_tasks(self.model(self.against), self.tokenizer, wanted, asked.batch)
         return {**asdict(found[0]), "tasks_against": asdict(compared(found, dense))}
 
-    def of_texts(self, tokens: list[Tensor]) -> dict[str, Any]:
+    def of_texts(self, tokens: list[Tensor]) -> dict[str, object]:
         """The result on one text, or those on several."""
         asked, tokenizer = self.asked, self.tokenizer
         size = asked.window or min(USUAL_WINDOW, context_of(self.model(self.folder).config.to_dict()))
@@ -142,7 +142,7 @@ class Evaluation:
         ]
         return found[0] if len(found) == 1 else {"texts": found}
 
-    def _of_text(self, ids: Tensor, window: int, beginning: Beginning) -> dict[str, Any]:
+    def _of_text(self, ids: Tensor, window: int, beginning: Beginning) -> dict[str, object]:
         how = window, self.asked.stride or window, self.asked.batch
         dense = None if self.against is None else self._dense(self.against, ids, beginning, *how)
         model = self.model(self.folder)

@@ -110,7 +110,7 @@ def _generated(model: Any, inputs: Any, arguments: dict[str, Any]) -> torch.Tens
 
 
 class _LogitsCheck(Check):
-    def __call__(self, _: Any, __: Any, output: Any) -> None:
+    def __call__(self, _: object, __: object, output: Any) -> None:
         logits = output[0] if isinstance(output, tuple) else output.logits
         check_logits(logits[:, -1])
 
@@ -214,7 +214,7 @@ def _streams(model: PreTrainedModel, sampling: Sampling) -> bool:
 
 def _arguments(
     model: PreTrainedModel, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, stream: TextIO | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     # one sequence of tokens is the result, whatever else the model's defaults ask for
     plain = {"return_dict_in_generate": False, "num_return_sequences": 1}
     defaults = model.generation_config

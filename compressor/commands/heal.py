@@ -29,6 +29,7 @@ from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from blr.compressor.base.processes import Processes
     from blr.compressor.healing.data import Data, Reading
@@ -80,7 +81,7 @@ class HealRun(FolderRun):
     reading: Reading | None = None
     state: State | None = None
     packed: Packed = field(default_factory=dict)
-    told: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, object] = field(default_factory=dict)
     speeds: list[float] = field(default_factory=list)
     teacher_digest: str | None = None  # `scan_source`'s, once the teacher has been read
     doubted: bool = False  # whether the teacher may be another model than the student came from
@@ -223,7 +224,7 @@ class HealRun(FolderRun):
         finally:
             tracking.finish()
 
-    def _data(self, teacher: Any, reading: Reading) -> Data:
+    def _data(self, teacher: PreTrainedModel, reading: Reading) -> Data:
         from blr.compressor.healing.data import Author, make_data
         from blr.compressor.text.own import write_own_text
 

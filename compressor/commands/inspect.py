@@ -26,7 +26,7 @@ MAX_BYTES = 64 * 2**20
 MOST_BITS = 1e6  # a weight: more than any rank makes of it
 
 
-def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
+def inspect_output(folder: Path, verify: bool = False) -> dict[str, object]:
     """One row a structured layer, and totals; `verify` hashes the weights. Raises InputError for another
     folder, or one that differs from its manifest."""
     check_is_output(folder, "one that blr compress wrote")
@@ -57,7 +57,7 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, Any]:
     return {"output": str(folder), "layers": layers, **totals, **({"saved": saved} if saved else {})}
 
 
-def _unmeasured(table: dict[str, Any]) -> dict[str, Any]:
+def _unmeasured(table: dict[str, Any]) -> dict[str, object]:
     """Records of the layers in config.json, without errors; pairs are of an export as plain."""
     if PAIRS in table:
         layers = {name: {"structure": LowRankSpec.structure, **s} for name, s in table[PAIRS].items()}

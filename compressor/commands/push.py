@@ -45,7 +45,7 @@ class Push:
     folder: Path
     repository: str
     files: dict[str, bytes | Path]
-    front: dict[str, Any]
+    front: dict[str, object]
     notes: tuple[str, ...] = ()
 
     @property
@@ -110,7 +110,9 @@ def send(push: Push, *, private: bool, revision: str | None, message: str) -> st
             "private on the hub, or name another"
         )
     stale = _stale(push, api, {file.rfilename for file in info.siblings or []}, revision)
-    operations: list[Any] = [CommitOperationDelete(name) for name in stale]
+    operations: list[CommitOperationDelete | CommitOperationAdd] = [
+        CommitOperationDelete(name) for name in stale
+    ]
     operations += [
         CommitOperationAdd(name, data if isinstance(data, bytes) else str(data))
         for name, data in push.files.items()
@@ -161,7 +163,7 @@ class ToldRun(Told):
 
     recipe: dict[str, Any] | None = None
     calibration: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    heal: float | dict[str, Any] | None = None  # minutes behind a compression; settings of `blr heal`
+    heal: float | dict[str, object] | None = None  # minutes behind a compression; settings of `blr heal`
     max_shard_size: int | None = None
     threads: int | None = None
     device: Line | None = None

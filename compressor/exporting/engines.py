@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
 from blr.compressor import __version__
@@ -323,7 +323,7 @@ def check_decoder(
     engine: Engine,
     types: Mapping[str, str] = TYPES,
     rotary: Collection[str] = ROTARY,
-) -> Any:
+) -> PreTrainedConfig:
     """The configuration of a model that `engine` computes as transformers does. Raises CapabilityError
     for types and activations that `types` does not have, and scalings that `rotary` does not."""
     config = meta_model(source).config
@@ -339,7 +339,7 @@ def check_decoder(
     return config
 
 
-def rotary_of(config: Any) -> dict[str, dict[str, Any]]:
+def rotary_of(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     """The rotary positions of a model by type of layer, "" where all have the same."""
     found = config.rope_parameters
     return {"": found} if "rope_type" in found else found
@@ -353,7 +353,7 @@ def unlike(source: Source, engine: Engine, found: str, *expected: str) -> Capabi
     )
 
 
-def window_told(config: Any, engine: Engine) -> tuple[str, ...]:
+def window_told(config: PreTrainedConfig, engine: Engine) -> tuple[str, ...]:
     """A note on a sliding window of attention, which `engine` does not have in these model types."""
     window = getattr(config, "sliding_window", None)
     if window is None or window >= config.max_position_embeddings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blr.compressor import __version__
 from blr.compressor.checkpoint.extras import CARD, LAYERS, MAX_BYTES, METRICS
@@ -18,6 +18,9 @@ from blr.compressor.output.card import LOADING, card_front
 from blr.compressor.output.files import carried_files, json_file, structured_config
 from blr.compressor.output.loss_messages import MARK
 from blr.compressor.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from blr.compressor.exporting.drafts import Draft
 
 RECIPE = "recipe.yaml"
 HEAD = """# {name}, exported by blr
@@ -98,26 +101,32 @@ def export_config(
 
 def small_files(
     checkpoint: Checkpoint,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     settings: ExportSettings,
     name: str,
     kind: str = "folder",
+    draft: Draft | None = None,
 ) -> dict[str, bytes | Path]:
     """All files of an export but weights and manifest, by name: contents, or the file to carry over.
     name: of the source. kind: of the export, which may have a forward pass (`PASSES`). Raises InputError
     for a file to carry over that cannot be read."""
-    folder, contents = checkpoint.source.folder, contents_of(checkpoint.specs.values(), settings)
+    folder, contents = (
+        checkpoint.source.folder,
+        contents_of([*checkpoint.specs.values(), *(draft.specs if draft else [])], settings),
+    )
     files = carried_files(checkpoint.source)
     kept = {file: _read(folder, file) for file in kept_files(checkpoint)}
     kept_card = kept.pop(CARD, b"").decode("utf-8", "replace")
+    drafted = "" if draft is None else draft.section(name)
     loading = LOADING[checkpoint.source.library].format(auto=auto_name(config))
-    section = _section(checkpoint, config, settings, loading) + PASSES.get(kind, "")
+    section = _section(checkpoint, config, settings, loading, drafted) + PASSES.get(kind, "")
     return {
         LAYERS: b"{}\n",
         **files,
         **kept,
         "config.json": json_file(config),
         CARD: _card(kept_card or card_front(folder, name), HEAD.format(name=name) + section, loading),
+        **(draft.small_files if draft else {}),
         **(runtime_files(contents) if _is_self_contained(config) else code_files()),
     }
 
@@ -144,7 +153,11 @@ def _read(folder: Path, name: str) -> bytes:
 
 
 def _section(
-    checkpoint: Checkpoint, config: Mapping[str, Any], settings: ExportSettings, loading: str
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any],
+    settings: ExportSettings,
+    loading: str,
+    drafted: str,
 ) -> str:
     decoder = settings.context is not None
     head = config["blr"]["export"].get("head", {})
@@ -164,7 +177,7 @@ def _section(
         loss=MARK,
         what="".join([what, *kept, *packed]),
         loading=loading,
-        how=fused if decoder else CAPTURED,
+        how=fused + drafted if decoder else CAPTURED,
         kernels=KERNELS[_is_self_contained(config)],
         version=__version__,
     )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -68,6 +68,9 @@ from blr.compressor.loading.tokenizer import PROBE
 from blr.compressor.output.files import Written
 from blr.compressor.structures.specs import QuantizedSpec, Spec
 from blr.kernels.decode.quantized.formats import SUPERBLOCK
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"
 # alpha 0: the product of the factors is added as it is, at any rank
@@ -130,7 +133,7 @@ def _told(kept: Checkpoint) -> tuple[str, ...]:
     return (said,) if wider else ()
 
 
-def _add_others(model: File, source: Source, config: Any, others: Tensors) -> None:
+def _add_others(model: File, source: Source, config: PreTrainedConfig, others: Tensors) -> None:
     """Add the tensors beside the layers in few bits, and the factors of rotary positions."""
     for slot in others.slots:
         name, entry = name_of(config, slot.name), slot.origin
@@ -159,7 +162,7 @@ def _plain(read: Make, kind: int, order: Tensor | None, added: float = 0.0) -> T
     return found.float() + added if kind == F32 else found
 
 
-def rotary_factors(config: Any) -> Tensor:
+def rotary_factors(config: PreTrainedConfig) -> Tensor:
     """By what llama.cpp divides the frequencies of rotary positions, for a Llama 3."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -168,7 +171,7 @@ def rotary_factors(config: Any) -> Tensor:
     return config.rope_parameters["rope_theta"] ** -places / scaled
 
 
-def _add_packed(model: File, source: Source, config: Any, module: str, spec: Spec) -> None:
+def _add_packed(model: File, source: Source, config: PreTrainedConfig, module: str, spec: Spec) -> None:
     """Add the weight of a layer in few bits."""
     name, shape = name_of(config, f"{module}.weight"), (spec.out_features, spec.in_features)
     form = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q2_K": Q2_K, "Q3_K": Q3_K}[kind(spec)]
@@ -196,7 +199,9 @@ def _held(scale: Tensor, base: QuantizedSpec) -> bool:
     return bool(scale.to(torch.float16).isfinite().all())
 
 
-def _add_adapter(adapter: File, source: Source, config: Any, module: str, spec: Spec) -> None:
+def _add_adapter(
+    adapter: File, source: Source, config: PreTrainedConfig, module: str, spec: Spec
+) -> None:
     """Add the factors of a correction; nothing for a layer without one."""
     if (correction := correction_of(spec)) is None:
         return
@@ -211,7 +216,7 @@ def _add_adapter(adapter: File, source: Source, config: Any, module: str, spec: 
         adapter.add(f"{name}.{part}", F32, shape, source.shards[0], make)
 
 
-def load(folder: Path, dtype: Any = "auto") -> ForeignModel:
+def load(folder: Path, dtype: object = "auto") -> ForeignModel:
     """The model in a written folder, by llama-cpp-python alone, which computes in types of its own."""
     import llama_cpp
 
@@ -252,7 +257,7 @@ def _check_loads(source: Source, folder: Path) -> Written:
 
 
 @cache
-def _silent() -> Any:
+def _silent() -> object:
     """A function for the messages of llama.cpp, which says nothing; llama.cpp keeps it."""
     import llama_cpp
 

@@ -12,7 +12,6 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from struct import pack
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ BYTES = {  # of so many numbers
     **{Q4_0: (32, 18), Q8_0: (32, 34), Q2_K: (256, 84), Q3_K: (256, 110)},
 }
 PLAIN = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
-Values = Mapping[str, Any]
+Values = Mapping[str, object]
 
 
 @dataclass
@@ -68,7 +67,7 @@ def _text(text: str) -> bytes:
     return pack("<Q", len(data)) + data
 
 
-def _value(value: Any) -> bytes:
+def _value(value: object) -> bytes:
     """Type and bytes of a value: whole numbers are unsigned, those of lists signed."""
     if isinstance(value, list):
         kind, form = {str: (8, ""), int: (5, "<i"), float: (6, "<f")}[type(value[0])]

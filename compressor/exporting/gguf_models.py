@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.engines import ROTARY, Engine, check_decoder, rotary_of, unlike
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 TENSORS = {
     "model.embed_tokens": "token_embd",
@@ -68,17 +71,17 @@ ARCHITECTURES = {
 }
 
 
-def architecture_of(config: Any) -> Architecture:
+def architecture_of(config: PreTrainedConfig) -> Architecture:
     """The architecture of a model that `check_architecture` lets pass."""
     return ARCHITECTURES[config.model_type]
 
 
-def architecture_value(config: Any) -> dict[str, str]:
+def architecture_value(config: PreTrainedConfig) -> dict[str, str]:
     """The entry of a file that says for which type of models it is."""
     return {"general.architecture": architecture_of(config).name}
 
 
-def check_architecture(source: Source, engine: Engine) -> Any:
+def check_architecture(source: Source, engine: Engine) -> PreTrainedConfig:
     """The configuration of a model that llama.cpp computes as transformers does. Raises CapabilityError
     for others."""
     types = {kind: each.activation for kind, each in ARCHITECTURES.items()}
@@ -106,7 +109,7 @@ def check_architecture(source: Source, engine: Engine) -> Any:
     return config
 
 
-def name_of(config: Any, stored: str) -> str:
+def name_of(config: PreTrainedConfig, stored: str) -> str:
     """What llama.cpp calls a tensor; "" if it has no such. A block's is ``blk.3.attn_q.weight``."""
     module, _, part = stored.rpartition(".")
     names = {**TENSORS, **architecture_of(config).tensors}
@@ -116,7 +119,7 @@ def name_of(config: Any, stored: str) -> str:
     return f"{names[module]}.{part}" if module in names else ""
 
 
-def row_order(config: Any, name: str) -> Tensor | None:
+def row_order(config: PreTrainedConfig, name: str) -> Tensor | None:
     """The order of the rows of a tensor in llama.cpp; None if it is ours. Its Llama rotates neighbours,
     where transformers rotates halves of a head."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -127,17 +130,17 @@ def row_order(config: Any, name: str) -> Tensor | None:
     return rows.unflatten(0, (-1, 2, width_of(config) // 2)).transpose(1, 2).flatten()
 
 
-def added_to(config: Any, name: str) -> float:
+def added_to(config: PreTrainedConfig, name: str) -> float:
     """What a tensor of llama.cpp has more than ours: Gemma's norms multiply by one plus their weight."""
     return 1.0 if architecture_of(config).period and name.endswith("norm.weight") else 0.0
 
 
-def width_of(config: Any) -> int:
+def width_of(config: PreTrainedConfig) -> int:
     """The width of a head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def model_values(config: Any, name: str) -> dict[str, Any]:
+def model_values(config: PreTrainedConfig, name: str) -> dict[str, object]:
     """The sizes of a decoder. name: of the model."""
     made, width, rotary = architecture_of(config), width_of(config), rotary_of(config)
     whole = rotary.get("") or rotary["full_attention"]

@@ -25,7 +25,7 @@ CUTS = {
 WHOLE_WORDS = ("llama-bpe",)  # those where a word that is a token is not cut
 
 
-def tokenizer_values(folder: Path, size: int) -> dict[str, Any]:
+def tokenizer_values(folder: Path, size: int) -> dict[str, object]:
     """The tokenizer in `folder`, of a model with `size` tokens, and its chat template. Raises
     CapabilityError for one that llama.cpp does not have."""
     tokenizer: Any = load_tokenizer(folder)
@@ -47,7 +47,7 @@ def tokenizer_values(folder: Path, size: int) -> dict[str, Any]:
     return {f"tokenizer.ggml.{key}": value for key, value in values.items()} | chat
 
 
-def _vocabulary(folder: Path, table: dict[str, Any], size: int) -> dict[str, Any]:
+def _vocabulary(folder: Path, table: dict[str, Any], size: int) -> dict[str, object]:
     """Tokens and how text becomes tokens: merges of bytes, or of characters in the order of tokens."""
     model, (texts, kinds) = table["model"], _tokens(table, size)
     values: dict[str, Any] = {"tokens": texts, "token_type": kinds}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blr.compressor.base.errors import OutputError, UsageError
 from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
@@ -43,7 +43,8 @@ class ExportSummary:
     gpu_chosen: why `gpu` is the target. densified: how many layers are faster dense there. untied_bytes:
     the size of a quantized output head beside the embedding it was tied to. plain: how many layers
     quantization would not make smaller. errors: mean relative errors of quantization by layer type.
-    check: the measured loss (`output/check.py`). Of an export for an engine of others: the commands that
+    check: the measured loss (`output/check.py`). elsewhere: how other engines
+    decode the model with its draft. Of an export for an engine of others: the commands that
     run it, and the bits a weight of its layers in few bits."""
 
     output: str
@@ -64,8 +65,9 @@ class ExportSummary:
     self_contained: bool
     seconds: float
     errors: dict[str, float] = field(default_factory=dict)
-    check: dict[str, Any] | None = None
+    check: dict[str, object] | None = None
     commands: list[str] = field(default_factory=list)
+    elsewhere: dict[str, str] = field(default_factory=dict)
     bits: float | None = None
 
 
@@ -81,7 +83,8 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
     started = monotonic()
     options = check_options(options)
     progress.loading()
-    with opened(output, options, folder, alone=True) as workspace:
+    reads = [folder, *([Path(options.draft)] if options.draft else [])]
+    with opened(output, options, *reads, alone=True) as workspace:
         checkpoint = open_checkpoint(folder, options.allow_pickle, workspace.pickled)
         progress.notes(checkpoint.source.notes() + checkpoint.source.extras.notes())
         run = _planned(checkpoint, options, workspace, progress)
@@ -110,6 +113,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         errors=run.errors(),
         check=run.checked,
         commands=run.engine.commands(str(workspace.output), plan) if run.engine else [],
+        elsewhere=run.elsewhere(),
         bits=run.bits(),
     )
 
@@ -134,6 +138,7 @@ def _planned(
     return ExportRun(planned(checkpoint, options), options, workspace, progress)
 
 
+REMEDY = "repair or compress the checkpoint again"  # for weights that are no numbers
 STAGES = {"pt2": ("compiling",), "onnx": ("tracing",)}  # stages after the check, by kind of export
 
 
@@ -170,6 +175,14 @@ class ExportRun(FolderRun):
         total = sum(bits * sizes[m] for m, bits in stored_bits(self.plan).items())
         return total / sum(sizes.values())
 
+    def elsewhere(self) -> dict[str, str]:
+        """How other engines decode the model with its draft, by their names."""
+        if self.options.draft is None:
+            return {}
+        from blr.compressor.exporting.drafts import elsewhere
+
+        return elsewhere(str(self.plan.checkpoint.source.folder), self.options.draft)
+
     def errors(self) -> dict[str, float]:
         """The relative errors that quantization added, by layer type."""
         return read_manifest(self.workspace.output).get("quantization_errors", {})
@@ -187,12 +200,12 @@ class ExportRun(FolderRun):
         from blr.compressor.output.files import FolderContents
         from blr.compressor.workspace.shards import assign_shards
 
-        source, tensors = self.plan.checkpoint.source, self.plan.tensors
+        tensors = self.plan.tensors
         limit = self.options.max_shard_size
         shards = assign_shards(tensors.slots, limit) if tensors.slots else {}
         return FolderContents(
             {name: in_order(group, tensors.slots) for name, group in shards.items()},
-            lambda entry: read_tensor(source, tensors, entry),
+            lambda entry: read_tensor(self.plan.source_of(entry), tensors, entry),
             self.plan.small_files(),
             later=(COMPILED, GRAPH, GRAPH_WEIGHTS),
             beside=self.plan.beside,
@@ -222,7 +235,7 @@ class ExportRun(FolderRun):
         """Advice on what loses less than this export."""
         from blr.compressor.output.loss_messages import better_export
 
-        told: dict[str, Any] = {}
+        told: dict[str, object] = {}
         with suppress(OutputError):  # a dense checkpoint, or one without its manifest
             told = read_manifest(self.plan.checkpoint.source.folder)
         run, healed = told.get("run"), "healed_from" in told
@@ -236,6 +249,8 @@ class ExportRun(FolderRun):
         from blr.compressor.exporting.plan import load_export
 
         written = self.plan.check_loads(partial)
+        if self.plan.draft is not None:
+            self.plan.draft.check_loads(partial)
         if self.options.kind == "pt2":
             self.progress.stage(*STAGES["pt2"])
             written |= write_pt2(load_export(partial, self.plan.config), partial)
@@ -250,13 +265,14 @@ class ExportRun(FolderRun):
         compiled = self.plan.tensors.nbytes * {"pt2": 1, "onnx": 2}.get(self.options.kind, 0)  # float32
         return self.plan.nbytes + compiled + extra + (4 << 20)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         options = self.options
         return {
             "source": headers_digest(self.plan.checkpoint.source),
             "revision": options.revision,
             "export": {**self.plan.described, "dtype": options.dtype, "kind": options.kind},
             "densified": self.plan.densified,
+            **({"draft": headers_digest(self.plan.draft.source)} if self.plan.draft else {}),
             "max_shard_size": options.max_shard_size,
             "versions": versions(),
         }
@@ -271,12 +287,15 @@ class ExportRun(FolderRun):
 
         source = self.plan.checkpoint.source
         kept = {name: sha256_file(source.folder / name) for name in kept_files(self.plan.checkpoint)}
-        scan = scan_source(source, "repair or compress the checkpoint again", self.progress)
+        scan = scan_source(source, REMEDY, self.progress)
         check_products(source, self.plan.stored, self.options.dtype, scan.norms)
-        return hashlib.sha256(canonical_json([scan.digest, kept])).hexdigest()
+        read = [scan.digest, kept]
+        if self.plan.draft is not None:
+            read.append(scan_source(self.plan.draft.source, REMEDY, self.progress).digest)
+        return hashlib.sha256(canonical_json(read)).hexdigest()
 
-    def facts(self, read: str) -> dict[str, Any]:
-        facts: dict[str, Any] = {
+    def facts(self, read: str) -> dict[str, object]:
+        facts: dict[str, object] = {
             "source": {"name": self.options.source_name, "revision": self.options.revision},
             "run": self.workspace.fingerprint,
             "input_sha256": read,

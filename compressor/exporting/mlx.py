@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ from blr.compressor.exporting.tensors import STORED, Tensors
 from blr.compressor.output.files import json_file
 from blr.compressor.structures.specs import Spec
 from blr.kernels.decode.quantized.formats import grid_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 ADAPTER = "adapters"
 CONFIG, WEIGHTS = f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapters.safetensors"
@@ -88,14 +91,14 @@ def _told(kept: Checkpoint, dtype: str | None) -> tuple[str, ...]:
     return (said,) if halves and dtype == "bfloat16" else ()
 
 
-def rotary(config: Any) -> dict[str, Any]:
+def rotary(config: PreTrainedConfig) -> dict[str, object]:
     """The rotary positions as mlx-lm reads them; of most models it knows only these older entries."""
     found = dict(config.rope_parameters)
     scaled = {} if found["rope_type"] == "default" else {"rope_scaling": found}
     return {"rope_theta": found["rope_theta"], **scaled}
 
 
-def quantization(kept: Checkpoint) -> dict[str, Any]:
+def quantization(kept: Checkpoint) -> dict[str, object]:
     """The entry of config.json: bits and group of every layer, those of the first for others."""
     layers = {}
     for module, spec in kept.specs.items():
@@ -160,7 +163,7 @@ def _padded(
     return torch.nn.functional.pad(found, (0, missing[1], 0, missing[0]))
 
 
-def adapter_config(kept: Checkpoint) -> dict[str, Any]:
+def adapter_config(kept: Checkpoint) -> dict[str, object]:
     """The configuration of the corrections for mlx-lm."""
     keys = [module for module, spec in kept.specs.items() if correction_of(spec) is not None]
     layers = {"rank": _largest(kept), "scale": 1.0, "dropout": 0.0, "keys": keys}
@@ -168,7 +171,7 @@ def adapter_config(kept: Checkpoint) -> dict[str, Any]:
     return {"fine_tune_type": "lora", "num_layers": blocks, "lora_parameters": layers}
 
 
-def load(folder: Path, dtype: Any = "auto") -> ForeignModel:
+def load(folder: Path, dtype: object = "auto") -> ForeignModel:
     """The model in a written folder, by mlx-lm alone."""
     import mlx.core as mx
     import numpy

@@ -13,13 +13,15 @@ from blr.compressor.recipe.run_settings import RunSettings
 
 QUANTIZED = ("int8", "int4")
 NONE = "none"
-_RUNTIME = ("batch", "context", "gpu", "quantize", "quantize_head", "kv_quantize", "self_contained")
+_KERNELS = ("gpu", "quantize", "quantize_head", "kv_quantize", "self_contained", "draft")
+_RUNTIME = ("batch", "context", *_KERNELS)
 ENGINES = ("vllm", "mlx", "gguf")  # inference engines of others, each a module of this room
 NO_USE = {  # what is exported to the options that it has no use for
     "dense": _RUNTIME,
     "plain": _RUNTIME,
     **dict.fromkeys(ENGINES, _RUNTIME),
-    "onnx": ("gpu", "quantize", "quantize_head", "kv_quantize", "self_contained"),
+    "onnx": _KERNELS,
+    "pt2": ("draft",),
 }
 KINDS = ("folder", "pt2", "dense", "plain", "onnx", *ENGINES)
 COMPILED = "model.pt2"
@@ -48,6 +50,7 @@ class ExportOptions(RunSettings):
             or none. [none]
         kv_quantize: Cache keys and values in int8, half the memory; or none. [as the checkpoint's cache]
         self_contained: Put kernels and runtime into the folder, for machines without blr-compress.
+        draft: Put this smaller model beside it, as a compressed one, to propose tokens that it checks.
         text: Measure the loss of a decoder on this text. [what a small model writes itself]
     """
 
@@ -61,6 +64,7 @@ class ExportOptions(RunSettings):
     quantize_head: str | None = None
     kv_quantize: str | None = None
     self_contained: bool = False
+    draft: str | None = None
     text: Path | None = None
 
     @property

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers.pytorch_utils import Conv1D
 
@@ -77,7 +76,7 @@ def plan_dense(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     return ExportPlan(*what, files, partial(check_loads, source, cls), {})
 
 
-def dense_config(source: Source, dtype: str | None) -> dict[str, Any]:
+def dense_config(source: Source, dtype: str | None) -> dict[str, object]:
     """Make config.json of the native model, with `dtype` (torch's name) if one is given."""
     config = inert(dict(source.config), declared_keys(source.model_type))
     if dtype is None:
@@ -111,9 +110,9 @@ def plan_plain(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     told = {"name": options.source_name, "pairs": len(pairs), "dense": dense, "loss": MARK}
     card = PLAIN.format(**told, auto=auto_name(config), version=__version__)
     files = partial(_small_files, source, config, card, options.source_name, code_files())
-    how = (files, partial(check_loads, source, cls), {"pairs": sorted(pairs)})
-    kept = replace(checkpoint, specs=pairs)
-    return ExportPlan(kept, specs, config, tensors, sorted(rest), *how)
+    kept, loads = replace(checkpoint, specs=pairs), partial(check_loads, source, cls)
+    how = (files, loads)
+    return ExportPlan(kept, specs, config, tensors, sorted(rest), *how, {"pairs": sorted(pairs)})
 
 
 def is_pair(spec: Spec) -> bool:
@@ -122,7 +121,7 @@ def is_pair(spec: Spec) -> bool:
     return isinstance(plain, LowRankSpec) and plain.groups == 1
 
 
-def plain_config(checkpoint: Checkpoint, pairs: dict[str, Spec], dtype: str | None) -> dict[str, Any]:
+def plain_config(checkpoint: Checkpoint, pairs: dict[str, Spec], dtype: str | None) -> dict[str, object]:
     """Make config.json with our model type and classes, and the sizes of every pair."""
     source = replace(checkpoint.source, config=dense_config(checkpoint.source, dtype))
     config = structured_config(source.config, Plan([]))
@@ -141,7 +140,7 @@ def plain_config(checkpoint: Checkpoint, pairs: dict[str, Spec], dtype: str | No
 
 
 def _small_files(
-    source: Source, config: dict[str, Any], card: str, name: str, code: Mapping[str, bytes]
+    source: Source, config: dict[str, object], card: str, name: str, code: Mapping[str, bytes]
 ) -> dict[str, bytes | Path]:
     """All files but weights and manifest. card: text of the model card. name: of the source."""
     card = card_front(source.folder, name, TAGS[:1]) + card

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from blr.compressor.base.errors import InputError
 from blr.compressor.base.quoting import quote
@@ -68,7 +67,7 @@ def _specs(source: Source) -> dict[str, Spec]:
     return {module: _spec(path, module, fields) for module, fields in layers.items()}
 
 
-def _spec(path: Path, module: str, fields: dict[str, Any]) -> Spec:
+def _spec(path: Path, module: str, fields: dict[str, object]) -> Spec:
     try:
         spec = spec_from_dict(fields)
         sizes = [size for shape in spec.shapes().values() for size in shape]
@@ -87,7 +86,7 @@ def _saved(source: Source) -> str | None:
         refuse(source.folder / "config.json", str(error), "who saved the model", AGAIN)
 
 
-def native_config(source: Source) -> dict[str, Any]:
+def native_config(source: Source) -> dict[str, object]:
     """The configuration of the dense model that was compressed."""
     names = source.config.get("architectures") or []
     config = {key: value for key, value in source.config.items() if key not in OUR_KEYS}

@@ -13,7 +13,9 @@ from transformers import GenerationMixin, PreTrainedModel
 from blr.compressor import __version__
 from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
+from blr.compressor.exporting.drafts import Draft, open_draft
 from blr.compressor.exporting.files import export_config, small_files
 from blr.compressor.exporting.forward import check_pt2
 from blr.compressor.exporting.options import DEFAULT_CONTEXT, ExportOptions
@@ -83,7 +85,8 @@ class ExportPlan:
         settings: what it was made for; None for an ordinary dense checkpoint.
         beside: tensors in files of their own, that no index lists. headers: of
             those that are no safetensors, by file. names: of layers in few bits there, where they are
-            others. told: notes on what is written.
+            others. told: notes on what is written. draft: the model beside it, whose file is one of
+            `beside`.
     """
 
     checkpoint: Checkpoint
@@ -93,13 +96,19 @@ class ExportPlan:
     densified: list[str]
     small_files: Callable[[], dict[str, bytes | Path]]
     check_loads: Callable[[Path], dict[str, tuple[int, str]]]
-    described: dict[str, Any]
+    described: dict[str, object]
     settings: ExportSettings | None = None
     quantizer: Quantizer | None = None
     beside: Mapping[str, list[Slot]] = field(default_factory=dict)
     told: tuple[str, ...] = ()
     headers: Mapping[str, bytes] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    draft: Draft | None = None
+
+    def source_of(self, entry: TensorEntry) -> Source:
+        """The checkpoint that a tensor is read from."""
+        beside = self.draft is not None and entry.file in self.draft.source.shards
+        return self.draft.source if self.draft is not None and beside else self.checkpoint.source
 
     @property
     def nbytes(self) -> int:
@@ -150,14 +159,20 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     packed = {} if quantizer is None else quantizer.settings()
     cache = _cache(checkpoint, options, generates=context is not None)
     use = options.target, options.batch
-    settings = ExportSettings(LAYOUT, *use, __version__, context, cache, **packed)
     tensors = plan_tensors(source, kept, options.dtype, quantizer, densified)
+    draft = None
+    if options.draft is not None:
+        use_for = context or 0, tensors.shapes, options.batch
+        draft = open_draft(Path(options.draft), checkpoint, *use_for)
+        packed |= {"draft": draft.name}
+    settings = ExportSettings(LAYOUT, *use, __version__, context, cache, **packed)
     config = export_config(staying, settings, options.dtype, options.self_contained)
     cls = check_fits(source, config, tensors.shapes)
-    files = partial(small_files, staying, config, settings, options.source_name, options.kind)
+    files = partial(small_files, staying, config, settings, options.source_name, options.kind, draft)
     how = (files, partial(check_loads, source, cls), config["blr"]["export"])
     stored = checkpoint.specs, config, tensors, sorted(densified)
-    return ExportPlan(staying, *stored, *how, settings, quantizer)
+    beside = {} if draft is None else draft.beside
+    return ExportPlan(staying, *stored, *how, settings, quantizer, beside, draft=draft)
 
 
 def _cache(checkpoint: Checkpoint, options: ExportOptions, generates: bool) -> str:

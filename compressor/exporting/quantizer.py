@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from blr.compressor.base.errors import InputError, NumericsError, UsageError
@@ -218,7 +219,7 @@ def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> PackedHea
     return PackedHead(name, kind, stored[giving], tied=True)
 
 
-def _head_module(model: Any, kind: str) -> str:
+def _head_module(model: PreTrainedModel, kind: str) -> str:
     """The name of the output head in a model on the meta device. Raises UsageError if there is none to
     pack."""
     head, known = model.get_output_embeddings(), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

@@ -163,7 +163,7 @@ def _add_adapter(tensors: Tensors, source: Source, module: str, spec: Spec, dtyp
         tensors.add_made(name, stored, shape, source.shards[0], make)
 
 
-def quantization(kept: Checkpoint) -> dict[str, Any]:
+def quantization(kept: Checkpoint) -> dict[str, object]:
     """`quantization_config` of config.json: a group of layers for each of the schemes."""
     model = meta_model(kept.source)
     names = module_names(model, kept.specs)
@@ -183,14 +183,14 @@ def quantization(kept: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _arguments(bits: int, group: int) -> dict[str, Any]:
+def _arguments(bits: int, group: int) -> dict[str, object]:
     return {
         **{"num_bits": bits, "type": "int", "symmetric": True},
         **{"strategy": "group", "group_size": group, "dynamic": False},
     }
 
 
-def adapter_config(kept: Checkpoint) -> dict[str, Any]:
+def adapter_config(kept: Checkpoint) -> dict[str, object]:
     """The configuration of the corrections for peft. Each is as large as its rank says: alpha is the
     rank, so nothing scales them."""
     corrections = {module: correction_of(spec) for module, spec in kept.specs.items()}
@@ -204,7 +204,7 @@ def adapter_config(kept: Checkpoint) -> dict[str, Any]:
     }
 
 
-def load(folder: Path, dtype: Any = "auto") -> Any:
+def load(folder: Path, dtype: object = "auto") -> Any:
     """The model in a written folder, by transformers and peft alone."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 

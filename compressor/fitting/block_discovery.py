@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.quoting import named_line
-from blr.compressor.fitting.block_passes import Batch, Reached, in_place_of, run_block, watched
+from blr.compressor.fitting.block_passes import (
+    Batch,
+    Named,
+    Positional,
+    Reached,
+    in_place_of,
+    run_block,
+    watched,
+)
 from blr.compressor.recipe.architectures import Group
 
 if TYPE_CHECKING:
@@ -32,7 +40,7 @@ FAILURES = (  # what a model may raise when its blocks are replaced
     *(NotImplementedError, RuntimeError, TypeError, ValueError),
 )
 
-Handing = Callable[[Tensor], Any]  # turns hidden states into what a block returns
+Handing = Callable[[Tensor], object]  # turns hidden states into what a block returns
 
 
 def check_blocks(model: BlockModel, ids: Tensor) -> None:
@@ -56,7 +64,7 @@ def _check(model: BlockModel, arguments: dict[str, Tensor]) -> None:
         _refuse(model, f"have states of shape {list(batch.hidden.shape)}, not one a token")
     state, count = batch.hidden, 0
 
-    def run(number: int, entering: Tensor, positional: Any, named: Any) -> Any:
+    def run(number: int, entering: Tensor, positional: Positional, named: Named) -> object:
         nonlocal state, count
         if number != count or not _alike(state, entering):
             _refuse(model, f"are given something else than their own states (block {number})")
@@ -96,7 +104,7 @@ def _handing(model: BlockModel, arguments: dict[str, Tensor]) -> Handing:
     """Learn from one run of the first block how to turn hidden states into what a block returns."""
     given: list[Any] = []
 
-    def run(number: int, entering: Tensor, positional: Any, named: Any) -> Any:
+    def run(number: int, entering: Tensor, positional: Positional, named: Named) -> object:
         given.append(model.load_block(number)(*positional, **named))
         raise Reached
 
@@ -110,7 +118,7 @@ def _handing(model: BlockModel, arguments: dict[str, Tensor]) -> Handing:
     return lambda hidden: kind((hidden, *rest))
 
 
-def _alike(mine: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
+def _alike(mine: Tensor, wanted: object, tolerance: float = TOLERANCE) -> bool:
     """Whether two tensors are equal up to a `tolerance` relative to the second one's norm."""
     if not isinstance(wanted, Tensor) or mine.shape != wanted.shape:
         return False

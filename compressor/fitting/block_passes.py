@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from blr.compressor.planning.training_sizes import KEPT_SHARE
 
 NUMBER = "_number"  # attribute of a loaded block: its number in the model
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional ones, named ones
+Positional = tuple[object, ...]
+Named = dict[str, object]
+Arguments = tuple[Positional, Named]
 
 
 @dataclass
@@ -135,7 +137,7 @@ def alike(batches: Sequence[Batch]) -> list[bool]:
 
 
 Watch = Callable[[str, Any], None]
-StandIn = Callable[[int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
+StandIn = Callable[[int, Tensor, Positional, Named], object]
 
 
 class Reached(Exception):

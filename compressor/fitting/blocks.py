@@ -33,6 +33,8 @@ from blr.compressor.fitting.block_passes import (
     NUMBER,
     Arguments,
     Batch,
+    Named,
+    Positional,
     Reached,
     distinct,
     home,
@@ -186,7 +188,7 @@ class BlockModel:
         """The states that enter the first block, and for every block its other arguments."""
         kept: list[tuple[Tensor, Arguments]] = []
 
-        def passed(number: int, entering: Tensor, positional: Any, named: Any) -> Any:
+        def passed(number: int, entering: Tensor, positional: Positional, named: Named) -> object:
             kept.append(parted(positional, named))
             if len(kept) == len(self.blocks):
                 raise Reached

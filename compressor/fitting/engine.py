@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.progress import FITTING, LAST, MEASURING
@@ -23,6 +24,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Result, Work, factorize_layers
 from blr.compressor.fitting.refit import finish_blocks, finish_epochs
+from blr.compressor.fitting.routing import few_tokens
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
 from blr.compressor.fitting.student import FitRun
@@ -64,7 +66,7 @@ class Outcome:
 
     results: dict[str, Result]
     plan: Plan
-    facts: dict[str, Any]
+    facts: dict[str, object]
     curves: dict[str, list[float]]
     norms: dict[str, TensorEntry]
 
@@ -123,6 +125,8 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
     results |= _outside(work, plan, results)
     facts = {"tokens": calibration.tokens, "digest": calibration.digest}
     facts |= {"refit_epochs": epochs, "finish_epochs": finish}
+    plan.notes += (told := few_tokens(plan, results))
+    work.progress.notes(told)
     ordered = {planned.layer.module: results[planned.layer.module] for planned in plan.layers}
     return Outcome(ordered, plan, facts, curves, run.norms)
 
@@ -139,7 +143,7 @@ def expected(recipe: Recipe, text: str | None, device: str) -> list[str]:
 
 def read_text(
     source: Source, samples: int, seq_len: int, name: str, packed: bool, offline: bool
-) -> tuple[Any, Calibration | None]:
+) -> tuple[PreTrainedTokenizerBase, Calibration | None]:
     """The tokenizer of `source`, and the calibration's text in windows of `seq_len` tokens (None where
     the model writes it). Raises what `read_calibration` does, and InputError for unknown tokens."""
     from blr.compressor.loading.load import load_tokenizer
@@ -201,7 +205,9 @@ def _outside(work: Work, plan: Plan, done: dict[str, Result]) -> dict[str, Resul
     return factorize_layers(work, Plan(rest))
 
 
-def with_own_text(work: Work, tokenizer: object, seq_len: int, text: Calibration | None) -> Calibration:
+def with_own_text(
+    work: Work, tokenizer: PreTrainedTokenizerBase, seq_len: int, text: Calibration | None
+) -> Calibration:
     """Windows of `seq_len` tokens, of which the model writes the share `mix`, or all without a `text`.
     For that the whole model is loaded once; what it wrote is kept in the journal."""
     samples = work.recipe.samples
@@ -213,7 +219,9 @@ def with_own_text(work: Work, tokenizer: object, seq_len: int, text: Calibration
     return packed_calibration(interleaved(parts), beginning)
 
 
-def _write(work: Work, tokenizer: object, seq_len: int, count: int, beginning: Beginning) -> Tensor:
+def _write(
+    work: Work, tokenizer: PreTrainedTokenizerBase, seq_len: int, count: int, beginning: Beginning
+) -> Tensor:
     """Let the model write windows [count, seq_len], which start as the tokenizer starts a text. They
     leave out the random token that a sample began with, where the context has room."""
     folder, device = work.source.folder, work.target

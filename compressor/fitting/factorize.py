@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +89,7 @@ class Work:
                 compute(key)
 
 
-Result = tuple[dict[str, TensorEntry], dict[str, Any]]  # stored factors by suffix, record
+Result = tuple[dict[str, TensorEntry], dict[str, object]]  # stored factors by suffix, record
 
 
 @dataclass(frozen=True)

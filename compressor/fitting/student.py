@@ -131,7 +131,7 @@ class Student:
         """Store the trained block under `key`, with `facts` in every layer's record. `metrics` are
         those of `read_by`; each is dropped once used."""
         tensors: dict[str, Tensor] = {}
-        records: dict[str, Any] = {}
+        records: dict[str, object] = {}
         for name, twin in self.twins.items():
             module = self.module(name)
             job, weight = self.run.job(module), self.weight(module)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,14 @@ from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, Spec
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 LEFT, RIGHT = "added_B", "added_A"
 Tensors = dict[str, Tensor]
 
 
-def holds_sum(layer: Any) -> bool:
+def holds_sum(layer: object) -> bool:
     """Whether the weight of `layer` plus a low-rank product has the same structure."""
     if not isinstance(layer, StructuredLinear):
         return type(layer) is nn.Linear
@@ -63,7 +66,7 @@ def check_takes_additions(student: Checkpoint, rank: int) -> None:
         )
 
 
-def attach(model: Any, rank: int, seed: int) -> set[str]:
+def attach(model: PreTrainedModel, rank: int, seed: int) -> set[str]:
     """Give additions of `rank` to every linear layer of `model` that can hold them, except the head.
     They change nothing until `add_products`. Returns the layers' names."""
     generator, head = torch.Generator().manual_seed(seed), model.get_output_embeddings()
@@ -79,7 +82,7 @@ def attach(model: Any, rank: int, seed: int) -> set[str]:
     return found
 
 
-def add_products(model: Any, names: set[str]) -> None:
+def add_products(model: PreTrainedModel, names: set[str]) -> None:
     """Let the layers called `names` add their additions to what they compute."""
     for name in names:
         layer = model.get_submodule(name)

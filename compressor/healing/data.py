@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -41,6 +41,8 @@ from blr.compressor.text.windows import (
 from blr.compressor.workspace.journal import canonical_json
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from blr.compressor.output.loss import Text
 
 CPU_BATCH, GPU_BATCH = 8, 64  # windows a step
@@ -101,7 +103,7 @@ class Reading:
     """How a model with so many tokens in its `vocabulary` reads text: in windows of at most `window`
     tokens that start with the `beginning`, or, if `sentences` is given, one sentence a line."""
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     window: int
     context: int
     sentences: Sentences | None = None

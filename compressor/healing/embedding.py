@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from blr.compressor.healing.student_and_teacher import TrainedPair
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.text.windows import Stream
 from blr.kernels.training.distance.op import relative_errors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WEIGHT = 1.0  # default weight of the hidden states
 HELD_BATCH = 32  # held-back sentences that are run at once
@@ -79,14 +83,19 @@ class Embedding:
         return rows.clamp_min(0), mask
 
     @staticmethod
-    def _run(model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    def _run(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
         """The outputs of the embeddings and of every block."""
         out = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
         return (*out.hidden_states[:-1], out.last_hidden_state)
 
 
 def sentence_stream(
-    documents: Any, tokenizer: Any, head: Sentences, window: int, seed: int, name: str
+    documents: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    head: Sentences,
+    window: int,
+    seed: int,
+    name: str,
 ) -> Stream:
     """A text's distinct sentences as rows of `window` tokens at most. Raises InputError for few."""
     texts = [document.strip() for document in documents if document.strip()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from blr.compressor.planning.training_sizes import CHUNK
 from blr.compressor.recipe.heal_settings import HIDDEN, HealOptions
 from blr.kernels.training.distance.op import relative_errors
 from blr.kernels.training.divergence.op import divergence_sum
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 HELD_BATCH = 8  # held-back windows that are run at once
@@ -78,7 +81,7 @@ class Replies:
     """A causal language model, divided into hidden states and a head. A model that scales or caps its
     logits is run whole, and its logits stand for hidden states. `blocks`: theirs may be asked for."""
 
-    def __init__(self, model: Any, probe: Tensor, blocks: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel, probe: Tensor, blocks: bool = True) -> None:
         self.model, self.body = model, model.base_model
         self._outputs: list[Tensor] | None = None  # of the blocks, while they are recorded
         for block in blocks_of(model) if blocks else ():
@@ -124,7 +127,7 @@ class Replies:
             return out.logits, tuple(outputs)
         return out.last_hidden_state, (*outputs[:-1], out.last_hidden_state) if outputs else ()
 
-    def _note(self, block: Any, given: Any, output: Any) -> None:
+    def _note(self, block: object, given: object, output: Tensor) -> None:
         """Record a block's output; transformers cannot for a model that is divided over processes."""
         if self._outputs is not None:
             self._outputs.append(output[0] if isinstance(output, tuple | list) else output)
@@ -160,7 +163,7 @@ class _Chunked(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, g: Tensor) -> tuple[object, ...]:
         found = [
             None if x is None else (x * g).to(dtype)
             for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,19 @@ from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.structures.latent import Plain
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 ACCELERATE = "ACCELERATE_USE_FSDP"  # set by `accelerate launch --use_fsdp`
 
 
-def blocks_of(model: Any) -> list[Any]:
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
     """The model's blocks: its longest list of modules."""
     lists = [list(m) for m in model.modules() if type(m) is nn.ModuleList and len(m) > 1]
     return max(lists, key=len, default=[])
 
 
-def checkpoint_blocks(model: Any) -> None:
+def checkpoint_blocks(model: PreTrainedModel) -> None:
     """Let the backward pass keep only the blocks' inputs. transformers' own way needs training mode,
     with its dropout."""
     from torch.utils.checkpoint import checkpoint
@@ -42,7 +45,7 @@ def checkpoint_blocks(model: Any) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def compile_blocks(model: Any) -> None:
+def compile_blocks(model: PreTrainedModel) -> None:
     """Compile each of the model's blocks."""
     torch._dynamo.config.cache_size_limit = 64  # ranks differ from block to block
     for block in blocks_of(model):
@@ -93,7 +96,7 @@ class Sharding:
         self.mesh = init_device_mesh(processes.device.type, (processes.count,))
         self.device = processes.device
 
-    def shard(self, model: Any, dtype: torch.dtype | None = None) -> None:
+    def shard(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
         """Leave each process its slices of `model`. Blocks compute in `dtype` (None: their own)."""
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         blocks = blocks_of(model)

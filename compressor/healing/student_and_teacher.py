@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.processes import Processes
@@ -39,8 +40,8 @@ class TrainedPair(TrainedSet):
     and `twins` its layers in few bits."""
 
     def __init__(
-        self, teacher: Any, student: Any, trained: dict[str, Trained], places: StoredNames,
-        sentences: Sentences | None, twins: dict[str, Twin],
+        self, teacher: PreTrainedModel, student: PreTrainedModel, trained: dict[str, Trained],
+        places: StoredNames, sentences: Sentences | None, twins: dict[str, Twin],
     ) -> None:  # fmt: skip
         super().__init__(trained)
         self.teacher, self.student, self.places = teacher, student, places
@@ -137,7 +138,7 @@ def task_of(checkpoint: Checkpoint) -> str:
 
 def load_teacher(
     folder: Path, device: torch.device, task: str = GENERATES, dtype: str | None = None
-) -> Any:
+) -> PreTrainedModel:
     """The dense model, frozen, in `dtype` (None: the one to compute in)."""
     model = load_computing(folder, task, device, dtype)
     fuse_trained(model)
@@ -146,7 +147,7 @@ def load_teacher(
 
 def load_pair(
     folder: Path,
-    teacher: Any,
+    teacher: PreTrainedModel,
     kinds: tuple[str, ...],
     sentences: Sentences | None = None,
     additions: tuple[int, int] | None = None,
@@ -177,7 +178,7 @@ def load_pair(
 
 
 def _trained(
-    student: Any, teacher: Any, chosen: list[str], twins: dict[str, Twin]
+    student: PreTrainedModel, teacher: PreTrainedModel, chosen: list[str], twins: dict[str, Twin]
 ) -> dict[str, Trained]:
     """The trained parameters by name, with masters in float32; the student is brought to the teacher's
     dtype."""
@@ -201,7 +202,7 @@ def _trained(
     return found
 
 
-def narrowed(student: Any, teacher: Any) -> None:
+def narrowed(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
     """Give the student's parameters the teacher's dtype, except slices, and its buffers the dtypes of
     the teacher's: rotations in few bits would turn keys by other angles."""
     for parameter in student.parameters():
@@ -237,13 +238,13 @@ def parts_of(twins: dict[str, Twin]) -> dict[str, Trained]:
     }
 
 
-def structured_layers(model: Any) -> dict[str, StructuredLinear]:
+def structured_layers(model: PreTrainedModel) -> dict[str, StructuredLinear]:
     """The structured layers of a model, by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, StructuredLinear)}
 
 
 @torch.no_grad()
-def _balance(student: Any, twins: dict[str, Twin]) -> None:
+def _balance(student: PreTrainedModel, twins: dict[str, Twin]) -> None:
     inside = {id(part) for twin in twins.values() for part in twin.module.modules()}
     for layer in structured_layers(student).values():
         if id(layer) in inside:
@@ -254,7 +255,7 @@ def _balance(student: Any, twins: dict[str, Twin]) -> None:
             parameter.copy_(found[name])
 
 
-def _share(student: Any, teacher: Any) -> None:
+def _share(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
     """Let frozen tensors of the student that equal the teacher's share their memory."""
     theirs = dict(teacher.named_parameters())
     for name, parameter in student.named_parameters():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass
@@ -23,4 +22,4 @@ class HealSummary:
     trained_seconds: float = 0.0
     tokens_per_second: float = 0.0
     seconds: float = 0.0
-    check: dict[str, Any] | None = None
+    check: dict[str, object] | None = None

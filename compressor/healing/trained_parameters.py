@@ -7,7 +7,7 @@ are stored one by one.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -22,6 +22,9 @@ from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import Numbered, module_names
 from blr.compressor.recipe.heal_settings import KINDS
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def check_has_kinds(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> None:
     """Raise UsageError, from headers, if `checkpoint` has nothing of the `kinds` to train."""
@@ -34,7 +37,11 @@ def check_has_kinds(checkpoint: Checkpoint, kinds: tuple[str, ...]) -> None:
 
 
 def choose(
-    student: Any, kinds: tuple[str, ...], packed: Collection[str], added: set[str], held: Collection[str]
+    student: PreTrainedModel,
+    kinds: tuple[str, ...],
+    packed: Collection[str],
+    added: set[str],
+    held: Collection[str],
 ) -> list[str]:
     """The names of the parameters of these `kinds` that are trained; gradients are switched on for
     them. `packed` are factors in few bits, `added` layers with additions, `held` the names that the
@@ -55,7 +62,7 @@ def choose(
     return found
 
 
-def kind_of(model: Any, name: str) -> str:
+def kind_of(model: PreTrainedModel, name: str) -> str:
     """Which of `heal_settings.KINDS` the parameter called `name` is."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
@@ -72,7 +79,7 @@ def kind_of(model: Any, name: str) -> str:
     return "head" if module is model.get_output_embeddings() else "dense"
 
 
-def _check_any(model: Any, kinds: tuple[str, ...], factored: Collection[str]) -> None:
+def _check_any(model: PreTrainedModel, kinds: tuple[str, ...], factored: Collection[str]) -> None:
     """Raise UsageError if `model` has nothing of the `kinds`; `factored`: what has factors."""
     present = {kind_of(model, name) for name, _ in model.named_parameters()}
     present |= {"factors"} if factored else set()
@@ -83,7 +90,7 @@ def _check_any(model: Any, kinds: tuple[str, ...], factored: Collection[str]) ->
         )
 
 
-def _is_trained(student: Any, name: str, kinds: tuple[str, ...], added: set[str]) -> bool:
+def _is_trained(student: PreTrainedModel, name: str, kinds: tuple[str, ...], added: set[str]) -> bool:
     """Whether a parameter is trained; of layers with additions only these are."""
     if is_addition(name):
         return True
@@ -95,7 +102,7 @@ class StoredNames:
     """Where the parameters of `model` lie on disk: `names` maps names on disk to names in the model,
     `merged` maps parameters to rows of names on disk, `held` has all names that can be stored."""
 
-    def __init__(self, model: Any, stored: Collection[str]) -> None:
+    def __init__(self, model: PreTrainedModel, stored: Collection[str]) -> None:
         every = dict(model.named_parameters(remove_duplicate=False))
         self.names = _named(model, stored, every.keys())
         loaded = {name: old for old, name in self.names.items()}
@@ -117,7 +124,7 @@ class StoredNames:
         return found
 
 
-def _named(model: Any, stored: Collection[str], known: Collection[str]) -> dict[str, str]:
+def _named(model: PreTrainedModel, stored: Collection[str], known: Collection[str]) -> dict[str, str]:
     """The names in `model` of the tensors `stored`: found by module, or by tensor if only that name is
     `known`."""
     modules = module_names(model, {name.rpartition(".")[0] for name in stored})

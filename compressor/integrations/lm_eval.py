@@ -79,7 +79,7 @@ def run_tasks(model: object, tokenizer: object, asked: Asked, batch: int = 8) ->
     from lm_eval.models.huggingface import HFLM
 
     names, manager = asked.names, _manager(asked.names, asked.path)
-    subject: Any = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
+    subject: object = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
     options = {
         "num_fewshot": asked.shots,
         "limit": asked.limit,

@@ -43,7 +43,7 @@ class StructuredLora(LoraLinear):
         return module.in_features, module.out_features
 
     def update_layer(
-        self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any
+        self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: object
     ) -> None:
         """As of peft; an initialization that changes a dense weight changes the factors. Raises
         ValueError if the structure cannot follow."""
@@ -135,11 +135,11 @@ def register() -> None:
             table.update({f"{PREFIX.lower()}_{kind}": found for kind, found in list(table.items())})
 
 
-def _refusing(inject: Any) -> Any:
+def _refusing(inject: Any) -> object:
     """`inject_adapter` that raises ValueError if layers of blr were to be adapted and are not."""
 
     @wraps(inject)
-    def inject_adapter(self: Any, model: nn.Module, *arguments: Any, **options: Any) -> None:
+    def inject_adapter(self: Any, model: nn.Module, *arguments: object, **options: object) -> None:
         inject(self, model, *arguments, **options)
         modules, named = dict(model.named_modules()), self.targeted_module_names
         if left := [name for name in named if isinstance(modules.get(name), Replaced)]:

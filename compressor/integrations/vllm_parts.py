@@ -24,12 +24,13 @@ from blr.kernels.common.orders import order_of
 from blr.kernels.layers.blast.op import blast_linear
 from blr.kernels.layers.blast.reference import blast_linear as blast_reference
 from blr.kernels.layers.kronecker.op import kronecker_linear
-from blr.kernels.layers.lowrank.op import lowrank_group, lowrank_linear
+from blr.kernels.layers.lowrank.op import lowrank_linear
 from blr.kernels.layers.lowrank.reference import grouped_lowrank_linear
 from blr.kernels.layers.monarch.op import monarch_linear
 from blr.kernels.layers.monarch.reference import monarch_linear as monarch_reference
 
 Reduce = Callable[[Tensor], Tensor]
+SHARED = "shared_V"  # where the first of several parts has the Vs of all
 
 
 class Part(nn.Module):
@@ -46,6 +47,7 @@ class Part(nn.Module):
         self.name, self.spec, self.share = name, spec, share
         plain = isinstance(spec, LowRankSpec) and spec.groups == 1
         self.in_rank_space = plain and share.side == "in" and share.size > 1
+        self.can_share_input = plain and not self.in_rank_space
         self.loaded: set[str] = set()
         self.names = list(shapes := local_shapes(name, spec, shape, share))
         for factor, size in shapes.items():
@@ -102,30 +104,29 @@ class Part(nn.Module):
 
 def shares_input(parts: Sequence[nn.Module]) -> bool:
     """Whether parts of one input are low-rank ones that can be computed together."""
-    return len(parts) > 1 and all(
-        isinstance(p, Part)
-        and isinstance(p.spec, LowRankSpec)
-        and p.spec.groups == 1
-        and not p.in_rank_space
-        for p in parts
-    )
+    return len(parts) > 1 and all(isinstance(p, Part) and p.can_share_input for p in parts)
 
 
 def pack(parts: Sequence[nn.Module]) -> None:
     """Store the Vs of `parts` in one tensor [Σ r, i], so that one product goes through all ranks."""
     stored = torch.cat([part.get_parameter("V").detach().mT for part in parts])
-    ranks = [part.get_parameter("V").shape[1] for part in parts]
-    for part, rows in zip(parts, stored.split(ranks), strict=True):
+    parts[0].register_buffer(SHARED, stored, persistent=False)
+    for part, rows in zip(parts, stored.split(_ranks(parts)), strict=True):
         part.get_parameter("V").data = rows.mT
 
 
 def product(parts: Sequence[nn.Module], x: Tensor, reduce: Reduce) -> Tensor:
     """Outputs of all `parts` for x [..., i'], side by side [..., Σ o'], without bias."""
-    if shares_input(parts):
-        Us, Vs = ([part.get_parameter(name) for part in parts] for name in "UV")
-        return torch.cat(lowrank_group(x, Us, Vs), -1)
+    if hasattr(parts[0], SHARED):
+        inner = (x @ parts[0].get_buffer(SHARED).mT).split(_ranks(parts), -1)
+        Us = (part.get_parameter("U") for part in parts)
+        return torch.cat([nn.functional.linear(z, U) for z, U in zip(inner, Us, strict=True)], -1)
     found = [part(x, reduce) for part in parts]
     return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+def _ranks(parts: Sequence[nn.Module]) -> list[int]:
+    return [part.get_parameter("V").shape[1] for part in parts]
 
 
 class PackedPart(Part):
@@ -138,7 +139,7 @@ class PackedPart(Part):
         self.name, self.spec, self.share = name, spec, share
         self.layer = layer_of(spec, bias=False).to(dtype).requires_grad_(False)
         self.names = list(spec.stored())
-        self.loaded, self.in_rank_space = set(), False
+        self.loaded, self.in_rank_space, self.can_share_input = set(), False, False
 
     def path(self, factor: str) -> str:
         """Where in the module a stored tensor is."""

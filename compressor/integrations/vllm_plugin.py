@@ -47,7 +47,7 @@ def register() -> None:
 class ServedConfig(QuantizationConfig):
     """Says how each layer computes: ``config.blr["layers"]``, and `packed_modules_mapping`."""
 
-    def __init__(self, layers: dict[str, dict[str, Any]], merged: dict[str, list[str]]) -> None:
+    def __init__(self, layers: dict[str, dict[str, object]], merged: dict[str, list[str]]) -> None:
         super().__init__()
         self.specs = {name: spec_from_dict(fields) for name, fields in layers.items()}
         self.packed_modules_mapping = dict(merged)
@@ -70,7 +70,7 @@ class ServedConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> ServedConfig:
         return cls(config["layers"], {})
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> object:
         """Ours for a layer with a structured member. Raises CapabilityError for no linear layer."""
         if isinstance(layer, LinearBase):
             parent, _, merged = prefix.rpartition(".")
@@ -97,7 +97,7 @@ class ServedMethod(LinearMethodBase):
         input_size: int,
         output_size: int,
         params_dtype: torch.dtype,
-        **_: Any,
+        **_: object,
     ) -> None:
         """Give `layer` its parts. Sizes are those of this process, but `input_size`."""
         parts = []

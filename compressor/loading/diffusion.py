@@ -126,7 +126,7 @@ def stored_dtype(source: Source) -> torch.dtype:
     return getattr(torch, TORCH_NAMES[max(sizes, key=lambda dtype: sizes[dtype])])
 
 
-def diffusion_trial(model: object, where: object) -> Trial:
+def diffusion_trial(model: Any, where: object) -> Trial:
     """Run `model` on a random latent image, a time step, and a class or a text. Raises InputError if it
     does not run, NumericsError for no finite result."""
     try:
@@ -137,7 +137,7 @@ def diffusion_trial(model: object, where: object) -> Trial:
         refuse_model(model, where, first_line(error))
 
 
-def trial_inputs(model: Any) -> dict[str, Any]:
+def trial_inputs(model: Any) -> dict[str, object]:
     """Small inputs: latents [1, c, h, w], time steps [1], classes [1] or a text [1, t, d]."""
     config, generator = model.config, torch.Generator().manual_seed(0)
 

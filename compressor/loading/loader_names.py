@@ -56,7 +56,7 @@ def taken(source: Source) -> Source:
     return _tied(_placed(source, keys), model, keys)
 
 
-def _loaded(source: Source, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _loaded(source: Source, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, dict[str, object]]:
     config = made_config(source)
     with native_errors(source):
         return load_empty(cls, None, config=config, state_dict=meta_tensors(source.entries.values()))
@@ -183,7 +183,7 @@ def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple
     return replace(source, config=config, entries={**source.entries, **entries})
 
 
-def _without_ties(config: dict[str, Any]) -> dict[str, Any]:
+def _without_ties(config: dict[str, object]) -> dict[str, object]:
     """`config` without tied weights, in all its parts."""
     parts = {k: _without_ties(v) if isinstance(v, dict) else v for k, v in config.items()}
     return {**parts, **{key: False for key in TIES if key in parts}}
@@ -220,7 +220,7 @@ def meta_tensors(entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
 
 def load_empty(
     cls: Any, folder: Path | None, **options: object
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+) -> tuple[PreTrainedModel, dict[str, object]]:
     """A model of class `cls` on the meta device, and the loader's `output_loading_info`."""
     with quiet_transformers():
         model, info = cls.from_pretrained(

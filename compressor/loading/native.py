@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from io import StringIO
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def has_encoder(source: Source) -> bool:
     return MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(kind, "").endswith("EncoderModel")
 
 
-def _among(known: Mapping[str, Any], source: Source) -> bool:
+def _among(known: Mapping[str, str | tuple[str, ...]], source: Source) -> bool:
     names = source.config.get("architectures") or [""]
     classes = {n for name in known.values() for n in ((name,) if isinstance(name, str) else name)}
     return names[0].removeprefix(PREFIX) in classes
@@ -243,7 +244,7 @@ def quiet_diffusers() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _quiet(logging: Any) -> Iterator[None]:
+def _quiet(logging: ModuleType) -> Iterator[None]:
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -105,7 +105,7 @@ def read_sentences(folder: Path) -> Sentences:
     return Sentences(modes, length, lower, tuple(dense), prompt, pools_prompt, dimensions)
 
 
-def _prompt(folder: Path, settings: dict[str, Any]) -> str:
+def _prompt(folder: Path, settings: dict[str, object]) -> str:
     """The prompt that sentence-transformers puts before a sentence by default."""
     name, prompts = settings.get("default_prompt_name"), settings.get("prompts")
     known = {"query": "", "document": "", **(prompts if type(prompts) is dict else {})}

@@ -29,7 +29,7 @@ EXPECTED = "a value of the type that transformers takes"
 Id = Annotated[int, Field(ge=-(2**31), le=MOST)]
 # Tokens that a configuration names: numbers, some of them lists of numbers
 TOKENS = ("bos", "eos", "pad", "decoder_start", "forced_bos", "forced_eos")
-IDS: dict[str, Any] = {f"{name}_token_id": Id | list[Id] | None for name in TOKENS}
+IDS: dict[str, object] = {f"{name}_token_id": Id | list[Id] | None for name in TOKENS}
 COUNTS = (
     *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams"),
     *("num_return_sequences", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
@@ -44,7 +44,7 @@ SWITCHES = (
     *("output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
 )
 # What any call of `generate` reads of generation_config.json
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, object] = {
     **IDS,
     **dict.fromkeys(COUNTS, Annotated[int, Field(ge=-1, le=MOST)] | None),
     **dict.fromkeys(NUMBERS, float | None),
@@ -56,7 +56,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def _settings(name: str, kinds: dict[str, Any]) -> type[Told]:
+def _settings(name: str, kinds: dict[str, object]) -> type[Told]:
     fields: dict[str, Any] = {key: (kind, None) for key, kind in kinds.items()}
     return create_model(name, __base__=Told, **fields)
 
@@ -77,7 +77,7 @@ def check_defaults(folder: Path) -> None:
             fitted(part, TokenIds, folder / CONFIG, REMEDY, EXPECTED)
 
 
-def _read(folder: Path, name: str) -> dict[str, Any]:
+def _read(folder: Path, name: str) -> dict[str, object]:
     path = inside(folder, name)
     return read_json(path, MAX_JSON_BYTES, constants=True)
 

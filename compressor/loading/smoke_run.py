@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.base.exhaustion import raise_exhausted
@@ -28,11 +28,11 @@ NO_CHECK = "--no-check commits without having run anything"
 class Trial:
     """An input and what a model makes of it; `what` describes the input in words."""
 
-    inputs: dict[str, Any]
+    inputs: Mapping[str, object]
     expected: Tensor
     what: str
 
-    def distance(self, model: object, where: object) -> float:
+    def distance(self, model: PreTrainedModel, where: object) -> float:
         """Relative distance of the results of `model` from the expected ones. Raises NumericsError for
         results that are not finite."""
         found, keep = run(model, self.inputs), self.expected.isfinite()
@@ -69,7 +69,7 @@ def refuse_model(model: object, where: object, reason: str) -> NoReturn:
     )
 
 
-def trial_of(model: object, inputs: dict[str, Any], what: str, where: object) -> Trial:
+def trial_of(model: PreTrainedModel, inputs: Mapping[str, object], what: str, where: object) -> Trial:
     """Run `model` on `inputs`, which are `what`. Raises NumericsError for no finite result, and what the
     model raises."""
     return _checked(Trial(inputs, run(model, inputs), what), where)
@@ -84,7 +84,7 @@ def _checked(trial: Trial, where: object) -> Trial:
 
 
 @torch.no_grad()
-def run(model: Any, inputs: dict[str, Any]) -> Tensor:
+def run(model: PreTrainedModel, inputs: Mapping[str, object]) -> Tensor:
     """The first floating-point result of a forward pass, in float32."""
     given = {name: _cast(value, model) for name, value in inputs.items()}
     if hasattr(model.config, "return_dict"):
@@ -127,7 +127,7 @@ def _tokens(model: PreTrainedModel) -> Tensor | None:
     return ids
 
 
-def plain_tokens(config: Any) -> Tensor:
+def plain_tokens(config: PreTrainedConfig) -> Tensor:
     """The first 65,536 ids [n] of a vocabulary at most, without special ones and images."""
     text = config.get_text_config()
     told = {**config.to_dict(), **text.to_dict()}
@@ -164,11 +164,12 @@ _WORDS = {"input_ids": "{} tokens", "pixel_values": "an image"}
 _WORDS |= {"input_values": "a sound", "input_features": "a spectrum"}
 
 
-def _cast(value: Any, model: PreTrainedModel) -> Any:
+def _cast(value: object, model: PreTrainedModel) -> object:
     if isinstance(value, dict):
         return {name: _cast(inner, model) for name, inner in value.items()}
-    floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.to(model.dtype) if floating else value
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(model.dtype)
+    return value
 
 
 def _generator() -> torch.Generator:
@@ -185,7 +186,7 @@ def check_model(model: nn.Module, where: object) -> None:
             check_layer(f"{where}: layer {name!r}", layer)
 
 
-def check_layer(name: str, layer: Any) -> None:
+def check_layer(name: str, layer: StructuredLinear) -> None:
     """`check_product` of a structured layer in the dtype it computes in."""
     spec = layer.spec
     dtype = next(t.dtype for t in (*layer.parameters(), *layer.buffers()) if is_number(t))

@@ -22,7 +22,8 @@ from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.regular import POINTER, inside, read_whole, refuse, refuse_pointer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from torch import Tensor
+    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_BYTES = 64 * 2**20
 SECONDS = 10  # of CPU, and one more for each MiB of the file
@@ -64,7 +65,7 @@ print(json.dumps([len(text), len(plain), len(tokenizer.encode(text).ids)]))
 _sound: set[tuple[bytes, bytes]] = set()  # SHA-256 of tokenizers that passed, and what they encoded
 
 
-def check_ids(model: PreTrainedModel, ids: Any) -> None:
+def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
     """Raise InputError for token ids that `model` has no embeddings for."""
     embeddings = model.get_input_embeddings()
     rows, most = getattr(embeddings, "num_embeddings", None), int(ids.max()) if ids.numel() else 0
@@ -81,13 +82,13 @@ def encode_prompt(
     return taken_by(model, found.to(model.device))
 
 
-def taken_by(model: PreTrainedModel, inputs: Mapping[str, object]) -> dict[str, Any]:
+def taken_by(model: PreTrainedModel, inputs: Mapping[str, object]) -> dict[str, object]:
     """Those of `inputs` that the model has an argument for."""
     known = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in known}
 
 
-def encode_padded(tokenizer: PreTrainedTokenizerBase, texts: list[str], longest: int) -> Any:
+def encode_padded(tokenizer: PreTrainedTokenizerBase, texts: list[str], longest: int) -> BatchEncoding:
     """Token ids and mask [m, w] of `texts`, cut at `longest` tokens and padded. Raises InputError for a
     tokenizer without a padding token."""
     if tokenizer.pad_token is None:

@@ -9,11 +9,12 @@ features. Norms are torch's fused operator; one that computes anything else (Gem
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from blr.compressor.modeling.extended import Extension
@@ -31,7 +32,7 @@ from blr.kernels.fused.gated.gradient import gated_with_gradient
 from blr.kernels.fused.rotary.gradient import rotated_with_gradient
 
 
-def fuse_trained(model: Any) -> None:
+def fuse_trained(model: nn.Module) -> None:
     """Let attention, gated MLPs and norms of `model` compute, with gradients or without, by kernels."""
     for module in model.modules():
         kind: Any = type(module)
@@ -45,15 +46,17 @@ def fuse_trained(model: Any) -> None:
             module.forward = partial(_norm, module, forward, norm[1])
 
 
-def _attend(attention: Any, native: Any, *args: Any, **kwargs: Any) -> Any:
+def _attend(attention: object, native: Callable[..., object], *args: object, **kwargs: object) -> object:
     inner = behind_renaming(native)
     if torch.compiler.is_compiling() or is_renamed(inner, kwargs):
         return native(attention, *args, **kwargs)
     return rotating(inner, _trained)(attention, *args, **kwargs)
 
 
-def _trained(native: Any) -> Any:
-    def rotation(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+def _trained(native: Callable[..., object]) -> object:
+    def rotation(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: object, **kwargs: object
+    ) -> object:
         fixed = isinstance(cos, Tensor) and not (cos.requires_grad or sin.requires_grad)
         fused = fixed and _is_fused(q, k, cos, sin) and is_whole(q, cos)
         if args or kwargs or not fused:
@@ -63,20 +66,22 @@ def _trained(native: Any) -> Any:
     return rotation
 
 
-def _gate(mlp: Any, make: str, x: Tensor) -> Any:
+def _gate(mlp: Any, make: str, x: Tensor) -> object:
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
     if _is_fused(gate, up) and gate.shape == up.shape:
         return mlp.down_proj(gated_with_gradient(gate, up, make))
     return mlp.down_proj(mlp.act_fn(gate) * up)
 
 
-def _norm(norm: Any, native: Any, eps: float, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _norm(
+    norm: Any, native: Callable[..., object], eps: float, x: Tensor, *args: object, **kwargs: object
+) -> object:
     if args or kwargs:  # a gated norm with its gate
         return native(norm, x, *args, **kwargs)
     return rms_norm(x, norm.weight.shape, norm.weight, eps)
 
 
-def _is_fused(*tensors: Any) -> bool:
+def _is_fused(*tensors: Tensor) -> bool:
     """Whether kernels compute with these, and nobody but autograd looks on."""
     if torch.compiler.is_compiling() or not all(type(t) is Tensor for t in tensors):
         return False

@@ -74,6 +74,8 @@ class Contents:
             absent |= {f"decode.integer.{part}" for part in ("form", "launch", "looped")}
         if self.rows < SEVERAL:
             absent.add("decode.skinny")
+        if "blast" not in self.structures:
+            absent.add("decode.skinny.mix")
         runtime = set() if self.rows else {"blr.compressor.runtime"}
         return frozenset({f"blr.kernels.{name}" for name in absent} | runtime)
 
@@ -84,7 +86,7 @@ def contents_of(specs: Iterable[Spec], settings: ExportSettings) -> Contents:
     return Contents(
         structures=frozenset(name for spec in specs for name in families(spec)),
         quantized=bool(settings.quantize or settings.head) or any(spec.quantized for spec in specs),
-        rows=0 if settings.context is None else settings.batch,
+        rows=0 if settings.context is None else max(settings.batch, SEVERAL * bool(settings.draft)),
     )
 
 

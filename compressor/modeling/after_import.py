@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 
@@ -24,7 +25,9 @@ class _Waiting(MetaPathFinder):
     def __init__(self, package: str, run: Callable[[], None]) -> None:
         self.package, self.run = package, run
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != self.package:
             return None
         spec = self._others_find(name, path, target)
@@ -41,7 +44,9 @@ class _Waiting(MetaPathFinder):
         loader.exec_module = exec_module
         return spec
 
-    def _others_find(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
+    def _others_find(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
         behind = (f for f in sys.meta_path[sys.meta_path.index(self) + 1 :] if hasattr(f, "find_spec"))
         found = (finder.find_spec(name, path, target) for finder in behind)
         return next((spec for spec in found if spec is not None), None)

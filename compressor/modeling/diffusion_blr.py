@@ -32,7 +32,7 @@ class StructuredDiffusion(LoudModel):
         """Do nothing: the weights are there."""
 
     @classmethod
-    def load_config(cls, *arguments: object, **options: object) -> Any:
+    def load_config(cls, *arguments: object, **options: object) -> object:
         """Load a configuration as diffusers does, but for the `DIFFUSION_GUARD`."""
         found = super().load_config(*arguments, **options)
         config = found[0] if isinstance(found, tuple) else found

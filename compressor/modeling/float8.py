@@ -25,7 +25,8 @@ from blr.compressor.structures.specs import QuantizedSpec, Spec
 from blr.kernels.common.available import HALF
 from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.names import FOLDERS
-from blr.kernels.common.registration import is_traced, rows
+from blr.kernels.common.registration import rows
+from blr.kernels.common.watching import is_traced
 from blr.kernels.decode.quantized.formats import ROW
 from blr.kernels.fp8.op import (
     STRUCTURES,

@@ -29,8 +29,8 @@ from blr.compressor.modeling.probes import (
 from blr.compressor.modeling.ranks import RankedLayer, RankRequest, ranked
 from blr.compressor.modeling.slices import is_hooked, limit_of
 from blr.kernels.common.available import HALF
-from blr.kernels.common.registration import is_unwatched
 from blr.kernels.common.transient import tokens_within
+from blr.kernels.common.watching import is_unwatched
 from blr.kernels.fused.activated.launch import activated
 from blr.kernels.fused.gated.launch import gated
 from blr.kernels.fused.normed.launch import is_faster, layer_norm

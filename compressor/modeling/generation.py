@@ -16,6 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.modeling.cache_key import held_for
+from blr.compressor.modeling.drafts import load_draft
 from blr.compressor.modeling.modeling_blr import Mixin
 from blr.compressor.modeling.requests import Request, read_request
 from blr.compressor.modeling.settings import ExportSettings, export_settings, warn_once
@@ -45,7 +46,7 @@ class FusedGeneration(Mixin):
         return _decode(decoder, request, kwargs.get("streamer"))
 
 
-def find_decoder(model: PreTrainedModel, settings: ExportSettings, request: Request | str) -> Any:
+def find_decoder(model: PreTrainedModel, settings: ExportSettings, request: Request | str) -> object:
     """The runtime for `request`; None when transformers is to answer, of which a warning says once why.
     Raises ValueError for more tokens than the model has positions."""
     if isinstance(request, Request):
@@ -112,7 +113,17 @@ def _make_decoder(model: PreTrainedModel, settings: ExportSettings) -> object:
     from blr.compressor.runtime.decoder import Decoder
 
     assert settings.context is not None  # as every export that generates has it
-    return Decoder(model, batch=settings.batch, context=settings.context, cache=settings.cache)
+    options: dict[str, Any] = {
+        "batch": settings.batch,
+        "context": settings.context,
+        "cache": settings.cache,
+    }
+    draft = None if settings.draft is None else load_draft(model, settings.draft)
+    if draft is None:
+        return Decoder(model, **options)
+    from blr.compressor.runtime.drafted import DraftedDecoder
+
+    return DraftedDecoder(model, draft, **options)
 
 
 def _decode(decoder: Any, request: Request, streamer: BaseStreamer | None) -> Tensor:

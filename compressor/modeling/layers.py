@@ -24,7 +24,7 @@ from blr.compressor.structures.specs import CorrectedSpec, Spec, spec_from_dict
 from blr.kernels.common.inlining import add_decompositions
 from blr.kernels.common.layout import ALIGNED, relaid, spaced, wide_rank, with_zeros
 from blr.kernels.common.orders import order_of
-from blr.kernels.common.registration import is_unwatched
+from blr.kernels.common.watching import is_unwatched
 from blr.kernels.layers.blast.op import blast_linear
 from blr.kernels.layers.kronecker.op import kronecker_linear
 from blr.kernels.layers.lowrank.op import lowrank_linear

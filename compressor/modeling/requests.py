@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.modeling_utils import PreTrainedModel
 
 # Of a GenerationConfig: what a `Request` holds, and what has no influence on the tokens.
 FOLLOWED = {
@@ -42,7 +43,7 @@ class Request:
 
 
 def read_request(
-    model: Any, inputs: Tensor | None, config: GenerationConfig | None, kwargs: Mapping[str, Any]
+    model: Any, inputs: Tensor | None, config: GenerationConfig | None, kwargs: Mapping[str, object]
 ) -> Request | str:
     """Read a call ``model.generate(inputs, config, **kwargs)``; a text says what is unusual in it."""
     kwargs = dict(kwargs)
@@ -92,7 +93,9 @@ def _same(value: object, usual: object) -> bool:
     return value is None or value == usual or (value is False and usual is None)
 
 
-def _new_tokens(model: Any, config: GenerationConfig, width: int, default_length: bool) -> int:
+def _new_tokens(
+    model: PreTrainedModel, config: GenerationConfig, width: int, default_length: bool
+) -> int:
     """The largest number of tokens that transformers would add to prompts of `width` columns."""
     if config.max_new_tokens is not None:
         return config.max_new_tokens

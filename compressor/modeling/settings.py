@@ -20,7 +20,7 @@ class ExportSettings:
     "whole" or "int8". quantize: "int8", "int4" or None. dense: modules with a dense weight that is
     packed, and its shape [out, in]. plain: structured modules that packing makes no smaller, which are
     left as they are. head: the output head, if it is packed by itself, and its entry of the table of
-    layers.
+    layers. draft: the class of the model that proposes tokens, if the folder has one.
     """
 
     layout: int
@@ -33,6 +33,7 @@ class ExportSettings:
     dense: dict[str, list[int]] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
     head: dict[str, dict[str, object]] = field(default_factory=dict)
+    draft: str | None = None
 
 
 def export_settings(config: object) -> ExportSettings | None:

@@ -23,7 +23,7 @@ from blr.compressor.modeling.modeling_blr import (
     unpack,
 )
 from blr.kernels.common.available import kernel_device
-from blr.kernels.common.registration import is_traced
+from blr.kernels.common.watching import is_traced
 from blr.kernels.decode.quantized.formats import GROUP
 from blr.kernels.decode.quantized.segments import Narrow
 

@@ -99,7 +99,7 @@ def card_front(
     return write_front(front)
 
 
-def write_front(front: dict[str, Any]) -> str:
+def write_front(front: dict[str, object]) -> str:
     """The head of a card, fences and all."""
     from ruamel.yaml import YAML
     from ruamel.yaml.representer import SafeRepresenter
@@ -128,7 +128,7 @@ def read_front(text: str, path: Path) -> tuple[dict[str, Any], str]:
     return (parse_mapping(path, head) if head.strip() else {}), text[found.end() :]
 
 
-def source_front(folder: Path) -> dict[str, Any]:
+def source_front(folder: Path) -> dict[str, object]:
     """The texts under `KEPT` in the head of the source's card; {} without such a head."""
     try:
         found, _ = read_front(read_text(inside(folder, CARD), MAX_BYTES), folder / CARD)
@@ -142,12 +142,12 @@ def _texts(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())
 
 
-def _text_node(representer: Any, text: str) -> Any:
+def _text_node(representer: Any, text: str) -> object:
     plain = _PLAIN.fullmatch(text) is not None and text.lower() not in _WORDS
     return representer.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
 
 
-def _float_node(representer: Any, number: float) -> Any:
+def _float_node(representer: Any, number: float) -> object:
     """A float with a point, without which YAML 1.1 takes one with an exponent for text."""
     mantissa, e, exponent = repr(number).partition("e")
     shown = mantissa + ".0" * bool(e and "." not in mantissa) + e + exponent
@@ -181,7 +181,7 @@ def model_card(
     )
 
 
-def _row(kind: str, plan: Plan, records: dict[str, Any], error: str) -> str:
+def _row(kind: str, plan: Plan, records: dict[str, object], error: str) -> str:
     chosen = [p for p in plan.layers if p.layer.type == kind]
     shapes = dict.fromkeys(f"{p.spec.structure} {p.spec.describe()}" for p in chosen)
     found = by_type({p.layer.module: records[p.layer.module] for p in chosen}, error)

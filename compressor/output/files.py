@@ -43,7 +43,7 @@ def small_files(
     plan: Plan,
     records: dict[str, Any],
     facts: dict[str, Any],
-    config: dict[str, Any],
+    config: dict[str, object],
     code: dict[str, bytes],
 ) -> dict[str, bytes | Path]:
     """All files of an output but weights and manifest: name to contents, or a file to carry over.
@@ -71,7 +71,7 @@ def small_files(
     }
 
 
-def _written(recipe: Recipe) -> dict[str, Any]:
+def _written(recipe: Recipe) -> dict[str, object]:
     """The recipe without unused sizes by default: reading some of these would be refused."""
     said = recipe.model_dump(exclude_none=True)
     idle = set[str]() if recipe.sized_by_cf else {"cf"}
@@ -128,7 +128,7 @@ def check_fits(source: Source, plan: Plan) -> None:
 
 
 def check_fills(
-    source: Source, cls: Any, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    source: Source, cls: Any, config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise InputError if tensors of `shapes` do not fill a model of class `cls` with `config`."""
     with native_errors(source):

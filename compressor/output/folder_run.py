@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base.errors import UsageError
@@ -57,14 +57,14 @@ class FolderRun(ABC):
     workspace: Workspace
     progress: Progress
     processes: Processes
-    checked: dict[str, Any] | None = None
+    checked: dict[str, object] | None = None
 
     @abstractmethod
     def estimate(self) -> int:
         """The most bytes on disk that the run takes."""
 
     @abstractmethod
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """The settings that a run must share to go on with another's work."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class FolderRun(ABC):
         """The contents of the folder; None in all processes but the first."""
 
     @abstractmethod
-    def facts(self, read: str) -> Mapping[str, Any]:
+    def facts(self, read: str) -> Mapping[str, object]:
         """The manifest's account of the input."""
 
     def run(self, first: bool = True) -> None:

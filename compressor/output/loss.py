@@ -19,7 +19,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,7 +198,7 @@ class Loss:
     before: float
     after: float
     agreement: float
-    kl: dict[str, Any]
+    kl: dict[str, object]
     tokens: int
     window: int
     read: str
@@ -211,7 +210,7 @@ class Loss:
         return math.log(self.after / self.before)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """JSON-ready."""
         return {
             **{"read": self.read, "loss": self.nats, "agreement": self.agreement},
@@ -228,7 +227,7 @@ class Unmeasured:
     why: str
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """JSON-ready."""
         return {"unmeasured": self.why}
 
@@ -245,7 +244,7 @@ class Predictions:
     kl: Tensor
 
 
-def divergence(windows: Sequence[Tensor], places: Sequence[int], decimals: int = 6) -> dict[str, Any]:
+def divergence(windows: Sequence[Tensor], places: Sequence[int], decimals: int = 6) -> dict[str, object]:
     """The mean of divergences with its standard error, their percentiles, and the worst windows, which
     begin at these of the `places`."""
     found = [window.double().clamp(min=0.0) for window in windows]

@@ -38,7 +38,7 @@ def number(perplexity: float) -> str:
     return f"{perplexity:,.0f}" if perplexity < 1e9 else f"{perplexity:.1e}"
 
 
-def rounded(value: Any) -> Any:
+def rounded(value: object) -> object:
     """Facts with their numbers rounded for files."""
     if isinstance(value, Mapping):
         return {name: rounded(item) for name, item in value.items()}

@@ -21,7 +21,7 @@ from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.structures.specs import spec_from_dict
 
 CURVE_POINTS = 256
-Records = Mapping[str, Mapping[str, Any]]
+Records = Mapping[str, Mapping[str, object]]
 
 
 def report_files(plan: Plan, records: Records, facts: Mapping[str, object]) -> dict[str, bytes]:
@@ -44,7 +44,7 @@ def thin_curve(curve: Sequence[float], points: int = CURVE_POINTS) -> list[float
     return [float(curve[round(n * last / (points - 1))]) for n in range(points)]
 
 
-def report_data(plan: Plan, records: Records, facts: Mapping[str, object]) -> dict[str, Any]:
+def report_data(plan: Plan, records: Records, facts: Mapping[str, object]) -> dict[str, object]:
     """The content of the report, JSON-ready."""
     layers = [_layer(planned, records[planned.layer.module]) for planned in plan.layers]
     kept = [
@@ -99,7 +99,7 @@ def _layer(planned: PlannedLayer, record: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _type(kind: str, layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _type(kind: str, layers: Sequence[dict[str, Any]]) -> dict[str, object]:
     chosen = [layer for layer in layers if layer["type"] == kind]
     return {
         "type": kind,
@@ -126,7 +126,7 @@ def _round(value: float) -> float | None:
     return float(f"{value:.6g}") if isfinite(value) else None
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """`value` for JSON: numbers rounded, keys as text, other objects as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
@@ -146,7 +146,7 @@ def _read(path: Path) -> dict[str, Any]:
     return read_json(path, MAX_BYTES, constants=True)
 
 
-def is_layer(record: dict[str, Any]) -> bool:
+def is_layer(record: dict[str, object]) -> bool:
     """Whether a journal's record is of a fitted layer; others are of blocks, texts and statistics."""
     return "spec" in record
 

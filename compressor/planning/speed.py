@@ -8,7 +8,6 @@ that depends on a GPU's multiprocessors and clock. Constants are what exports re
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from blr.compressor.base.errors import BlrError, UsageError
 from blr.compressor.checkpoint.context import of_text
@@ -103,7 +102,7 @@ def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str
     )
 
 
-def _stored(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
+def _stored(recipe: Recipe, settings: dict[str, object]) -> Recipe:
     """`recipe` with one of `_storages`. Raises UsageError if a rule does not go with it."""
     solver = {"solver", "rounds"} if settings["method"] == DENSE else set()  # none fits plain weights
     left = {"tokens_per_second", "method", *PACED} | solver

@@ -61,7 +61,7 @@ def options_of(owner: object) -> dict[str, Option]:
 
 def check_limits(settings: object) -> None:
     """Raise UsageError for a number outside of its `Limits`."""
-    owner: Any = type(settings)
+    owner: object = type(settings)
     for name, option in options_of(owner).items():
         value, (least, most) = getattr(settings, name), option.limits
         low, high = -inf if least is None else least, inf if most is None else most
@@ -70,7 +70,7 @@ def check_limits(settings: object) -> None:
             raise UsageError(f"{found}: expected a number from {low:g} to {high:g}")
 
 
-def plain_type(hint: object) -> Any:
+def plain_type(hint: object) -> object:
     """The type of a value that is given in place of None: int for ``Annotated[Positive, …] | None``."""
     origin, inner = get_origin(hint), [part for part in get_args(hint) if part is not type(None)]
     if origin is Annotated:

@@ -186,7 +186,7 @@ class Recipe(RecipeFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _dense_for_storing_alone(cls, data: object) -> Any:
+    def _dense_for_storing_alone(cls, data: object) -> object:
         return {**data, "method": DENSE} if isinstance(data, dict) and stores_alone(data) else data
 
     @model_validator(mode="after")
@@ -390,10 +390,10 @@ def _refuse_unfit(layer: LayerSettings) -> None:
         raise ValueError(f"base int{stored.base} needs the size of its correction: give rank or bpw")
 
 
-def make_recipe(**settings: Any) -> Recipe:
+def make_recipe(**settings: object) -> Recipe:
     """Validate settings given one by one. Raises UsageError: the setting, and what it must be."""
     try:
-        return Recipe(**settings)
+        return Recipe.model_validate(settings)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -40,7 +40,7 @@ KeyPath = tuple[str | int, ...]
 Model = TypeVar("Model", bound=BaseModel)
 
 _INT = re.compile(r"[-+]?[0-9]+")
-_FORMS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
+_FORMS: tuple[tuple[re.Pattern[str], Callable[[str], object]], ...] = (
     (re.compile(r"|~|null|Null|NULL"), lambda text: None),
     (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
     (_INT, int),
@@ -240,7 +240,7 @@ class _Reader:
             data.append(self._value(event, (*where, len(data))))
         return data
 
-    def _scalar(self, event: Any) -> Any:
+    def _scalar(self, event: Any) -> object:
         text = event.value
         if any("\ud800" <= character <= "\udfff" for character in text):
             self._refuse(f"half a character, {quote(text, 40)}", "whole ones", "write it as it is")

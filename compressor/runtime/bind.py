@@ -28,7 +28,8 @@ KERNELS = ("embed", "stages", "dual", "attention", "choose")
 class Binder:
     """Binds phases for the first `rows` rows of `state` and contexts of up to `bucket` slots.
 
-    triton: by kernels, else by the references. pdl: kernels start while the kernel before them ends.
+    tokens: of each sequence, in rows as `DecoderState` says. triton: by kernels, else by the references.
+    pdl: kernels start while the kernel before them ends.
     halved: slots whose numbers are in the model's dtype. ordered: slots whose numbers are also in the
     order of the packed weights that read them.
     """
@@ -38,6 +39,7 @@ class Binder:
     bucket: int
     triton: bool
     pdl: bool = False
+    tokens: int = 1
     halved: set[Columns] = field(default_factory=set)
     ordered: set[Columns] = field(default_factory=set)
 
@@ -151,19 +153,32 @@ class Binder:
         return call
 
     def _attention(self, phase: Phase) -> Run:
+        """Several tokens of a sequence read what each of them appends: in turn, or by a second launch of
+        the kernel after one that is of use for what it appends alone."""
+        rows, whole = self.rows // self.tokens, slice(0, self.rows)
+        if self.tokens == 1:
+            return self._attend(phase, whole, self.pdl)
+        if self.triton:
+            return partial(in_turn, [self._attend(phase, whole, pdl) for pdl in (self.pdl, False)])
+        parts = [slice(at, at + rows) for at in range(0, self.rows, rows)]
+        return partial(in_turn, [self._attend(phase, part, False) for part in parts])
+
+    def _attend(self, phase: Phase, rows: slice, pdl: bool) -> Run:
         state, heads, (source, target) = self.state, phase.heads, self._slots(phase)
         assert heads is not None
-        k, v = state.kv.layer(heads.layer, self.rows)
-        inputs = (source, k, v, state.cos, state.sin, state.pos[: self.rows], state.start[: self.rows])
+        source, target, pos, start = (t[rows] for t in (source, target, state.pos, state.start))
+        sequences = self.rows // self.tokens
+        k, v = state.kv.layer(heads.layer, sequences)
+        inputs = (source, k, v, state.cos, state.sin, pos, start)
         options: dict[str, Any] = {"scale": heads.scale, "q_gain": heads.q_gain, "k_gain": heads.k_gain}
         options |= {"eps": heads.eps, "window": heads.window}
-        options |= {"scales": state.kv.scales(heads.layer, self.rows)}
+        options |= {"scales": state.kv.scales(heads.layer, sequences)}
         if self.triton:
             from blr.kernels.decode.attention.launch import decode_attention
 
             options |= {"workspace": state.attention, "bucket": self.bucket}
             options |= {"exact": state.kv.dtype == torch.float32}
-            return partial(decode_attention, *inputs, **options, out=target, pdl=self.pdl)
+            return partial(decode_attention, *inputs, **options, out=target, pdl=pdl)
         return lambda: target.copy_(reference_attention(*inputs, **options))
 
     def _embed(self, phase: Phase) -> Run:
@@ -188,6 +203,12 @@ class Binder:
         values, indices, counter = state.choice.values()
         grid = (self.rows, -(-logits.shape[1] // CHOICE_BLOCK))
         arguments = (logits, logits.stride(0), logits.shape[1], values, indices, counter, tokens, pos)
-        options: dict[str, Any] = {"BLOCK": CHOICE_BLOCK, "PARTS": values.shape[1], "PDL": self.pdl}
+        options: dict[str, object] = {"BLOCK": CHOICE_BLOCK, "PARTS": values.shape[1], "PDL": self.pdl}
         options |= {"launch_pdl": True} if self.pdl else {}
         return lambda: choose_kernel[grid](*arguments, **options)
+
+
+def in_turn(runs: Sequence[Run]) -> None:
+    """Call `runs` one after the other."""
+    for run in runs:
+        run()

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.checkpoint.context import context_of
-from blr.compressor.runtime.bind import Binder, Run
+from blr.compressor.runtime.bind import Binder, Run, in_turn
 from blr.compressor.runtime.failures import (
     CACHES,
     MODES,
@@ -66,6 +66,7 @@ class Decoder:
             power of two of the context; "eager" launches the phases one by one; "auto" is "graph".
             Without a GPU, or with ops "torch", "graph" runs as "eager".
         ops: "triton" kernels, or "torch" for their references, on any device.
+        tokens: of all rows at most that one pass computes (None: `batch`).
         cache: how keys and values are kept, "whole" in the model's dtype or "int8" with a scale for each
             token and head, which halves memory and bytes to read.
 
@@ -85,14 +86,15 @@ class Decoder:
         mode: str = "auto",
         ops: str = "triton",
         cache: str = CACHES[0],
+        tokens: int | None = None,
     ) -> None:
         self.plan = make_plan(model)
-        _check(model, batch, context, mode, ops, cache)
+        _check(model, tokens or batch, context, mode, ops, cache)
         self.model, self.batch, self.context = model, batch, context
         self.ops = ops
         self.mode = "graph" if mode == "auto" else mode
         self.pdl = ops == "triton" and supports_pdl(model.device)
-        self.state = DecoderState(model, self.plan, batch, context, cache)
+        self.state = DecoderState(model, self.plan, batch, context, cache, tokens)
         captures = None if self.mode == "eager" or ops != "triton" else capture_on(model.device)
         self.prompts = Prompts(model, self.state.kv, captures)
         self.rows = 0  # of the prompt that was taken last
@@ -181,9 +183,9 @@ class Decoder:
         with self._turn:
             logits = self.prefill(*left_padded(input_ids, attention_mask))
             collector = Collector(self.rows, max_new_tokens, self.model.device, stop_ids, on_token)
-            return self._continue(logits, sampler, collector, max_new_tokens, seed)
+            return self.proceed(logits, sampler, collector, max_new_tokens, seed)
 
-    def _continue(
+    def proceed(
         self, logits: Tensor, sampler: Sampler, collector: Collector, steps: int, seed: int
     ) -> list[list[int]]:
         """The tokens of at most `steps` steps after a prefill with these logits, until all rows have
@@ -234,20 +236,25 @@ class Decoder:
         """One function that runs `phases` for `rows` rows in contexts of up to `bucket` slots: a CUDA
         graph on a GPU unless in mode "eager". They run once before; tokens and positions are put back
         then."""
-        runs = Binder(self.state, rows, bucket, self.ops == "triton", self.pdl).bind_all(phases)
+        runs = self.launches(rows, bucket, phases)
+        return self.captured(partial(in_turn, runs), [self.state.tokens, self.state.pos], runs)
 
-        def once() -> None:
-            for run in runs:
-                run()
+    def launches(self, rows: int, bucket: int, phases: Sequence[Phase], tokens: int = 1) -> list[Run]:
+        """The functions that run `phases` for `tokens` tokens of each of `rows` rows."""
+        on_gpu = self.ops == "triton"
+        return Binder(self.state, rows * tokens, bucket, on_gpu, self.pdl, tokens).bind_all(phases)
 
+    def captured(self, once: Run, moved: Sequence[Tensor], held: object) -> Run:
+        """`once` as `bind` gives it. moved: tensors that it changes and that are put back. held: what
+        must live as long."""
         if self.mode == "eager" or self.ops != "triton" or self.model.device.type != "cuda":
             return once
-        kept = [t.clone() for t in (self.state.tokens, self.state.pos)]
+        kept = [t.clone() for t in moved]
         with own_stream():
             once()
-        for tensor, value in zip((self.state.tokens, self.state.pos), kept, strict=True):
+        for tensor, value in zip(moved, kept, strict=True):
             tensor.copy_(value)
-        return partial(_replay, Captured(once), runs)
+        return partial(_replay, Captured(once), held)
 
     def _advance(self) -> None:
         """Compute one token from those in the state, where it leaves logits, the most likely next tokens
@@ -267,8 +274,8 @@ class Decoder:
             )
 
 
-def _replay(captured: Captured, runs: list[Run]) -> None:
-    """Replay a graph. runs: what was captured, kept because its tensors must stay where they are."""
+def _replay(captured: Captured, held: object) -> None:
+    """Replay a graph. held: what was captured, kept because its tensors must stay where they are."""
     captured()
 
 

@@ -143,7 +143,8 @@ class DecoderState:
     """The tensors that phases read and write, for up to `batch` rows of up to `context` slots.
 
     Args:
-        kind: of the cache, one of `CACHES`.
+        kind: of the cache, one of `CACHES`. tokens: rows of buffers, if more than `batch`. In a pass of
+            several tokens of B sequences, row ``i · B + b`` has token i of sequence b.
 
     Attributes:
         tokens: [batch] int64, the tokens that the next step feeds; it leaves the next ones there.
@@ -154,9 +155,19 @@ class DecoderState:
     """
 
     def __init__(
-        self, model: PreTrainedModel, plan: TokenPlan, batch: int, context: int, kind: str = WHOLE
+        self,
+        model: PreTrainedModel,
+        plan: TokenPlan,
+        batch: int,
+        context: int,
+        kind: str = WHOLE,
+        tokens: int | None = None,
     ) -> None:
         device, config = model.device, model.config
+        width = next(phase.heads.width for phase in plan.phases if phase.heads)
+        like = cast(Tensor, model.get_input_embeddings().weight)
+        self.kv = StaticKV(config, batch, context, width, like, kind)
+        batch = tokens or batch
         dtypes = {"inner": model.dtype}  # the MLP's activations are the widest input; others are float32
         self.buffers = {
             name: torch.zeros(batch, width, dtype=dtypes.get(name, torch.float32), device=device)
@@ -171,9 +182,6 @@ class DecoderState:
         self.pos = torch.zeros(batch, dtype=torch.int64, device=device)
         self.start = torch.zeros(batch, dtype=torch.int64, device=device)
         self.cos, self.sin = rotary_tables(model, context)
-        width = next(phase.heads.width for phase in plan.phases if phase.heads)
-        like = cast(Tensor, model.get_input_embeddings().weight)
-        self.kv = StaticKV(config, batch, context, width, like, kind)
         heads = (config.num_attention_heads, config.num_key_value_heads)
         self.attention = attention_workspace(batch, *heads, width, device)
         parts = 1 << (-(-config.vocab_size // CHOICE_BLOCK) - 1).bit_length()

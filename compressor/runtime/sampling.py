@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,11 @@ class Sampler:
         kept = ordered.masked_fill(before >= self.top_p, 0)
         return torch.zeros_like(probabilities).scatter_(-1, index, kept)
 
+    def distribution(self, logits: Tensor) -> Tensor:
+        """`probabilities` that add up to one."""
+        found = self.probabilities(logits)
+        return found if self.top_p is None else found / found.sum(-1, keepdim=True)
+
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Choose tokens [B] int64. A draw takes the largest of probability over an exponential
         variate."""
@@ -75,11 +80,38 @@ class Sampler:
         return (probabilities / noise.clamp_min_(1e-30)).argmax(-1)
 
 
+def agreed(hits: Tensor) -> Tensor:
+    """How many drafts [B] come before the first that is no hit. hits: [drafts, B]."""
+    return hits.long().cumprod(0).sum(0)
+
+
+def accept(
+    wanted: Tensor, likely: Tensor, drafts: Tensor, chances: Tensor, noise: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Accept drafts [k, B] so that all tokens follow `wanted` [k + 1, B, vocab], whatever `likely`
+    [k, B, vocab] they were drawn from: one of probability q, wanted with p, is accepted with p / q, else
+    a token is drawn from what p has more than q. chances: [k, B], uniform; noise: [B, vocab],
+    exponential variates.
+
+    Returns tokens [k + 1, B] and how many drafts [B] come before the drawn one.
+    """
+    index = drafts[..., None]
+    count = agreed(chances * likely.gather(-1, index)[..., 0] < wanted[:-1].gather(-1, index)[..., 0])
+    at = count[None, :, None].expand(1, *noise.shape)
+    p = wanted.gather(0, at)[0]
+    q = torch.cat((likely, torch.zeros_like(likely[:1]))).gather(0, at)[0]
+    rest = (p - q).clamp_min(0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # equal but for rounding
+    drawn = (rest / noise).argmax(-1)
+    tokens = torch.cat((drafts, drawn[None])).scatter(0, count[None], drawn[None])
+    return tokens, count
+
+
 class Collector:
-    """Collects the tokens of each row up to and including its first stop token.
+    """Collects the tokens of each row up to and including its first stop token, `limit` at most.
 
     Args:
-        rows: tokens of a step. limit: steps at most. stop_ids: tokens that end a row.
+        rows: tokens of a step. limit: tokens of a row at most. stop_ids: tokens that end a row.
         on_token: called with (row, token) for each token kept, in order.
     """
 
@@ -95,13 +127,33 @@ class Collector:
         self._open = set(range(rows))
         self._stop, self._on_token = frozenset(stop_ids), on_token
         self._asynchronous = device.type == "cuda"
+        self._limit = limit
         self._host = torch.zeros(limit, rows, dtype=torch.int64, pin_memory=self._asynchronous)
         self._waiting: deque[tuple[int, torch.cuda.Event | None]] = deque()
         self._steps = 0
 
     @property
+    def left(self) -> int:
+        """The most tokens that a row still takes."""
+        return max((self._limit - len(self.tokens[row]) for row in self._open), default=0)
+
+    def keep(self, row: int, tokens: Iterable[int]) -> bool:
+        """Take `tokens` of a row until it ends; whether it was open."""
+        if row not in self._open:
+            return False
+        for token in tokens:
+            self.tokens[row].append(token)
+            if token in self._stop or len(self.tokens[row]) == self._limit:
+                self._open.discard(row)
+            if self._on_token is not None:
+                self._on_token(row, token)
+            if row not in self._open:
+                break
+        return True
+
+    @property
     def done(self) -> bool:
-        """Whether every row has met a stop token, as far as is known."""
+        """Whether every row has ended, as far as is known."""
         return not self._open
 
     def push(self, tokens: Tensor) -> None:
@@ -126,10 +178,4 @@ class Collector:
             if event is not None:
                 event.synchronize()
             for row, token in enumerate(self._host[step].tolist()):
-                if row not in self._open:
-                    continue
-                self.tokens[row].append(token)
-                if token in self._stop:
-                    self._open.discard(row)
-                if self._on_token is not None:
-                    self._on_token(row, token)
+                self.keep(row, [token])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec
 
-Entries = dict[str, dict[str, Any]]
+Entries = dict[str, dict[str, object]]
 
 
 def packed_entries(

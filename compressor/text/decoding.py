@@ -20,8 +20,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -66,7 +67,7 @@ class Slots(CacheLayerMixin):
         self.is_initialized = True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values [m, h, t, d]. Returns views of the slots that the pass reads."""
         if not self.is_initialized:
@@ -96,7 +97,7 @@ class StaticReader:
     model itself, and a difference switches graphs off.
     """
 
-    def __init__(self, model: Any, rows: int, length: int, captures: bool) -> None:
+    def __init__(self, model: PreTrainedModel, rows: int, length: int, captures: bool) -> None:
         self.model, self.rows, self.length, self.captures = model, rows, length, captures
         device = model.device
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
@@ -107,7 +108,7 @@ class StaticReader:
         self.probabilities: Tensor | None = None
         self.graphs: dict[int, Any] = {}
         self.seen: Counter[int] = Counter()  # tokens read in a bucket
-        self.pool: Any = None
+        self.pool: object = None
 
     def restart(self) -> None:
         """Begin other samples; slots stay hidden until they are written again."""
@@ -150,7 +151,7 @@ class StaticReader:
         mask = torch.zeros(hidden.shape, dtype=dtype, device=ids.device)
         mask = mask.masked_fill_(hidden, torch.finfo(dtype).min)[None, None]
         given = {"position_ids": place.positions[None]} if self.placed else {}
-        asked: dict[str, Any] = {**given, **self.cache, "use_cache": True, "logits_to_keep": 1}
+        asked: dict[str, object] = {**given, **self.cache, "use_cache": True, "logits_to_keep": 1}
         with packed_heads(self.model):
             found: Tensor = self.model(input_ids=ids, attention_mask=mask, **asked).logits
         return found[:, -1]
@@ -205,7 +206,7 @@ class StaticReading:
     """Keeps a model's reader from batch to batch. As a context it frees buffers and graphs at the
     end."""
 
-    def __init__(self, model: Any, length: int) -> None:
+    def __init__(self, model: PreTrainedModel, length: int) -> None:
         self.model, self.length = model, length
         self.allowed: bool | None = None  # None: not tried yet
         self.held: StaticReader | None = None
@@ -244,7 +245,7 @@ class StaticReading:
         self.free()
 
 
-def can_be_static(model: Any, length: int) -> bool:
+def can_be_static(model: PreTrainedModel, length: int) -> bool:
     """Whether `model` attends to all earlier tokens, up to `length`, and gives the same logits from
     buffers. It is tried at the start of the first bucket and of the last whole one, where most slots
     are hidden. Raises torch.OutOfMemoryError."""
@@ -266,7 +267,7 @@ def can_be_static(model: Any, length: int) -> bool:
 
 
 @torch.inference_mode()
-def _tried(model: Any, ids: Tensor) -> bool:
+def _tried(model: PreTrainedModel, ids: Tensor) -> bool:
     rows, length = ids.shape
     reader = StaticReader(model, rows, length, captures=False)
     last = max((length - 1) // BUCKET - 1, 0) * BUCKET + 1
@@ -274,7 +275,7 @@ def _tried(model: Any, ids: Tensor) -> bool:
         if reader.filled < position:
             reader.logits(ids[:, reader.filled : position])
         found = reader.logits(ids[:, position : position + 1])
-        asked: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1}
+        asked: dict[str, object] = {"use_cache": False, "logits_to_keep": 1}
         expected = model(input_ids=ids[:, : position + 1], **asked).logits[:, -1]
         if found.shape != expected.shape or not distance(found, expected) < SAME:
             return False
@@ -282,7 +283,7 @@ def _tried(model: Any, ids: Tensor) -> bool:
 
 
 @contextmanager
-def packed_heads(model: Any) -> Iterator[None]:
+def packed_heads(model: PreTrainedModel) -> Iterator[None]:
     """While active, SDPA attends by `_attend`: given a mask, most releases of transformers copy the
     keys for every token if there are fewer key heads than query heads."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
@@ -298,8 +299,8 @@ def packed_heads(model: Any) -> Iterator[None]:
 
 
 def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, **_: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, **_: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Outputs [m, t, h, d] for queries [m, h, t, d]. A single token's heads that share a key are rows
     of one product."""
@@ -312,7 +313,7 @@ def _attend(
     return out.reshape(m, h, t, -1).transpose(1, 2).contiguous(), None
 
 
-def _cache(model: Any, place: SlotPlace, length: int) -> Cache:
+def _cache(model: PreTrainedModel, place: SlotPlace, length: int) -> Cache:
     count = len(DynamicCache(config=model.config).layers)
     return Cache(layers=[Slots(place, length) for _ in range(count)])
 

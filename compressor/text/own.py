@@ -30,6 +30,8 @@ from blr.compressor.text.windows import SEEDS
 from blr.compressor.workspace.journal import Journal, layer_key
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
     from blr.compressor.text.decoding import StaticReading
 
 ROOM = 8  # tokens of a sample beyond the window, so that windows can start at different places
@@ -54,8 +56,8 @@ class OwnText:
 
 
 def write_own_text(
-    model: object,
-    tokenizer: object,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     wanted: OwnText,
     journal: Journal,
     progress: Progress,
@@ -108,7 +110,7 @@ def _fits(model: Any, shape: tuple[int, int], ids: Tensor) -> bool:
     return int(ids.min()) >= 0 and int(ids.max()) < model.get_input_embeddings().weight.shape[0]
 
 
-def _surroundings(model: Any, tokenizer: Any) -> dict[str, Any]:
+def _surroundings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     """Whatever a batch depends on besides its key: the model without its weights, and the device."""
     device = model.device
     config = json.loads(model.config.to_json_string(use_diff=False))
@@ -118,7 +120,7 @@ def _surroundings(model: Any, tokenizer: Any) -> dict[str, Any]:
     return {"config": config, "dtype": str(model.dtype), "tokens": len(tokenizer), "where": where}
 
 
-def batch_size(model: Any, length: int) -> int:
+def batch_size(model: PreTrainedModel, length: int) -> int:
     """The number of samples written at once: a power of two that follows from the model and the kind of
     device."""
     if model.device.type == "cpu":
@@ -126,7 +128,7 @@ def batch_size(model: Any, length: int) -> int:
     return min(GPU_BATCH, _rows_in(GPU_BYTES, model, length))
 
 
-def _rows_in(room: float, model: Any, length: int) -> int:
+def _rows_in(room: float, model: PreTrainedModel, length: int) -> int:
     """The largest power of two of samples whose cache and logits take at most `room` bytes; at least
     one."""
     config = model.config.get_text_config(decoder=True)
@@ -135,7 +137,7 @@ def _rows_in(room: float, model: Any, length: int) -> int:
     return 1 << max(most.bit_length() - 1, 0)
 
 
-def _width(config: Any) -> int:
+def _width(config: PreTrainedConfig) -> int:
     """The width of a layer's keys; that of the hidden state if the config does not tell."""
     try:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -164,7 +166,12 @@ def _generator(device: torch.device | str, wanted: OwnText, number: int) -> torc
 
 
 def _prompts(
-    model: Any, tokenizer: Any, opening: list[int], size: int, wanted: OwnText, number: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    opening: list[int],
+    size: int,
+    wanted: OwnText,
+    number: int,
 ) -> Tensor:
     """Prompts [size, p]: the opening and a random token that is not a special one."""
     count = min(len(tokenizer), model.config.get_text_config(decoder=True).vocab_size)
@@ -178,7 +185,7 @@ def _prompts(
     return torch.cat([start, plain[picks]], 1).to(model.device)
 
 
-def _reading(model: object, wanted: OwnText) -> StaticReading:
+def _reading(model: PreTrainedModel, wanted: OwnText) -> StaticReading:
     from blr.compressor.text.decoding import StaticReading  # brings in transformers
 
     return StaticReading(model, wanted.length)
@@ -186,7 +193,11 @@ def _reading(model: object, wanted: OwnText) -> StaticReading:
 
 @torch.inference_mode()
 def continued(
-    model: Any, ids: Tensor, number: int, wanted: OwnText, reading: StaticReading | None = None
+    model: PreTrainedModel,
+    ids: Tensor,
+    number: int,
+    wanted: OwnText,
+    reading: StaticReading | None = None,
 ) -> Tensor:
     """Continue prompts `ids` [m, p] to [m, length] (int32, on the CPU), in parts that fit in memory.
     `reading` is kept for the next batch."""
@@ -216,7 +227,11 @@ def continued(
 
 
 def _continued(
-    model: object, ids: Tensor, generator: torch.Generator, wanted: OwnText, reading: StaticReading
+    model: PreTrainedModel,
+    ids: Tensor,
+    generator: torch.Generator,
+    wanted: OwnText,
+    reading: StaticReading,
 ) -> Tensor:
     reader, p = reading.reader(len(ids)), ids.shape[1]
     if reader is None:
@@ -229,7 +244,9 @@ def _continued(
     return tokens[:, : wanted.length].to("cpu", torch.int32)
 
 
-def _continued_as_it_is(model: Any, ids: Tensor, generator: torch.Generator, wanted: OwnText) -> Tensor:
+def _continued_as_it_is(
+    model: PreTrainedModel, ids: Tensor, generator: torch.Generator, wanted: OwnText
+) -> Tensor:
     """Continue prompts with transformers' own growing cache, or none."""
     cached = _cached(model, ids[:1]) and _fresh_cache(model)
     asked = {**(cached or {}), "use_cache": bool(cached), "logits_to_keep": 1}
@@ -241,13 +258,13 @@ def _continued_as_it_is(model: Any, ids: Tensor, generator: torch.Generator, wan
     return tokens[:, : wanted.length].to("cpu", torch.int32)
 
 
-def _fresh_cache(model: Any) -> dict[str, Any]:
+def _fresh_cache(model: PreTrainedModel) -> dict[str, object]:
     from transformers import DynamicCache
 
     return {cache_name(model): DynamicCache(config=model.config)}
 
 
-def _cached(model: Any, ids: Tensor) -> bool:
+def _cached(model: PreTrainedModel, ids: Tensor) -> bool:
     """Whether `model` continues from a cache as if it had read everything at once. RWKV leaves the
     cache empty, MiniMax refuses it, CPM-Ant takes an empty one for its first words: these read all of
     the text for every token."""

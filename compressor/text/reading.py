@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from blr.compressor.base.errors import HubError, InputError
 from blr.compressor.base.exhaustion import check_packages, is_missing
@@ -32,6 +32,7 @@ from blr.compressor.planning.training_sizes import BATCH
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 Beginning: TypeAlias = tuple[int, ...]  # token ids
 DATASET, WORD = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}"), re.compile(r"[\w-]{1,96}")
@@ -48,7 +49,7 @@ OWN = "self"  # in place of a name: text that the model writes (own.py)
 PIECE, PIECES = 1 << 20, 4096  # most characters, and documents of a calibration, tokenized together
 
 
-def beginning_of(tokenizer: Any) -> Beginning:
+def beginning_of(tokenizer: PreTrainedTokenizerBase) -> Beginning:
     """The ids that the tokenizer puts before a text. It is asked, for neither `bos_token` nor
     `add_bos_token` always tells."""
     plain = tokenizer(PROBE, add_special_tokens=False, verbose=False)["input_ids"]
@@ -101,7 +102,13 @@ class Calibration:
 
 
 def read_calibration(
-    name: str, tokenizer: object, *, samples: int, seq_len: int, packed: bool, offline: bool = False
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    samples: int,
+    seq_len: int,
+    packed: bool,
+    offline: bool = False,
 ) -> Calibration:
     """Tokenize at most `samples` windows or documents of a file or data set. Decoders (`packed`) get
     windows of one long text, whose last twentieth is held back; encoders get one line at a time. Raises
@@ -276,7 +283,7 @@ def _dataset(name: str, offline: bool) -> Iterator[str]:
 
 
 def _windows(
-    documents: Iterator[str], tokenizer: object, samples: int, room: int, name: str
+    documents: Iterator[str], tokenizer: PreTrainedTokenizerBase, samples: int, room: int, name: str
 ) -> tuple[Tensor, Tensor]:
     """At most `samples` consecutive pieces [n, room] of the documents, and the tokens behind them."""
     import torch
@@ -300,7 +307,7 @@ def _windows(
 
 
 def tokenized(
-    documents: Iterable[str], tokenizer: Any, count: float = float("inf")
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, count: float = float("inf")
 ) -> Iterator[list[int]]:
     """The tokens of `documents`, in pieces of about PIECE characters and at most `count` documents."""
     piece, size = list[str](), 0
@@ -314,7 +321,7 @@ def tokenized(
 
 
 def _sentences(
-    documents: Iterator[str], tokenizer: Any, samples: int, seq_len: int, name: str
+    documents: Iterator[str], tokenizer: PreTrainedTokenizerBase, samples: int, seq_len: int, name: str
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Batches of documents of similar length, padded to the longest of each, and their masks."""
     texts = []

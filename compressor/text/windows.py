@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from blr.compressor.text.reading import (
     room_in,
     tokenized,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 HELD_MOST = 64  # most windows that are held back
 SEEDS = 1 << 63  # number of seeds that a generator takes
@@ -105,7 +109,9 @@ class Stream:
         return order, int(torch.randint(most, (), generator=generator))
 
 
-def tokenize(documents: Iterable[str], tokenizer: object, most: int | None = None) -> Tensor:
+def tokenize(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, most: int | None = None
+) -> Tensor:
     """The tokens [n] (int32) of `documents`, or the first `most`, for which no more is read than
     needed."""
     found, count = list[Tensor](), 0

@@ -48,7 +48,7 @@ class Journal:
         self.folder = folder
         self.lock = Lock()
 
-    def count(self, counts: Callable[[dict[str, Any]], bool]) -> int:
+    def count(self, counts: Callable[[dict[str, object]], bool]) -> int:
         """How many entries have a record that `counts`; their tensors are not looked at."""
         found = 0
         for path in self.folder.glob("*.safetensors"):
@@ -104,7 +104,7 @@ class Journal:
             for start in range(entry.start, entry.end, CHUNK):
                 yield file.read(min(CHUNK, entry.end - start))
 
-    def store(self, key: str, tensors: dict[str, Any], record: dict[str, Any]) -> None:
+    def store(self, key: str, tensors: dict[str, Any], record: dict[str, object]) -> None:
         """Keep torch `tensors` (contiguous, CPU) and a JSON `record`, durably, under `key`."""
         from safetensors.torch import save_file
 
@@ -125,14 +125,14 @@ class Journal:
             raise
         fsync_folder(self.folder)
 
-    def _described(self, entry: TensorEntry) -> list[Any]:
+    def _described(self, entry: TensorEntry) -> list[object]:
         digest = hashlib.sha256()
         for chunk in self.read_bytes(entry):
             digest.update(chunk)
         return [TORCH_NAMES[entry.dtype], list(entry.shape), digest.hexdigest()]
 
 
-def _described(tensor: Any) -> list[Any]:
+def _described(tensor: Any) -> list[object]:
     """Dtype, shape and SHA-256 of a tensor that is stored."""
     import torch
 
@@ -140,7 +140,7 @@ def _described(tensor: Any) -> list[Any]:
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digest]
 
 
-def _seal(key: str, tensors: dict[str, list[Any]], record: dict[str, Any]) -> str:
+def _seal(key: str, tensors: dict[str, list[object]], record: dict[str, object]) -> str:
     """SHA-256 of the contents and the name of a journal's file: changes and swaps show."""
     return hashlib.sha256(canonical_json([key, tensors, record])).hexdigest()
 
@@ -161,7 +161,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def changes(left: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+def changes(left: dict[str, object], now: dict[str, object], prefix: str = "") -> list[str]:
     """Name the settings that differ between two fingerprints; of two commands' runs, the commands."""
     before, after = (next((COMMANDS[k] for k in COMMANDS if k in run), None) for run in (left, now))
     if not prefix and before != after:

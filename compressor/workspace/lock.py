@@ -15,7 +15,6 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from blr.compressor.base.disk import flush
 from blr.compressor.base.errors import InputError, OutputError
@@ -125,7 +124,7 @@ class Lock:
             self._write()
         return True
 
-    def _is_alive(self, left: dict[str, Any]) -> bool:
+    def _is_alive(self, left: dict[str, object]) -> bool:
         """Whether the process that a lock names still runs, as far as that can be seen from here."""
         process, host = left.get("pid"), left.get("host")
         if host != socket.gethostname():
@@ -141,7 +140,7 @@ class Lock:
             return error.errno == errno.EPERM
         return True
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self) -> dict[str, object] | None:
         """The contents of the lock file, {} if damaged, None if it is not a lock of blr."""
         data = os.pread(self._descriptor, MAX_BYTES, 0)
         if not data.startswith(MARK):

@@ -49,7 +49,7 @@ REMEDY = "copy or compress it again; `blr verify` lists all that differs"
 
 def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: object) -> bytes:
     """The manifest of `files` (size, SHA-256) in `folder`, with `facts`, as JSON."""
-    listed: dict[str, dict[str, Any]] = {}
+    listed: dict[str, dict[str, object]] = {}
     for name, (size, sha256) in sorted(files.items()):
         listed[name] = {"size": size, "sha256": sha256}
         if name.endswith(SHARD):
@@ -134,7 +134,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], str]:
     return manifest, _damage(manifest, text)
 
 
-def _damage(manifest: dict[str, Any], text: bytes) -> str:
+def _damage(manifest: dict[str, object], text: bytes) -> str:
     kept = manifest.get(DIGEST)
     if manifest["format"] == WITHOUT_DIGEST:
         return f"format {WITHOUT_DIGEST} with a digest" if DIGEST in manifest else ""
@@ -156,7 +156,7 @@ def saved_by(config: dict[str, Any]) -> str | None:
     return f"saved by {by} from {origin}" if saved.get("from") else f"saved by {by}"
 
 
-def _is_ours(manifest: dict[str, Any]) -> bool:
+def _is_ours(manifest: dict[str, object]) -> bool:
     files = manifest.get("files")
     if manifest.get("format") not in (FORMAT, WITHOUT_DIGEST) or type(files) is not dict or not files:
         return False
@@ -233,7 +233,7 @@ def _walk(folder: Path) -> tuple[set[str], list[str]]:
     return present, unread
 
 
-def _check(path: Path, expected: dict[str, Any]) -> str | None:
+def _check(path: Path, expected: dict[str, object]) -> str | None:
     try:
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode):

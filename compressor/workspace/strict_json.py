@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -57,7 +57,7 @@ def read_kept(
 
 
 def fitted(
-    data: dict[str, Any], model: type[Model], path: Path, remedy: str, expected: str = OURS
+    data: dict[str, object], model: type[Model], path: Path, remedy: str, expected: str = OURS
 ) -> Model:
     """Parsed JSON as a `model`. Raises InputError, which names `path` and what is `expected`."""
     if depth(data) > MAX_DEPTH:

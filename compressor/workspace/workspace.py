@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from blr.compressor.base.disk import check_space, folder_bytes, fsync_folder
 from blr.compressor.base.errors import OutputError
@@ -24,7 +23,7 @@ from blr.compressor.workspace.lock import Lock
 from blr.compressor.workspace.manifest import MANIFEST, read_manifest, verify_files, verify_listed
 from blr.compressor.workspace.ownership import absolute, check_output, sibling
 
-Verify = Callable[[Path, dict[str, Any]], list[str]]
+Verify = Callable[[Path, dict[str, object]], list[str]]
 
 
 class Workspace:
@@ -47,12 +46,14 @@ class Workspace:
         self.retired = sibling(self.output, "replaced")
         self.journal = Journal(self.partial / JOURNAL)
         self.pickled = self.partial / ownership.PICKLED  # room for converted pickle weights
-        self.fingerprint: dict[str, Any] = {}
+        self.fingerprint: dict[str, object] = {}
         self.overwrite, self.restart = overwrite, restart
         self._lock = Lock(sibling(self.output, "lock"), self.output)
         self._files: set[str] = set()  # all that the partial folder may hold, by the marker in it
         self._replaced: ownership.Entries = {}  # what is in the output that is overwritten
-        self._left: dict[str, Any] | None = None  # fingerprint of the run that left the partial folder
+        self._left: dict[str, object] | None = (
+            None  # fingerprint of the run that left the partial folder
+        )
         self._after_kill = False
 
     def __enter__(self) -> Workspace:
@@ -95,7 +96,7 @@ class Workspace:
         with storage_errors(self.output.parent):
             ownership.write_marker(self.partial, self.fingerprint or self._left, self._files)
 
-    def open(self, fingerprint: dict[str, Any]) -> None:
+    def open(self, fingerprint: dict[str, object]) -> None:
         """Make the partial folder ready for a run, which `fingerprint` (JSON-ready) describes. Raises
         OutputError, naming the differences, for work of a run with another one."""
         self.fingerprint = ownership.canonical(fingerprint)

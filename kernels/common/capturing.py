@@ -14,7 +14,7 @@ from blr.kernels.common.placing import on_gpu_of
 
 
 @contextmanager
-def capturing(graph: Any, **options: Any) -> Iterator[None]:
+def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     """`torch.cuda.graph` on the current GPU's stream for it: torch's own is of the GPU that was captured
     on first, and on another a graph would be empty. Where it fails, torch's generator is left waiting
     for it, and every random number drawn on the GPU from then on would be an error: it goes on from its
@@ -31,13 +31,13 @@ def capturing(graph: Any, **options: Any) -> Iterator[None]:
 
 
 @cache
-def _capture_stream(device: int) -> Any:
+def _capture_stream(device: int) -> torch.cuda.Stream:
     """One for all captures: graphs that share a pool share memory of the same stream alone."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
-def own_stream() -> Iterator[Any]:
+def own_stream() -> Iterator[torch.cuda.Stream]:
     """A stream of its own for what runs before a capture; what follows waits for it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ PLANNED = 4096  # plans of a structure that are kept
 Variant = Callable[..., Tensor]
 Variants = Callable[[], Mapping[str, Variant]]
 Plan = Callable[..., Tensor]  # (x, *factors, bias) -> y
+Made = TypeVar("Made")
 
 
 def dispatch(
@@ -98,14 +99,14 @@ def plan(
     return partial(_flat, call)
 
 
-class Plans(dict[Any, Callable[..., Any]]):
+class Plans(dict[Hashable, Any]):
     """Plans by what they depend on; all of them go at `forget`, and where there are too many."""
 
     def __init__(self) -> None:
         super().__init__()
         _PLANS.append(self)
 
-    def keep(self, key: object, made: Callable[..., object]) -> Callable[..., Any]:
+    def keep(self, key: Hashable, made: Made) -> Made:
         """`made`, known from now on."""
         if len(self) >= PLANNED:
             self.clear()
@@ -168,7 +169,7 @@ def _chosen(
     device: torch.device,
     variants: Variants,
     reference: Variant,
-) -> tuple[str, Variant, dict[str, Any]]:
+) -> tuple[str, Variant, dict[str, object]]:
     wrong = device.type == "cpu" and dtype == torch.bfloat16  # in Triton's interpreter
     if wrong or not kernel_device(torch.empty(0, device=device)):
         return REFERENCE, reference, {}

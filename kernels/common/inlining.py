@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +27,13 @@ FORMS = ("auto", "plain", "operator")
 # BLAST's plain form is the slower on the GPU). CUDA graphs call nothing.
 HOST_BOUND = {"monarch": 20_000_000, "blast": 10_000_000}
 FEW = 64  # tokens up to which an operator is one or two launches, as decoding asks for it
-_LOWERED: list[tuple[Operator, Callable[..., Any]]] = []
+_LOWERED: list[tuple[Operator, Callable[..., object]]] = []
 
 
 def inlined(operator: Operator, structure: str, shape: Callable[..., Shape]) -> Operator:
     """`operator`, which compilations may look into; `shape` gives its sizes by its factors."""
 
-    def decompose(x: Tensor, *rest: object) -> Any:
+    def decompose(x: Tensor, *rest: object) -> object:
         factors = [t for t in rest[:-1] if isinstance(t, Tensor)]
         plain = is_plain(structure, shape(*factors), x)
         return (operator.plain if plain else operator.bare)(x, *rest)

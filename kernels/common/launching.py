@@ -8,37 +8,50 @@ and the compiled kernel called.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from blr.kernels.common.placing import on_gpu_of
 
-_compiled: dict[Any, Any] = {}
+_compiled: dict[Hashable, Any] = {}
 _thread = threading.local()  # `noted`: where this thread's launches are noted, if they are
 
 
-def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+Grid = tuple[int, ...]
+Options = Mapping[str, object]
+
+
+class TritonKernel(Protocol):
+    """A function of `triton.jit`."""
+
+    def __getitem__(self, grid: Grid) -> Callable[..., object]: ...
+
+
+# A kernel, what was compiled for the launch, the grid, arguments and options
+Launched = tuple[TritonKernel, object, Grid, Sequence[object], Options]
+
+
+def run_kernel(kernel: TritonKernel, grid: Grid, *arguments: object, **options: object) -> None:
     """``kernel[grid](*arguments, **options)``, noted while this thread is inside `noting`."""
     with on_gpu_of(arguments):
         made = kernel[grid](*arguments, **options)
-    _note(kernel, made, grid, arguments, options)
+    _note((kernel, made, grid, arguments, options))
 
 
-def _note(*launched: Any) -> None:
+def _note(launched: Launched) -> None:
     if (noted := getattr(_thread, "noted", None)) is not None:
         noted.append(launched)
 
 
 @contextmanager
-def noting() -> Iterator[list[Any]]:
-    """Lists launches of this thread by `run_kernel`, `launch` or a `Bound`: (kernel, compiled, grid,
-    arguments, options)."""
+def noting() -> Iterator[list[Launched]]:
+    """Lists launches of this thread by `run_kernel`, `launch` or a `Bound`."""
     before = getattr(_thread, "noted", None)
-    _thread.noted = found = list[Any]()
+    _thread.noted = found = list[Launched]()
     try:
         yield found
     finally:
@@ -46,11 +59,11 @@ def noting() -> Iterator[list[Any]]:
 
 
 def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    arguments: Sequence[Any],
-    constants: Mapping[str, Any],
-    **options: Any,
+    kernel: TritonKernel,
+    grid: Grid,
+    arguments: Sequence[object],
+    constants: Options,
+    **options: object,
 ) -> None:
     """``kernel[grid](*arguments, **constants, **options)``, noted as by `run_kernel`.
 
@@ -67,7 +80,7 @@ def launch(
             found = kernel[grid](*arguments, **constants, **options)
             if _callable(kernel, found, len(arguments), constants):
                 _compiled[key] = found
-    _note(kernel, found, grid, arguments, constants)
+    _note((kernel, found, grid, arguments, constants))
 
 
 class Bound:
@@ -77,13 +90,13 @@ class Bound:
     same numbers.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], constants: Mapping[str, Any], **options: Any):
+    def __init__(self, kernel: TritonKernel, grid: Grid, constants: Options, **options: object):
         self.kernel, self.grid, self.constants, self.options = kernel, grid, constants, options
         self.values = tuple(constants.values())
         self.made: Any = None
-        self.run: Any = None
+        self.run: Callable[..., object] | None = None
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: object) -> None:
         """Launch with these tensors, descriptors and numbers; noted as by `run_kernel`."""
         with on_gpu_of(arguments):
             if self.run is not None:
@@ -92,16 +105,21 @@ class Bound:
                 self.made = self.kernel[self.grid](*arguments, **self.constants, **self.options)
                 if _callable(self.kernel, self.made, len(arguments), self.constants):
                     self.run = self.made[(*self.grid, 1, 1)[:3]]
-        _note(self.kernel, self.made, self.grid, arguments, self.constants)
+        _note((self.kernel, self.made, self.grid, arguments, self.constants))
 
 
-def _key(kernel: Any, arguments: Sequence[Any], constants: Any, options: Any) -> Any:
+def _key(
+    kernel: TritonKernel,
+    arguments: Sequence[object],
+    constants: Options,
+    options: Options,
+) -> Hashable:
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
     held = (*constants.values(), *options.items())
     return (id(kernel), device, *map(_kind, arguments), held)
 
 
-def _kind(argument: Any) -> Any:
+def _kind(argument: Any) -> Hashable:
     """What Triton compiles anew for."""
     if isinstance(argument, int):
         return (argument == 1) + 2 * (argument % 16 == 0) + 4 * (abs(argument) >= 1 << 31)
@@ -111,7 +129,7 @@ def _kind(argument: Any) -> Any:
     return float if block is None else (argument.base.dtype, *block)
 
 
-def _callable(kernel: Any, made: Any, given: int, constants: Mapping[str, Any]) -> bool:
+def _callable(kernel: TritonKernel, made: object, given: int, constants: Options) -> bool:
     """Whether what a launch gave can be called with all arguments in the kernel's order."""
     names = getattr(kernel, "arg_names", ())
     return hasattr(made, "run") and list(names[given:]) == list(constants)

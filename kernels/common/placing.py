@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-HERE: AbstractContextManager[Any] = nullcontext()
+HERE: AbstractContextManager[object] = nullcontext()
 
 
 @cache
@@ -22,7 +21,7 @@ def has_several_gpus() -> bool:
     return torch.cuda.is_available() and torch.cuda.device_count() > 1
 
 
-def on_gpu(device: torch.device) -> AbstractContextManager[Any]:
+def on_gpu(device: torch.device) -> AbstractContextManager[object]:
     """Makes `device` the current one inside, if it is a GPU and another one is."""
     if device.type != "cuda" or not has_several_gpus() or device.index == torch.cuda.current_device():
         return HERE
@@ -34,7 +33,7 @@ def is_elsewhere(x: Tensor) -> bool:
     return has_several_gpus() and x.is_cuda and x.get_device() != torch.cuda.current_device()
 
 
-def on_gpu_of(arguments: Iterable[object]) -> AbstractContextManager[Any]:
+def on_gpu_of(arguments: Iterable[object]) -> AbstractContextManager[object]:
     """The same of the first tensor among the arguments of a kernel: tensors, descriptors, tuples."""
     found = _first(arguments) if has_several_gpus() else None
     return HERE if found is None else on_gpu(found.device)

@@ -14,13 +14,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from blr.kernels.common.watching import is_traced
+
 NAMESPACE = "blr"
+Call = Callable[..., object]
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library object
+
+
+class Context(Protocol):
+    """What is kept of a call for its gradients, as `torch.autograd.Function` has it."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: Sequence[bool]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -28,17 +40,17 @@ class Operator:
     """A registered operator, the Python function behind it and the same in plain torch, of one
     signature. bare: the operator without its gradients, which a compiled graph calls."""
 
-    run: Callable[..., Any]
+    run: Call
     op: Callable[..., Any]
-    plain: Callable[..., Any]
-    bare: Callable[..., Any]
+    plain: Call
+    bare: Call
 
 
 def register(
     name: str,
     schema: str,
-    run: Callable[..., object],
-    fake: Callable[..., object],
+    run: Call,
+    fake: Call,
     setup: Callable[..., None] | None,
     backward: Callable[..., object] | None,
     plain: Callable[..., object],
@@ -69,7 +81,7 @@ def register(
     return Operator(run, _found(full), plain, _found(bare))
 
 
-def _implemented(library: Any, name: str, schema: str, run: Any, fake: Any) -> str:
+def _implemented(library: torch.library.Library, name: str, schema: str, run: Call, fake: Call) -> str:
     """The name of an operator that has still to be told of gradients: the first that is free."""
     names = (f"{name}_{number}" if number else name for number in count())
     free = next(each for each in names if not hasattr(getattr(torch.ops, NAMESPACE), each))
@@ -89,28 +101,6 @@ def apply(operator: Operator, x: Tensor, *arguments: object) -> Any:
         return operator.plain(x, *arguments)
     plain = type(x) is Tensor and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
     return (operator.run if plain else operator.op)(x, *arguments)
-
-
-def is_traced() -> bool:
-    """Whether this call is written down for a runtime that has no operators of ours.
-
-    `torch.compile` is none; both exporters to ONNX go through one of the two.
-    """
-    if torch.compiler.is_compiling():
-        # `is_exporting` itself is true inside torch.compile before torch 2.12
-        return bool(getattr(torch.compiler, "_is_exporting_flag", False))
-    return torch.jit.is_tracing()
-
-
-def is_unwatched(x: Tensor) -> bool:
-    """Whether nobody looks on at a product of x: no gradients, tracing, autocast or class of tensors."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) is Tensor
-        and not torch.is_grad_enabled()
-        and not torch._C._is_any_autocast_enabled()
-        and not torch._C._is_tracing()
-    )
 
 
 def rows(x: Tensor) -> Tensor:

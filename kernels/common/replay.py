@@ -11,7 +11,7 @@ profiles launches), and every release of Triton but those of `RAN`, takes the us
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import accumulate
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blr.kernels.common.launching import noting
+from blr.kernels.common.launching import Grid, Launched, noting
 from blr.kernels.common.placing import is_elsewhere, on_gpu
 
 RAN = ("3.6",)  # releases of Triton whose launchers were called so on a GPU (scripts/log)
@@ -56,12 +56,12 @@ class Launch:
     """A compiled kernel, its grid and its arguments in order; `places` of them are addresses, as are
     those `inside` of arguments that are tuples; those `described` are descriptors."""
 
-    launcher: Callable[..., Any]
-    head: tuple[Any, ...]  # of the launcher's arguments, those before the stream
-    function: tuple[Any, ...]  # those behind it
-    arguments: list[Any]
+    launcher: Callable[..., object]
+    head: tuple[object, ...]  # of the launcher's arguments, those before the stream
+    function: tuple[object, ...]  # those behind it
+    arguments: list[object]
     places: list[Place]
-    inside: list[tuple[int, list[Any], list[Place]]]
+    inside: list[tuple[int, list[object], list[Place]]]
     described: list[tuple[Place, Described]]
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
@@ -89,8 +89,8 @@ class Replay:
     """
 
     strides: tuple[int, ...] | None
-    layouts: tuple[Any, ...]
-    made: list[tuple[Any, torch.dtype, torch.device]]
+    layouts: tuple[object, ...]
+    made: list[tuple[tuple[int, ...], torch.dtype, torch.device]]
     result: int | tuple[int, ...]
     launches: list[Launch]
     device: int
@@ -134,7 +134,9 @@ class Replay:
             return self._given(self.result, given, made)
         return tuple([self._given(number, given, made) for number in self.result])
 
-    def _given(self, number: int, given: Sequence[Tensor | None], made: Sequence[Tensor]) -> Any:
+    def _given(
+        self, number: int, given: Sequence[Tensor | None], made: Sequence[Tensor]
+    ) -> Tensor | None:
         """The argument or the allocation of this number."""
         behind = number - len(given)
         return given[number] if behind < 0 else made[self.order[behind]]
@@ -254,7 +256,7 @@ class _Allocations(TorchDispatchMode):
 
 
 def _replay(
-    given: Sequence[Tensor | None], y: Any, seen: Sequence[Any], memory: _Allocations
+    given: Sequence[Tensor | None], y: Any, seen: Sequence[Launched], memory: _Allocations
 ) -> Replay | None:
     x, *rest = given
     assert x is not None
@@ -276,7 +278,7 @@ def _replay(
     return Replay(x.stride(), _layouts(rest), made, result, launches, x.device.index)
 
 
-def _empty(size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _empty(size: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=dtype, device=device)
 
 
@@ -290,7 +292,12 @@ def _numbers(given: Sequence[Tensor | None], made: Sequence[Tensor], y: Any) -> 
 
 
 def _launch(
-    spans: Sequence[tuple[int, int]], kernel: Any, compiled: Any, grid: Any, args: Any, kwargs: Any
+    spans: Sequence[tuple[int, int]],
+    kernel: Any,
+    compiled: Any,
+    grid: Grid,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
 ) -> Launch:
     named = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
     arguments = [named[name] for name in kernel.arg_names]
@@ -300,7 +307,7 @@ def _launch(
             described.append(((at, *_within(spans, value.base.data_ptr())), Described(0, value)))
             arguments[at] = None
         elif isinstance(value, tuple):
-            fields: list[Any] = list(value)
+            fields: list[object] = list(value)
             if found := _addresses(spans, fields):
                 inside.append((at, fields, found))
                 arguments[at] = None  # or what was given would live as long as this
@@ -311,7 +318,7 @@ def _launch(
     return Launch(launcher, head, function, arguments, places, inside, described)
 
 
-def _driver(launcher: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _driver(launcher: Any) -> tuple[Callable[..., object], tuple[object, ...]]:
     """What hands a kernel to the driver, and what it takes behind the function: of a kernel without
     scratch memory the launch inside Triton's, which asks for that memory first."""
     scratch = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
@@ -320,7 +327,7 @@ def _driver(launcher: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return launcher.launch, (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
 
 
-def _addresses(spans: Sequence[tuple[int, int]], values: list[Any]) -> list[Place]:
+def _addresses(spans: Sequence[tuple[int, int]], values: list[object]) -> list[Place]:
     """Where tensors are among `values`, whose places are zeros then."""
     places = []
     for at, value in enumerate(values):
@@ -357,7 +364,7 @@ def _bytes(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
-def _layouts(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def _layouts(tensors: Sequence[Tensor | None]) -> tuple[object, ...]:
     """Strides and devices, None of an absent one."""
     return tuple([None if t is None else (t.stride(), t.get_device()) for t in tensors])
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 TYPE_CHECKING = False  # not from typing: the first import of all (`compressor/__init__.py`)
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
 
-    Rules = list[dict[str, Any]]
+    Rules = list[dict[str, object]]
 
 _READERS: list[Callable[[str], Rules]] = []
 _READ: dict[str, Rules] = {}  # by GPU; functools would be another import

@@ -54,7 +54,7 @@ def quantize_rows(
     return made
 
 
-def _rows_plan(x: Tensor, make: str, other: Tensor | None, keep: Tensor | None, eps: float) -> Any:
+def _rows_plan(x: Tensor, make: str, other: Tensor | None, keep: Tensor | None, eps: float) -> object:
     """The launch of `quantize_rows`, and the numbers behind its tensors."""
     from blr.kernels.fp8.triton import quantize_kernel
 
@@ -109,13 +109,13 @@ def product(
 def _product_plan(
     a: Tensor, b: Tensor, by_col: Tensor, out: Tensor, bias: Tensor | None, part: int | None,
     tile: Fp8Tile | None,
-) -> Any:  # fmt: skip
+) -> object:  # fmt: skip
     """The launch of `product`, the boxes of its descriptors (None without), and its numbers."""
     (batch, M, K), N = a.shape, b.shape[1]
     tile = tile or tile_for(M, N, K, batch)
     column = (0, N) if part is None else (out.stride(2), part)
     tail = (0 if bias is None else bias.stride(0), out.stride(0), out.stride(1), *column)
-    constants: dict[str, Any] = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": GROUP}
+    constants: dict[str, object] = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": GROUP}
     constants |= {"BIAS": bias is not None, "RUN": run_length(N if part is None else part)}
     tiles = -(-M // tile.BM) * -(-N // tile.BN)
     if tma_ready(a, b):
@@ -130,8 +130,8 @@ def _product_plan(
 
 def _engine_plan(
     a: Tensor, b: Tensor, by_col: Tensor, out: Tensor, tail: Any, tile: Fp8Tile, tiles: int,
-    constants: dict[str, Any],
-) -> Any:  # fmt: skip
+    constants: dict[str, object],
+) -> object:  # fmt: skip
     from blr.kernels.fp8.triton import product_tma_kernel
 
     (batch, M, K), to = a.shape, None
@@ -163,7 +163,7 @@ def mix(z: Tensor, s: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _mix_plan(z: Tensor, out: Tensor) -> Any:
+def _mix_plan(z: Tensor, out: Tensor) -> object:
     """The launch of `mix`, and the numbers behind its tensors."""
     from blr.kernels.fp8.triton import mix_kernel
 
@@ -215,7 +215,7 @@ def _batched(rows: int, N: int, K: int) -> Fp8Tile:
     return Fp8Tile(BM=128, BN=256, stages=3)
 
 
-def _plan(make: Any, tensors: Sequence[Tensor], more: tuple[Any, ...], *given: Any) -> Any:
+def _plan(make: Any, tensors: Sequence[Tensor], more: tuple[object, ...], *given: object) -> Any:
     """``make(*given)``, once for all `tensors` of the same sizes, strides, dtypes and alignment, and the
     same `more`: kernels are compiled for what starts at multiples of 16 bytes."""
     forms = [(t.dtype, t.shape, t.stride(), t.data_ptr() % 16 == 0) for t in tensors]

@@ -18,14 +18,17 @@ from blr.bench.checks import WrongResult, relative_error
 from blr.bench.decode_arms import (
     HF,
     INT8,
+    SPECULATIVE,
     ArmName,
     HfArm,
     OursArm,
+    SpeculativeArm,
     compare_tokens,
     parse_arm,
 )
 from blr.bench.harness import Case, Checked, Harness, free_models
 from blr.bench.models import (
+    CORRECTED,
     OWN,
     BenchModel,
     Models,
@@ -40,6 +43,8 @@ from blr.bench.timing import CudaSampler, Rotation, spread, wall_ms
 from blr.compressor.base.device import float_dtype, pick_device
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
+from blr.compressor.modeling.drafts import load_draft
+from blr.compressor.modeling.settings import export_settings
 
 BASELINE = f"{HF}-dense"
 # What is timed unless --arms says otherwise, for shapes and for checkpoints.
@@ -62,7 +67,8 @@ def chosen_arms(model: BenchModel, asked: Sequence[str]) -> list[ArmName]:
     """The arms that fit a model. Raises UsageError if none does."""
     usual = SHAPE_ARMS if model.folder is None else FOLDER_ARMS
     arms = [parse_arm(text) for text in asked or usual]
-    fitting = [arm for arm in arms if (arm.structure == OWN) == (model.folder is not None)]
+    own = model.folder is not None
+    fitting = [a for a in arms if a.structure == SPECULATIVE or (a.structure == OWN) == own]
     if not fitting:
         raise UsageError(
             f"none of the arms fits {model.name}: a shape takes dense and the structures, "
@@ -168,8 +174,8 @@ class DecodeCases:
         held = cache_bytes(model, row.context + o.steps // 2, row.batch, name.cache == INT8)
         row.bytes = weight_bytes(model) + held
         ids = prompt(models.model.folder, model, row.batch, row.context)
-        room = max(o.steps, GREEDY if name.structure == OWN else 1)
-        made = self._made(name, model, ids, room)
+        room = max(o.steps, GREEDY if models.model.folder is not None else 1)
+        made = self._made(name, models, ids, room)
         if isinstance(made, OursArm) and (read := made.bytes_read()) > DEQUANTIZED * row.bytes:
             what = f"the decoder reads {read / row.bytes:.1f} times the bytes of the model"
             raise RuntimeError(f"{what}: it does not take these layers as they are stored")
@@ -179,19 +185,25 @@ class DecodeCases:
         error = logits_error(made, model)
         if not error <= limit:
             raise WrongResult(error, f"logits differ by {error:.2g}")
-        if name.structure == OWN and isinstance(made, OursArm):
+        if models.model.folder is not None and isinstance(made, OursArm):
             plain = HfArm(model, ids, GREEDY, compiling=False)
             row.equal_tokens, note, wrong = compare_tokens(made.greedy(GREEDY), plain, model, limit)
             if wrong:
                 raise WrongResult(error, note or "")
         sampler = partial(step_ms, made, o.steps)
         sampler()
+        if isinstance(made, SpeculativeArm):
+            note = "; ".join(filter(None, (note, made.said())))
         return Checked(sampler, error, limit, note)
 
-    def _made(self, name: ArmName, model: object, ids: torch.Tensor, room: int) -> HfArm | OursArm:
-        o, cuda = self.options, self.device.type == "cuda"
+    def _made(self, name: ArmName, models: Models, ids: torch.Tensor, room: int) -> HfArm | OursArm:
+        model, o, cuda = _model(models, name), self.options, self.device.type == "cuda"
         if name.runtime == HF:
             return HfArm(model, ids, room, cuda if o.compiling is None else o.compiling)
+        if name.structure == SPECULATIVE:
+            draft = _draft(models, model, name.kind)
+            share = name.share if models.model.folder is None else None
+            return SpeculativeArm(model, draft, ids, room, name.cache, share)
         return OursArm(model, ids, room, name.cache)
 
     def _compare(self, rows: Sequence[DecodeRow]) -> None:
@@ -209,7 +221,22 @@ class DecodeCases:
 
 
 def _model(models: Models, name: ArmName) -> Any:
+    dense = "dense" if models.model.folder is None else OWN
+    if name.structure == SPECULATIVE:
+        return models.get(dense)
     return models.get(name.structure, name.kind, name.head)
+
+
+def _draft(models: Models, model: Any, kind: str) -> Any:
+    """The draft of an arm's model: its folder's own; of a shape, low rank, or corrected in few bits.
+    Raises RuntimeError for a folder without one."""
+    if models.model.folder is None:
+        return models.get(CORRECTED, kind) if kind else models.get("lowrank")
+    settings = export_settings(model.config)
+    draft = None if settings is None or settings.draft is None else load_draft(model, settings.draft)
+    if draft is None:
+        raise RuntimeError(f"{models.model.folder} has no draft; make one with blr export --draft")
+    return draft
 
 
 def logits_error(made: HfArm | OursArm, model: Any) -> float:
@@ -230,14 +257,9 @@ def measured_copy(device: torch.device) -> float:
 
 
 def step_ms(arm: HfArm | OursArm, steps: int) -> float:
-    """Milliseconds a step by the wall clock, host included, over `steps` steps after a prompt."""
+    """Milliseconds a token by the wall clock, host included, over `steps` tokens after a prompt."""
     arm.prefill()
-
-    def run() -> None:
-        for _ in range(steps):
-            arm.step()
-
-    return wall_ms(run, arm.ids.device) / steps
+    return wall_ms(partial(arm.run, steps), arm.ids.device) / steps
 
 
 def run_decode(options: DecodeOptions, progress: Progress) -> tuple[BenchReport, int]:

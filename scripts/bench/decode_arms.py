@@ -1,4 +1,4 @@
-"""The ways to decode that `blr bench decode` times: transformers compiled, and our `Decoder`."""
+"""The ways to decode that `blr bench decode` times: transformers compiled, and our decoders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from blr.bench.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
 from blr.compressor.base.errors import UsageError
 from blr.compressor.exporting.quantizer import KINDS
 from blr.compressor.modeling.cache_names import cache_name
+from blr.compressor.runtime.decoder import Decoder
+from blr.compressor.runtime.drafted import DRAFTS, DraftedDecoder
 from blr.compressor.runtime.failures import CACHES
+from blr.compressor.runtime.sampling import Collector, Sampler
 
 HF, OURS = "hf", "ours"
 WHOLE, INT8 = CACHES
@@ -22,9 +25,12 @@ CACHE = "kv8"  # in arms: keys and values in int8
 HEADS = {f"head{bits}": kind for kind, bits in KINDS.items()}  # in arms: kind of the output head
 
 
-STRUCTURED = ("dense", *STRUCTURES, CORRECTED, OWN)
+SPECULATIVE = "speculative"  # dense, with a draft: a folder's own, low rank, or corrected few bits
+SHARE = 0.9  # of drafts that are accepted of random weights
+STRUCTURED = ("dense", *STRUCTURES, CORRECTED, OWN, SPECULATIVE)
 ARM = re.compile(
-    f"(?P<runtime>{HF}|{OURS})-(?P<structure>{'|'.join(STRUCTURED)})(?:-(?P<kind>{'|'.join(FEW_BITS)}))?"
+    f"(?P<runtime>{HF}|{OURS})-(?P<structure>{'|'.join(STRUCTURED)})(?:-(?P<share>[1-9][0-9]))?"
+    f"(?:-(?P<kind>{'|'.join(FEW_BITS)}))?"
     f"(?:-(?P<head>{'|'.join(HEADS)}))?(?:-(?P<cache>{CACHE}))?"
 )
 
@@ -32,7 +38,7 @@ ARM = re.compile(
 @dataclass(frozen=True)
 class ArmName:
     """``ours-lowrank-int4-head8``: who decodes, what structure, what quantization of the layers and
-    of the output head ("" for none), the kind of the cache."""
+    of the output head ("" for none), the kind of the cache, and the share of drafts that is accepted."""
 
     text: str
     runtime: str
@@ -40,6 +46,7 @@ class ArmName:
     kind: str
     head: str
     cache: str
+    share: float = SHARE
 
     def __str__(self) -> str:
         return self.text
@@ -54,15 +61,20 @@ def parse_arm(text: str) -> ArmName:
         known = plain and parts["structure"] in ("dense", OWN)
     else:
         known = bool(parts) and (parts["structure"] != CORRECTED or bool(parts["kind"]))
+        if known and parts["structure"] == SPECULATIVE:
+            known = not parts["head"]
+        elif parts.get("share"):
+            known = False
     if not known:
         raise UsageError(
             f"arm {text!r}: expected hf-dense or hf-own, or ours- with one of "
             f"{', '.join(STRUCTURED)} and, if quantized (corrected: always), -int8, -int4, -int3 or "
             f"-int2, then -head8 or -head4 for a quantized output head, then -{CACHE} for keys and "
-            f"values in int8"
+            f"values in int8; ours-{SPECULATIVE} may first name a percentage of right drafts, as -90"
         )
     head, cache = HEADS.get(parts["head"], ""), INT8 if parts["cache"] else WHOLE
-    return ArmName(text, **{**parts, "head": head, "cache": cache})
+    share = int(parts.pop("share") or 100 * SHARE) / 100
+    return ArmName(text, **{**parts, "head": head, "cache": cache}, share=share)
 
 
 class HfArm:
@@ -98,6 +110,11 @@ class HfArm:
         self.tokens.copy_(chosen)
         return logits
 
+    def run(self, steps: int) -> None:
+        """Decode `steps` tokens after a prompt."""
+        for _ in range(steps):
+            self.step()
+
     def greedy(self, count: int) -> list[list[int]]:
         """The first `count` new tokens of every row, by transformers' `generate`."""
         options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -115,12 +132,10 @@ class OursArm:
     """Our decoder on the model's own weights, by kernels on a GPU; arguments as of `HfArm`."""
 
     def __init__(self, model: Any, ids: Tensor, steps: int, cache: str = WHOLE) -> None:
-        from blr.compressor.runtime.decoder import Decoder
-
         self.ids = ids
         batch, context = len(ids), ids.shape[1] + steps + 1
         ops = "triton" if ids.is_cuda else "torch"
-        self.decoder = Decoder(model, batch=batch, context=context, ops=ops, cache=cache)
+        self.decoder: Decoder = Decoder(model, batch=batch, context=context, ops=ops, cache=cache)
 
     def prefill(self) -> None:
         """Forget everything, take the prompt and choose the first token."""
@@ -131,6 +146,11 @@ class OursArm:
         chosen = self.decoder.state.tokens[: len(self.ids)]
         return self.decoder.step(chosen if tokens is None else tokens)
 
+    def run(self, steps: int) -> None:
+        """Decode `steps` tokens after a prompt."""
+        for _ in range(steps):
+            self.step()
+
     def bytes_read(self) -> int:
         """Bytes that a step reads by the decoder's own count."""
         return sum(size for _, size in self.decoder.stages())
@@ -138,6 +158,46 @@ class OursArm:
     def greedy(self, count: int) -> list[list[int]]:
         """The first `count` new tokens of every row."""
         return self.decoder.generate(self.ids, max_new_tokens=count)
+
+
+class SetShare(DraftedDecoder):
+    """Accepts a set `share` of drafts, for models of random weights."""
+
+    share: float = SHARE
+
+    def hits(self, chosen: Tensor, proposed: Tensor) -> Tensor:
+        """Draws which drafts count as right."""
+        return torch.rand(proposed.shape, device=proposed.device) < self.share
+
+
+class SpeculativeArm(OursArm):
+    """Our decoder with a draft. share: of drafts that is accepted; None: those that are right."""
+
+    def __init__(
+        self, model: Any, draft: Any, ids: Tensor, steps: int, cache: str, share: float | None
+    ) -> None:
+        self.ids = ids
+        ops = "triton" if ids.is_cuda else "torch"
+        options: dict[str, Any] = {"batch": len(ids), "context": ids.shape[1] + steps + 1}
+        options |= {"ops": ops, "cache": cache, "choices": DRAFTS}
+        kind = DraftedDecoder if share is None else SetShare
+        self.decoder: DraftedDecoder = kind(model, draft, **options)
+        if isinstance(self.decoder, SetShare) and share is not None:
+            self.decoder.share = share
+
+    def prefill(self) -> None:
+        """As of `OursArm`."""
+        self.logits = self.decoder.prefill(self.ids)
+
+    def run(self, steps: int) -> None:
+        """Decode `steps` tokens after a prompt, by rounds."""
+        collector = Collector(len(self.ids), steps + 1, self.ids.device)
+        self.decoder.proceed(self.logits, Sampler(), collector, steps + 1, 0)
+
+    def said(self) -> str:
+        """How many drafts were accepted in the last run."""
+        found = self.decoder.acceptance
+        return f"{found.total} of {found.drafts} drafts accepted in {found.rounds} rounds"
 
 
 def compare_tokens(

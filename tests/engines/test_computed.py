@@ -61,7 +61,7 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
 # KL: of formats that an engine has exactly; of llama.cpp, which rounds activations to 8 bits; of it on
 # SmolLM2 without a calibration, whose int2 it changes most
 EXACT, ROUNDED, ROUNDED_FURTHER = 1e-4, 2e-3, 5e-2
-SMOLLM2 = os.environ.get("BLR_SMOLLM2")  # a folder that scripts/fetch_smollm2.sh made
+SMOLLM2 = os.environ.get("BLR_SMOLLM")  # a folder that scripts/fetch_smollm2.sh made
 NAMES = ["tiny", *TYPES, *(["smollm2"] if SMOLLM2 else [])]
 TOLD = "{:8} {:8} {:12} KL {:.1e}, largest {:.1e}; greedy {}"
 

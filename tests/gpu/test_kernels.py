@@ -23,7 +23,6 @@ from blr.bench.checks import PRECISIONS, computing_in
 from blr.bench.layer_problem import reference_of
 from blr.bench.tuning import variants_of
 from blr.compressor.modeling.layers import StructuredLinear, make_layer
-from blr.compressor.modeling.shared_input import pack_shared_input
 from blr.compressor.structures.specs import (
     BlastSpec,
     KroneckerSpec,
@@ -35,7 +34,6 @@ from blr.kernels.common.available import kernel_device
 from blr.kernels.common.layout import in_order, with_zeros
 from blr.kernels.common.orders import order_of
 from blr.kernels.common.tables import MOST
-from blr.kernels.layers.lowrank.op import lowrank_group
 
 pytestmark = pytest.mark.gpu
 Judge = Callable[[Iterator[Row]], None]
@@ -280,25 +278,3 @@ def test_layouts(structure: str, index: int, on_cuda: str, judge: Judge) -> None
             yield bounded(f"{structure} layout", f"{case} as it was", error, 0.0)
 
     judge(rows())
-
-
-@pytest.mark.parametrize("precision", ["bfloat16", "float16", "float32", "tf32"])
-def test_group(precision: str, device: str, judge: Judge) -> None:
-    """Layers of one input, packed into one stored V, against float64."""
-    with computing_in(PRECISIONS[precision]):
-        judge(compare_group(precision, device))
-
-
-def compare_group(precision: str, device: str) -> Iterator[Row]:
-    dtype = PRECISIONS[precision].dtype
-    specs = [LowRankSpec(96, o, r) for o, r in ((96, 24), (32, 7), (32, 9))]
-    layers = [layer_of(spec, dtype, device, bias=o != 1) for o, spec in enumerate(specs)]
-    for packed, n in ((False, 5), (True, 1), (True, 17)):
-        if packed:
-            pack_shared_input(layers)
-        x = input_of(specs[0], n, dtype, device)
-        ys = lowrank_group(x, [p.U for p in layers], [p.V for p in layers], [p.bias for p in layers])
-        for spec, layer, y in zip(specs, layers, ys, strict=True):
-            case = f"group r={spec.rank} n={n} {'packed' if packed else 'apart'}"
-            pair = lambda y=y, spec=spec, layer=layer, x=x: (y, exact(spec, layer, x))  # noqa: E731
-            yield attempt(f"svd {precision}", case, limit_of(precision), pair)

@@ -290,7 +290,7 @@ SIGNATURE = {
     **dict.fromkeys(("k", "v", "q_gain", "k_gain"), "*bf16"),
     **{"pos": "*i64", "start": "*i64", "counter": "*i32", "eps": "fp32", "scale": "fp32"},
     **dict.fromkeys(("qkv_row", "cache_row", "cache_head", "table_row", "out_row"), "i32"),
-    **dict.fromkeys(("kv_heads", "D", "R", "window", "chunk"), "i32"),
+    **dict.fromkeys(("kv_heads", "sequences", "D", "R", "window", "chunk"), "i32"),
 }
 
 

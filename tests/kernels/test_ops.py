@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,8 +20,6 @@ from blr.compressor.structures.specs import (
     Spec,
 )
 from blr.kernels.common import registration
-from blr.kernels.layers.lowrank import op as lowrank_op
-from blr.kernels.layers.lowrank.op import lowrank_group, lowrank_linear
 
 SPECS: list[Spec] = [
     LowRankSpec(12, 10, 3),
@@ -186,59 +184,3 @@ def test_a_second_copy_of_the_code_registers_beside_the_first() -> None:
     x = torch.zeros(2)
     assert first.op(x).tolist() == [1, 1]
     assert second.op(x).tolist() == [2, 2]
-
-
-# Layers that share an input.
-
-
-@pytest.fixture(params=["packed", "apart"])
-def group(request: pytest.FixtureRequest) -> Iterator[tuple[list[Tensor], list[Tensor], list[Any]]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    ranks, outputs, inputs = (3, 1, 2), (8, 4, 4), 6
-    stored = random(sum(ranks), inputs)
-    Vs = [part.T for part in stored.split(ranks)]
-    if request.param == "apart":
-        Vs = [V.clone() for V in Vs]
-    assert (lowrank_op.packed(Vs) is None) == (request.param == "apart")
-    Us = [random(o, r) for o, r in zip(outputs, ranks, strict=True)]
-    yield Us, Vs, [random(8), None, random(4)]
-
-
-def test_group_equals_its_layers(group: tuple[list[Tensor], ...]) -> None:
-    Us, Vs, biases = group
-    for batch in ((5,), (2, 3), (0,), (1,)):
-        x = torch.randn(*batch, 6, dtype=torch.float64)
-        expected = [lowrank_linear(x, *terms) for terms in zip(Us, Vs, biases, strict=True)]
-        torch.testing.assert_close(lowrank_group(x, Us, Vs, biases), expected)
-    torch.testing.assert_close(
-        lowrank_group(x, Us, Vs), [lowrank_linear(x, U, V) for U, V in zip(Us, Vs, strict=True)]
-    )
-
-
-def test_group_gradients(group: tuple[list[Tensor], ...]) -> None:
-    Us, Vs, (first, _, last) = group
-    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    tensors = [t.detach().requires_grad_() for t in (*Us, *Vs, first, last)]
-
-    def run(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        return tuple(lowrank_group(x, given[:3], given[3:6], [given[6], None, given[7]]))
-
-    assert torch.autograd.gradcheck(run, (x, *tensors))
-    assert torch.autograd.gradcheck(lambda x: run(x, *Us, *Vs, first, last)[1], (x,))
-
-
-def test_group_reads_the_stored_tensor_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed layers never take the way of single ones; layers in another order must."""
-    stored = torch.randn(5, 6, dtype=torch.float64)
-    Us = [torch.randn(4, 2, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)]
-    Vs = [stored[:2].T, stored[2:].T]
-    x = torch.randn(3, 6, dtype=torch.float64)
-    assert lowrank_op.packed(Vs[::-1]) is None
-    expected = lowrank_group(x, Us, [V.clone() for V in Vs])
-    monkeypatch.setattr(lowrank_op, "_forward", None)
-    with torch.no_grad():
-        torch.testing.assert_close(lowrank_group(x, Us, Vs), expected)

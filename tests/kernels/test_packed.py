@@ -125,7 +125,7 @@ def test_a_layer_makes_few_plain_weights_at_a_time(
 def test_inputs_in_the_order_of_fields(bits: int, group: int, columns: int) -> None:
     """Field f of word j of a step meets the input of its element, and zeros past the end."""
     from blr.kernels.layers.packed.launch import steps_of
-    from blr.kernels.layers.packed.triton import prepare
+    from blr.kernels.layers.packed.prepare import prepare
 
     low = PLANES[bits][0]
     words, fields = group * low // 32, 32 // low
@@ -144,7 +144,7 @@ def test_first_factors_and_counters_are_prepared(
     bits: int, tokens: int, columns: int, ranks: int
 ) -> None:
     """V x of a correction comes in parts that sum up to it; counters are zero; inputs are the same."""
-    from blr.kernels.layers.packed.triton import prepare
+    from blr.kernels.layers.packed.prepare import prepare
 
     torch.manual_seed(tokens)
     x, v = torch.randn(tokens, columns), torch.randn(ranks, columns)

@@ -10,6 +10,7 @@ from skinny import EPS, close, drawn, made, ready
 
 from blr.kernels.common.available import has_triton
 from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.quantized.formats import PLANES
 from blr.kernels.decode.quantized.segments import Correction, Narrow, dual
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
@@ -104,6 +105,15 @@ def test_first_factors_ride_with_the_inputs(rank: int, tokens: int) -> None:
     close(found, s.product(gain, EPS))
 
 
+def field_order(bits: int, group: int) -> torch.Tensor:
+    """[group] int64: the column of each place of a group, as `prepare.source_of` has it."""
+    low = PLANES[bits][0]
+    halves, words = group * low // 16, group * low // 32
+    place = torch.arange(group)
+    field, half = place // halves, place % halves
+    return ((half % 2) * (16 // low) + field) * words + half // 2
+
+
 @pytest.mark.parametrize("tokens", [2, 9])
 @pytest.mark.parametrize("kind", ["16", "4/32"])
 @pytest.mark.parametrize("order", [None, (4, 32)], ids=["", "ordered"])
@@ -111,7 +121,6 @@ def test_blocks_are_mixed(order: tuple[int, int] | None, kind: str, tokens: int)
     """BLAST's first factors, of one layer and of three; also as packed second factors read them."""
     from blr.kernels.decode.skinny.bound import SkinnyOptions, stages
     from blr.kernels.decode.skinny.launch import PartialSums
-    from blr.kernels.decode.skinny.segments import field_order
 
     torch.manual_seed(0)
     blocks, dtype, gain = 3, torch.float16, torch.rand(3 * 64)

@@ -209,9 +209,14 @@ EXPORTS: dict[str, tuple[Contents, int, set[str], set[str]]] = {
         *(Contents(frozenset({"dense"}), True), 4, {"decode.quantized.triton", "decode.integer.rows"}),
         {"decode.skinny.triton"},
     ),
+    "int4-batch": (
+        *(Contents(frozenset({"dense"}), True, rows=4), 4, {"decode.skinny.triton"}),
+        {"decode.skinny.mix", "layers.packed.prepare"},
+    ),
     "encoder": (Contents(frozenset({"svd"}), rows=0), 2, set(), {"decode.gemv.triton"}),
 }
 USUAL = {"svd": Contents(frozenset({"svd"})), "blast": EXPORTS["blast"][0], "int4": EXPORTS["int4"][0]}
+USUAL["int4-batch"] = EXPORTS["int4-batch"][0]
 
 
 @pytest.mark.parametrize(("contents", "count", "there", "absent"), EXPORTS.values(), ids=EXPORTS)

@@ -262,7 +262,7 @@ class Folder:
     def spend(self, name: str, seconds: float) -> None:
         self.write(f"logs/{name}.spent.json", {"seconds": seconds})
 
-    def finish(self, result: dict[str, Any]) -> None:
+    def finish(self, result: dict[str, object]) -> None:
         """Write ``sweep.json``: whose the folder is, and the `result` of the sweep if there is one."""
         self.write(RESULT, {"about": ABOUT, "common": self.common, "made": self.made, **result})
 

@@ -36,7 +36,7 @@ class Point:
 
     name: str
     kind: str
-    settings: tuple[tuple[str, Any], ...]
+    settings: tuple[tuple[str, object], ...]
     heal: float = 0.0
     seed: int | None = None
 

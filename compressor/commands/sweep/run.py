@@ -74,7 +74,7 @@ def sweep(
     return result
 
 
-def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict[str, object]:
+def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict[str, Any]:
     """What all points share and another run must share: models and texts by their contents."""
     from blr.compressor.base.device import pick_device
     from blr.compressor.loading.load import load_tokenizer

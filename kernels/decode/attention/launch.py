@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from math import e, log2
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr.kernels.common.available import HALF, interpreted
+from blr.kernels.decode.gemv.launch import power_of_two
 
 # Splits of one head's slots at most, and slots of a split at least.
 MAX_SPLITS = 64
@@ -27,13 +27,13 @@ def even_count(programs: int, bucket: int, most: int) -> int:
     """Splits that share out evenly what a token sees, for `programs` heads and rows together, `most`
     programs in all; a power of two where that is nearly as many."""
     wanted = max(most // programs, 1)
-    power = _power_below(wanted)
+    power = 1 << (wanted.bit_length() - 1)  # at or below
     wanted = power if wanted < 1.2 * power else wanted
     return max(min(wanted, bucket // MIN_CHUNK, MAX_SPLITS), 1)
 
 
 def attention_workspace(
-    rows: int, heads: int, kv_heads: int, width: int, device: Any
+    rows: int, heads: int, kv_heads: int, width: int, device: torch.device
 ) -> dict[str, Tensor]:
     """What splits leave for the last one of them, for up to `rows` rows of heads of size `width`.
 
@@ -67,9 +67,10 @@ def decode_attention(
     streamed: bool | None = None,
     exact: bool = False,
     pdl: bool = False,
-    **config: Any,
+    **config: int,
 ) -> Tensor:
-    """`reference.decode_attention` as one kernel into `out` [B, Hq·D].
+    """`reference.decode_attention` as one kernel into `out` [B, Hq·D]. With a cache of fewer rows S,
+    row r is of sequence r modulo S and does not see what the same launch appends for others of it.
 
     Args:
         k, v: [B, Hkv, L, D] with the last two axes contiguous; scales: [B, Hkv, L] in float32, if they
@@ -88,7 +89,7 @@ def decode_attention(
     Raises:
         ValueError: more than `MAX_SPLITS` splits; int8 that is not streamed.
     """
-    rows, kv_heads, _, width = k.shape
+    rows, (sequences, kv_heads, _, width) = len(qkv), k.shape
     group = (qkv.shape[1] // width - 2 * kv_heads) // kv_heads
     if streamed is None:
         streamed = scales is not None or bucket >= STREAMED_FROM
@@ -98,13 +99,13 @@ def decode_attention(
     splits = _checked_splits(splits, rows * kv_heads, bucket, STREAMING if streamed else PROGRAMS)
     none = qkv  # stands for an absent tensor: never read
     gains = (none if gain is None else gain for gain in (q_gain, k_gain))
-    options = {"G": group, "DP": max(_power(width), 16), "SPLITS": _power(splits)}
+    options = {"G": group, "DP": max(power_of_two(width), 16), "SPLITS": power_of_two(splits)}
     options |= {"NORM": q_gain is not None, "WINDOW": window is not None}
     options |= {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
     after = (
         *(cos, sin, cos.stride(0), *gains, eps, pos, start, scale * log2(e), out, out.stride(0)),
         *(workspace["partial"], workspace["state"], workspace["counter"]),
-        *(kv_heads, width, cos.shape[1], window or 0, chunk),
+        *(kv_heads, sequences, width, cos.shape[1], window or 0, chunk),
     )
     grid, before = (rows * kv_heads, splits), (qkv, qkv.stride(0), k, v, k.stride(0), k.stride(1))
     if not streamed:
@@ -132,30 +133,20 @@ def _checked_splits(asked: int | None, programs: int, bucket: int, most: int) ->
     return splits
 
 
-def stream_shape(group: int, width: int, dot: bool) -> dict[str, Any]:
+def stream_shape(group: int, width: int, dot: bool) -> dict[str, int]:
     """`tile_shape` of the streamed kernel, and its STAGES: how many tiles are under way."""
-    small = max(_power(group), 16) if dot else _power(group)
-    slots = 64 if dot else min(max(HELD // (small * _power(width)), 16), 64)
+    small = max(power_of_two(group), 16) if dot else power_of_two(group)
+    slots = 64 if dot else min(max(HELD // (small * power_of_two(width)), 16), 64)
     return {"GP": small, "BN": slots, "DOT": dot, "STAGES": 3 if dot else 2, "num_warps": 4}
 
 
-def tile_shape(group: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
+def tile_shape(group: int, width: int, dtype: torch.dtype) -> dict[str, int]:
     """Padded queries GP, slots of a tile BN and the kind of product for `group` queries a key head.
 
     Tensor cores pad the group to 16 and round queries to `dtype`; with one query, or in float32,
     the CUDA cores are as fast and exact.
     """
     dot = group > 1 and dtype in HALF
-    small = max(_power(group), 16) if dot else _power(group)
+    small = max(power_of_two(group), 16) if dot else power_of_two(group)
     slots = 32 if dot or group * width <= 256 else 16
     return {"GP": small, "BN": slots, "DOT": dot, "num_warps": 4}
-
-
-def _power(number: int) -> int:
-    """The next power of two."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
-def _power_below(number: int) -> int:
-    """The power of two at or below."""
-    return 1 << (number.bit_length() - 1)

@@ -67,7 +67,7 @@ def renewed(score, top, total, sums):
 def streamed_kernel(
     qkv, qkv_row, k, v, cache_row, cache_head, k_scale, v_scale, scale_row, scale_head,
     cos, sin, table_row, q_gain, k_gain, eps, pos, start, scale, out, out_row, partial, state, counter,
-    kv_heads, D, R, window, chunk,
+    kv_heads, sequences, D, R, window, chunk,
     G: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, NORM: tl.constexpr, WINDOW: tl.constexpr, DOT: tl.constexpr,
     INT8: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
@@ -88,11 +88,12 @@ def streamed_kernel(
     lane = tl.arange(0, BN)
     group = tl.arange(0, GP)
     one = tl.arange(0, 1)
-    base = row.to(tl.int64) * cache_row + head.to(tl.int64) * cache_head
+    held = row % sequences
+    base = held.to(tl.int64) * cache_row + head.to(tl.int64) * cache_head
     k += base
     v += base
     if INT8:
-        base = row.to(tl.int64) * scale_row + head.to(tl.int64) * scale_head
+        base = held.to(tl.int64) * scale_row + head.to(tl.int64) * scale_head
         k_scale += base
         v_scale += base
     c, s = rotation(cos, sin, (here - zero).to(tl.int64) * table_row, d, R)

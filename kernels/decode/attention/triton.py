@@ -177,12 +177,13 @@ def attend_split(
 def attention_kernel(
     qkv, qkv_row, k, v, cache_row, cache_head, cos, sin, table_row, q_gain, k_gain, eps,
     pos, start, scale, out, out_row, partial, state, counter,
-    kv_heads, D, R, window, chunk,
+    kv_heads, sequences, D, R, window, chunk,
     G: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
     NORM: tl.constexpr, WINDOW: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See `reference.decode_attention`. Grid (rows · kv_heads, up to SPLITS); split s has the slots that
-    `stretch` gives it; `scale` includes log2 e."""
+    `stretch` gives it; `scale` includes log2 e. Row r reads and writes the cache of r modulo
+    `sequences`."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0) // kv_heads
@@ -195,7 +196,7 @@ def attention_kernel(
     if (split < first) | (split > last):
         return
     d = tl.arange(0, DP)
-    base = row.to(tl.int64) * cache_row + head.to(tl.int64) * cache_head
+    base = (row % sequences).to(tl.int64) * cache_row + head.to(tl.int64) * cache_head
     k += base
     v += base
     slots = begin + tl.arange(0, BN)

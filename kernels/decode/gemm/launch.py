@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from blr.kernels.common.launching import launch
+from blr.kernels.common.launching import Grid, TritonKernel, launch
 
 TILE = ("BM", "BN", "BK", "GROUP")  # of a program, in the kernels' order
 
@@ -20,7 +20,7 @@ def bmm(
     *,
     part: int | None = None,
     activation: str = "",
-    **config: Any,
+    **config: int,
 ) -> Tensor:
     """``out = φ(a @ b + bias)`` by our kernel.
 
@@ -58,7 +58,13 @@ def bmm(
     return out
 
 
-def _launch(kernel: Any, grid: Any, arguments: Any, constants: Any, config: dict[str, Any]) -> None:
+def _launch(
+    kernel: TritonKernel,
+    grid: Grid,
+    arguments: Sequence[object],
+    constants: dict[str, object],
+    config: dict[str, int],
+) -> None:
     tile = {name: config[name] for name in TILE}
     rest = {name: value for name, value in config.items() if name not in TILE}
     launch(kernel, grid, arguments, {**tile, **constants}, **rest)
@@ -71,7 +77,7 @@ def _bmm_tma(
     bias: Tensor | None,
     part: int | None,
     activation: str,
-    config: dict[str, Any],
+    config: dict[str, int],
 ) -> Tensor:
     from blr.kernels.decode.gemm.triton import TensorDescriptor, bmm_tma_kernel
 

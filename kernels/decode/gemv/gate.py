@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from blr.kernels.common.launching import run_kernel
@@ -40,7 +38,7 @@ def gate_kernel(
 
 def gate(both: Tensor, y: Tensor, *, activation: str, pdl: bool = False) -> None:
     """``y = act(both[:, :f]) ⊙ both[:, f:]`` of both [n, 2 f] and y [n, f], in float32, rounded once."""
-    options: dict[str, Any] = launch_options(pdl)
+    options = launch_options(pdl)
     run_kernel(
         gate_kernel,
         (len(y), -(-y.shape[1] // COLUMNS)),

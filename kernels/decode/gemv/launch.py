@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.common.launching import run_kernel
+from blr.kernels.common.launching import TritonKernel, run_kernel
 from blr.kernels.decode.gemv.segments import Segment, Stage, shared_input
 
 FEW = 64  # rows of a stage that would leave most of the GPU idle
@@ -119,13 +119,13 @@ def mix_strides(mix: Tensor | None) -> tuple[int, ...]:
 
 
 def run_grouped(
-    kernel: Any,
+    kernel: TritonKernel,
     stages: list[Any],
     tiles: list[Any],
     *,
     gain: Tensor | None,
     eps: float,
-    **constants: Any,
+    **constants: object,
 ) -> None:
     """One to three stages by `kernel`, a `grouped_kernel` of plain or of quantized weights."""
     blocks = [1 if tile.MIX else s.blocks for s, tile in zip(stages, tiles, strict=True)]
@@ -144,7 +144,7 @@ def run_grouped(
     )
 
 
-def launch_options(pdl: bool) -> dict[str, Any]:
+def launch_options(pdl: bool) -> dict[str, bool]:
     """PDL of a kernel, and what its launch needs then."""
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 

@@ -51,18 +51,18 @@ class Stage(NamedTuple):
     an absent tensor: it is never read.
     """
 
-    x: Any
+    x: Tensor
     x_block: int
-    w: Any
+    w: Tensor
     w_block: int
     w_row: int
     w_col: int
-    mix: Any
+    mix: object
     mix_out: int
     mix_in: int
     mix_rank: int
-    bias: Any
-    y: Any
+    bias: Tensor
+    y: Tensor
     rows: int
     K: int
     blocks: int

@@ -26,14 +26,6 @@ LEAST = {2: 1 << 22, 3: 1 << 22, 4: 1 << 20}
 SHORTEST, FEW, LARGE = 64, 128, 1 << 25  # quads; few quads; weights from which those are faster, too
 
 
-def field_of(bits: int, place: int, byte: int) -> int:
-    """The field of a word whose level is in byte `byte` of word number `place` of what it comes apart
-    into."""
-    if bits == 3:
-        return 8 * (place % 2) + 2 * byte + place // 2
-    return 8 // bits * byte + place
-
-
 def offset_of(bits: int) -> float:
     """What is taken from levels as bytes."""
     return 0.0 if bits == 3 else OFFSET[bits]

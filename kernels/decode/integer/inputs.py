@@ -1,7 +1,7 @@
 """Inputs of a token, normed once and left as words of bytes, and V x of corrections beside them.
 
 A product of bytes (`rows.py`) reads four inputs in a word, their high bytes or their low ones, in the
-order in which the levels of a word of weights come apart (`form.field_of`). An input is an integer of 16
+order in which the levels of a word of weights come apart (`place_field`). An input is an integer of 16
 bits with a scale a quad: half a step is 2^-16 of the largest of its 32 or 64 inputs.
 """
 
@@ -21,7 +21,7 @@ AT_ONCE = tl.constexpr(4096)  # inputs that are squared at once
 
 @triton.jit
 def place_field(place, BYTE: tl.constexpr, BITS: tl.constexpr):
-    """`form.field_of` of places in a tensor."""
+    """The field of a word whose level is in byte BYTE of word `place` that it comes apart into."""
     if BITS == 3:
         return 8 * (place % 2) + 2 * BYTE + place // 2
     else:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from torch import Tensor
 
@@ -119,7 +118,7 @@ def multiply(launch: ByteLaunch, add: bool = False) -> None:
     )
 
 
-def _options(launch: ByteLaunch) -> dict[str, Any]:
+def _options(launch: ByteLaunch) -> dict[str, object]:
     low, high = table(launch.segments[0].curved)
     fixed = {"LOW": low, "HIGH": high, "ASM": not interpreted()}
     return {**fixed, "num_warps": row_warps(launch.segments[0]), **launch_options(launch.pdl)}
@@ -178,5 +177,5 @@ def ends_of(
     return first, second, third
 
 
-def three(found: Sequence[Any], other: Any) -> list[Any]:
+def three(found: Sequence[object], other: object) -> list[object]:
     return [*found, other, other, other][:3]

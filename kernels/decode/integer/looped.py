@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -77,7 +76,7 @@ def _inputs(loop: Loop) -> tuple[Tensor, Tensor, float]:
     return x, x if loop.gain is None else loop.gain, loop.eps
 
 
-def _options(loop: Loop) -> dict[str, Any]:
+def _options(loop: Loop) -> dict[str, object]:
     s, limit = loop.segments[0], {} if interpreted() else {"maxnreg": REGISTERS}
     fixed = {"OFFSET": offset_of(s.bits), "ASM": not interpreted(), "num_warps": row_warps(s)}
     return {**fixed, **limit, **launch_options(loop.pdl)}

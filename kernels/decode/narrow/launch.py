@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -51,7 +49,7 @@ def product(
     *,
     part: int | None = None,
     pdl: bool = False,
-    **config: Any,
+    **config: int,
 ) -> None:
     """``y[p] = w x[·]`` summed over the parts of x, in the parts p of the columns of w.
 

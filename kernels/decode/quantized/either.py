@@ -16,7 +16,7 @@ from blr.kernels.decode.gemv.segments import Segment
 from blr.kernels.decode.quantized.segments import QuantizedSegment
 
 AnySegment = Segment | QuantizedSegment
-Run = Callable[[], Any]
+Run = Callable[[], object]
 LONG = 4096  # columns of rows in int4 that are not in pairs
 
 
@@ -95,7 +95,7 @@ def grouped(
         launch(list(found), gain=gain, eps=eps, add=add, pdl=pdl)
 
 
-def dual(gate: AnySegment, up: AnySegment, **options: Any) -> None:
+def dual(gate: AnySegment, up: AnySegment, **options: object) -> None:
     """`segments.dual` of two segments of one kind. Raises ValueError for two of different kinds."""
     found = {_format(s) for s in (gate, up)}
     if len(found) != 1:

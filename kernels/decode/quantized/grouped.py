@@ -124,7 +124,7 @@ def dual(
     gain: Tensor | None = None,
     eps: float = 0.0,
     pdl: bool = False,
-    **config: Any,
+    **config: int,
 ) -> None:
     """`segments.dual` in one launch a token; config: BR, BQ, num_warps in place of `tile_shape`'s."""
     check_format((gate, up))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,28 +114,28 @@ class QuantizedStage(NamedTuple):
     """What kernels take of a `QuantizedSegment`, as `blr.kernels.decode.gemv.segments.Stage`; w and its
     strides count words of 4 bytes, w_row units of them. z, u…: of a correction."""
 
-    x: Any
+    x: Tensor
     x_block: int
-    w: Any
+    w: Tensor
     w_block: int
     w_row: int
-    scale: Any
+    scale: object
     scale_block: int
     scale_row: int
-    mix: Any
+    mix: object
     mix_out: int
     mix_in: int
     mix_rank: int
-    bias: Any
-    y: Any
+    bias: Tensor
+    y: Tensor
     rows: int
     K: int
     blocks: int
     part: int
-    z: Any
-    u: Any
+    z: Tensor
+    u: object
     u_row: int
-    u_scale: Any
+    u_scale: object
     u_scale_row: int
     u_part: int
     ranks: int

@@ -25,7 +25,7 @@ from blr.kernels.decode.skinny.launch import (
     width_of,
 )
 
-Run = Callable[[], Any]
+Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _slices(segments: Sequence[AnySegment]) -> list[int] | None:
     return starts if blocks and whole and len(storage) == 1 else None
 
 
-def _inputs(segments: Sequence[AnySegment], how: SkinnyOptions) -> tuple[list[Run], list[Any]]:
+def _inputs(segments: Sequence[AnySegment], how: SkinnyOptions) -> tuple[list[Run], list[AnySegment]]:
     """What prepares the inputs of segments, and the segments of those."""
     from blr.kernels.decode.skinny.prepare import prepare, prepared
 
@@ -181,7 +181,7 @@ def _padded(s: AnySegment) -> AnySegment:
 
 def _first_factors(
     segments: Sequence[AnySegment], dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None, list[Any]]:
+) -> tuple[Tensor | None, Tensor | None, list[AnySegment]]:
     """V of all corrections in one plain matrix, where their results come together, and the segments that
     read those. The factors are small: in plain numbers they cost a few percent of the weights' bytes."""
     corrected = [s for s in segments if isinstance(s, QuantizedSegment) and s.correction is not None]

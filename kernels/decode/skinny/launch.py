@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -260,7 +259,7 @@ def stage_of(s: AnySegment) -> SkinnyStage:
     )
 
 
-def _correction(s: AnySegment) -> tuple[Any, ...]:
+def _correction(s: AnySegment) -> tuple[Tensor, int, Tensor, int, int]:
     if isinstance(s, Segment) or s.correction is None:
         return s.x, 0, s.x, 0, 0
     u, z = s.correction.u.levels, s.correction.first.y

@@ -35,13 +35,13 @@ FOUR = 4
 class Mix(NamedTuple):
     """One layer's: ``y[n, k·R + r] = Σ_l s[k, l, r] z[n, l·R + r]``; strides in elements."""
 
-    z: Any
+    z: Tensor
     z_token: int
-    s: Any
+    s: object
     s_out: int
     s_in: int
     s_rank: int
-    y: Any
+    y: Tensor
     y_token: int
     ranks: int
     blocks: int

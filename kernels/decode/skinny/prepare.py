@@ -6,8 +6,6 @@ With V of ``Q + U V`` among the programs that prepare the input of Q, the correc
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,8 +26,9 @@ LONGEST = 4096  # columns of a row of first factors that a program reads at once
 
 @triton.jit
 def source_of(place, K, GROUP: tl.constexpr, LOW: tl.constexpr):
-    """The column that is at a place of a block of K columns, or K: see `segments.field_order`. LOW: bits
-    of the lowest plane, 16 of plain weights."""
+    """The column that is at a place of a block of K columns, or K. LOW: bits of the lowest plane, 16 of
+    plain weights. Half h of word j of that plane (i = 2 j + h of H halves) has fields s = 0 …: place
+    s·H + i of a group."""
     if LOW == 16:
         return place
     else:
@@ -118,7 +117,7 @@ def prepare(
     padded = out.shape[1] // blocks
     BK = min(power_of_two(out.shape[1]), WIDEST)
     parts = -(-out.shape[1] // BK)
-    options: dict[str, Any] = launch_options(pdl)
+    options = launch_options(pdl)
     rows = out if v is None else v
     sums = x if z is None else z
     prepare_kernel[(tokens * (parts + (0 if v is None else len(v))),)](

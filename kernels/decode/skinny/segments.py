@@ -1,13 +1,10 @@
-"""What one launch of the skinny products is made of, and the order of their inputs."""
+"""What one launch of the skinny products is made of."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-from blr.kernels.decode.quantized.formats import PLANES
 
 
 class SkinnyStage(NamedTuple):
@@ -18,25 +15,25 @@ class SkinnyStage(NamedTuple):
     `blr.kernels.decode.gemv.segments.Stage`.
     """
 
-    x: Any
+    x: Tensor
     x_token: int
     x_block: int
-    w: Any
+    w: Tensor
     w_block: int
     w_row: int
-    scale: Any
+    scale: object
     scale_block: int
     scale_row: int
-    bias: Any
-    y: Any
+    bias: Tensor
+    y: Tensor
     y_token: int
     rows: int
     K: int
     blocks: int
     part: int
-    u: Any
+    u: object
     u_row: int
-    z: Any
+    z: Tensor
     z_token: int
     ranks: int
 
@@ -63,15 +60,3 @@ class SkinnyTile(NamedTuple):
     LOW: int = 16
     LOW_GROUP: int = 0
     CURVED: bool = False
-
-
-def field_order(bits: int, group: int) -> Tensor:
-    """[group] int64: the column of each place of a group, in the order in which fields meet inputs.
-
-    Half h of word j of the lowest plane (i = 2 j + h of H halves) has fields s = 0 …: place s·H + i.
-    """
-    low = PLANES[bits][0]
-    halves, words = group * low // 16, group * low // 32
-    place = torch.arange(group)
-    field, half = place // halves, place % halves
-    return ((half % 2) * (16 // low) + field) * words + half // 2

@@ -9,7 +9,7 @@ the gradient of y_k, z and w computed again:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from blr.kernels.common.dispatch import Plans, Variant, plan
 from blr.kernels.common.inlining import inlined
-from blr.kernels.common.registration import apply, autocast, is_unwatched, register, rows
+from blr.kernels.common.registration import Context, apply, autocast, register, rows
 from blr.kernels.common.tables import Shape
+from blr.kernels.common.watching import is_unwatched
 from blr.kernels.layers.blast.cpu import blast_linear as on_cpu
 from blr.kernels.layers.blast.reference import blast_linear as reference
 
@@ -72,11 +73,11 @@ def _fake(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None) -> Te
     return x.new_empty(x.shape[0], U.shape[0] * U.shape[1])
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup(ctx: Context, inputs: Sequence[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:4])
 
 
-def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Context, g: Tensor) -> tuple[Tensor | None, ...]:
     x, U, S, V = ctx.saved_tensors
     for_x, for_u, for_s, for_v, for_bias = ctx.needs_input_grad
     x_l, g_k = _blocks(x, V.shape[0]), _blocks(g, U.shape[0])

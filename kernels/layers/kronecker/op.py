@@ -75,11 +75,11 @@ def _fake(x: Tensor, factors: list[Tensor], bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], _outputs(factors))
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0], *inputs[1])
 
 
-def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, g: Tensor) -> tuple[object, ...]:
     x, *factors = ctx.saved_tensors
     for_x, for_factors, for_bias = ctx.needs_input_grad
     dbias = g.sum(0) if for_bias else None

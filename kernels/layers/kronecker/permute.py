@@ -10,7 +10,6 @@ too. Neighbouring programs read neighbouring features: the batch is the slowest 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 from torch import Tensor
 
@@ -128,7 +127,7 @@ def wide(tile: dict[str, int], features: Tensor, blocks: Tensor, d: int) -> bool
     return max(BN * fn + BM * max(d, BD) * ff, BD * bl + BN * bn + BM * bm) >= 2**31
 
 
-def launch(features: Tensor, blocks: Tensor, bias: Tensor | None, d: int, **config: Any) -> None:
+def launch(features: Tensor, blocks: Tensor, bias: Tensor | None, d: int, **config: int) -> None:
     """Run the kernel over features [n, a·m·d] and blocks [a·d, n, m].
 
     Args:

@@ -3,8 +3,6 @@
 Backward, with g the gradient of y [n, o], h = g U and z = x V [n, r] (computed again):
 
     dx = h Vᵀ        dV = xᵀ h        dU = gᵀ z        dbias = Σ_n g
-
-`lowrank_group` gives several layers of the same input in one product through their ranks.
 """
 
 from __future__ import annotations
@@ -13,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from blr.kernels.common.dispatch import Plans, Variant, plan
-from blr.kernels.common.inlining import called, inlined
-from blr.kernels.common.registration import apply, autocast, is_unwatched, register, rows
+from blr.kernels.common.inlining import inlined
+from blr.kernels.common.registration import Context, apply, autocast, register, rows
 from blr.kernels.common.tables import Shape
+from blr.kernels.common.watching import is_unwatched
 from blr.kernels.layers.lowrank.reference import lowrank_linear as reference
 
 Gradients = tuple[Tensor | None, ...]
@@ -42,32 +39,6 @@ def lowrank_linear(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) 
     x, U, V, bias = autocast((x, U, V, bias))
     y = apply(_LINEAR, rows(x), U, V, bias)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
-
-
-def lowrank_group(
-    x: Tensor,
-    Us: Sequence[Tensor],
-    Vs: Sequence[Tensor],
-    biases: Sequence[Tensor | None] | None = None,
-) -> list[Tensor]:
-    """`lowrank_linear` of one x with several pairs of factors, as of q, k and v.
-
-    Where the Vs are views of one stored tensor [Σ r, i] (see `pack_shared_input`), x is read once:
-    one product through all ranks. Elsewhere the layers run one after the other.
-
-    Args:
-        x: [..., i]. Us: [o_g, r_g] each. Vs: [i, r_g] each. biases: [o_g] or None each.
-
-    Returns:
-        [..., o_g] each.
-    """
-    given = biases or [None] * len(Us)
-    x, *tensors = autocast((x, *Us, *Vs, *given))
-    count = len(Us)
-    # a list of optional tensors has no autograd: an empty one stands for None
-    shifts = [U.new_empty(0) if b is None else b for U, b in zip(Us, tensors[2 * count :], strict=True)]
-    ys = apply(_GROUP, rows(x), tensors[:count], tensors[count : 2 * count], shifts)
-    return [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
 
 
 def packed(Vs: Sequence[Tensor]) -> Tensor | None:
@@ -113,11 +84,11 @@ def _fake(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], U.shape[0])
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup(ctx: Context, inputs: Sequence[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
 
 
-def _backward(ctx: Any, g: Tensor) -> Gradients:
+def _backward(ctx: Context, g: Tensor) -> Gradients:
     x, U, V = ctx.saved_tensors
     return _gradients(ctx.needs_input_grad, g, x, U, V)
 
@@ -133,39 +104,6 @@ def _gradients(needed: Sequence[bool], g: Tensor, x: Tensor, U: Tensor, V: Tenso
     )
 
 
-def _group_forward(x: Tensor, Us: list[Tensor], Vs: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-    given = [b if b.numel() else None for b in biases]
-    stored = packed(Vs)
-    if stored is None or x.shape[0] == 0:
-        return [_forward(x, *factors) for factors in zip(Us, Vs, given, strict=True)]
-    inner = (x @ stored.mT).split([V.shape[1] for V in Vs], 1)  # [n, r_g] each
-    return [linear(*terms) for terms in zip(inner, Us, given, strict=True)]
-
-
-def _group_plain(x: Tensor, Us: list[Tensor], Vs: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-    given = [b if b.numel() else None for b in biases]
-    return [reference(x, *factors) for factors in zip(Us, Vs, given, strict=True)]
-
-
-def _group_fake(x: Tensor, Us: list[Tensor], Vs: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
-    return [x.new_empty(x.shape[0], U.shape[0]) for U in Us]
-
-
-def _group_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, Us, Vs, _ = inputs
-    ctx.save_for_backward(x, *Us, *Vs)
-
-
-def _group_backward(ctx: Any, gs: list[Tensor]) -> tuple[Any, ...]:
-    x, *factors = ctx.saved_tensors
-    for_x, *needed = ctx.needs_input_grad
-    Us, Vs = factors[: len(gs)], factors[len(gs) :]
-    layers = zip(gs, Us, Vs, zip(*needed, strict=True), strict=True)
-    found = [_gradients((for_x, *flags), g, x, U, V) for g, U, V, flags in layers]
-    dx, dU, dV, dbias = map(list, zip(*found, strict=True))
-    return torch.stack(dx).sum(0) if for_x else None, dU, dV, dbias
-
-
 _LINEAR = inlined(
     register(
         "lowrank_linear",
@@ -174,11 +112,4 @@ _LINEAR = inlined(
     ),
     "lowrank",
     _shape,
-)
-_GROUP = called(
-    register(
-        "lowrank_group",
-        "(Tensor x, Tensor[] Us, Tensor[] Vs, Tensor[] biases) -> Tensor[]",
-        *(_group_forward, _group_fake, _group_setup, _group_backward, _group_plain),
-    )
 )

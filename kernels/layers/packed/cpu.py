@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blr.kernels.common.mode import kernels_mode
-from blr.kernels.common.registration import is_unwatched
+from blr.kernels.common.watching import is_unwatched
 from blr.kernels.decode.quantized.formats import grid_of
 
 MOST = 64  # sequences: twice as fast as dense weights in float32 still

@@ -204,7 +204,7 @@ def few_product(
         each: groups of a program, in place of what is chosen.
     """
     from blr.kernels.layers.packed.few import few_kernel
-    from blr.kernels.layers.packed.triton import prepare, whole_ranks
+    from blr.kernels.layers.packed.prepare import prepare, whole_ranks
 
     (tokens, K), rows = x.shape, len(packed)
     tiles, steps, slots = -(-rows // FEW_ROWS), K // group, 8 if tokens <= 8 else 16
@@ -250,7 +250,7 @@ def fused_product(
 ) -> Tensor:  # fmt: skip
     """`product` by one kernel and one that prepares its inputs; tile: in place of `default_tile`'s."""
     from blr.kernels.layers.packed.fused import product_kernel
-    from blr.kernels.layers.packed.triton import prepare, whole_ranks
+    from blr.kernels.layers.packed.prepare import prepare, whole_ranks
 
     (tokens, K), rows = x.shape, len(packed)
     tile = tile or default_tile(rows, K, bits, group, tokens)

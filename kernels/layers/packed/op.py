@@ -78,11 +78,11 @@ def _forward(
     return y if u is None or v is None else y.addmm_(x @ v.mT, u.mT)
 
 
-def _fake(x: Tensor, packed: Tensor, *_: Any) -> Tensor:
+def _fake(x: Tensor, packed: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape[0], packed.shape[0])
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     x, packed, scale, _, u, v, *ctx.form = inputs
     ctx.width = x.shape[1]
     ctx.save_for_backward(packed, scale, u, v)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +77,7 @@ def _step(lower: Tensor, inverses: Tensor, first: int, below: int) -> None:
     given = (lower, inverses, n, first, lower.stride(0), inverses.stride(0))
     launch(diagonal_kernel, (groups,), given, {"TILE": TILE}, num_warps=WARPS)
     if below:
-        constants: dict[str, Any] = {"TILE": TILE, "PRECISION": PRECISION}
+        constants: dict[str, object] = {"TILE": TILE, "PRECISION": PRECISION}
         launch(panel_kernel, (below, groups), given, constants, num_warps=WARPS)
         behind = (lower, n, first, lower.stride(0))
         launch(update_kernel, (below, below, groups), behind, constants, num_warps=WARPS)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from blr.kernels.common.available import TRAINED, kernel_device
+from blr.kernels.common.registration import Context
 from blr.kernels.training.distance import reference
 
 
@@ -20,13 +21,13 @@ def relative_errors(mine: Tensor, wanted: Tensor) -> Tensor:
 
 class _Relative(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, wanted: Tensor) -> Tensor:
+    def forward(ctx: Context, mine: Tensor, wanted: Tensor) -> Tensor:
         found, size = _module(mine, wanted).distances(mine, wanted)
         ctx.save_for_backward(mine, wanted, size)
         return found
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, g: Tensor) -> tuple[Tensor, None]:
         mine, wanted, size = ctx.saved_tensors
         return _module(mine, wanted).distances_back(mine, wanted, size, g), None
 

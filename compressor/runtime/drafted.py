@@ -1,0 +1,280 @@
+"""Decodes with a draft: a small model proposes tokens, and the dense one checks them in one pass.
+
+A round takes k tokens of the draft, one after the other, and passes them through the dense model
+together. It keeps those that the dense model agrees with, and one more that the dense model chooses.
+Rejected tokens leave slots of both caches behind, which later tokens overwrite.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from blr.compressor.runtime.bind import Run, in_turn
+from blr.compressor.runtime.decoder import MAX_BATCH, Decoder
+from blr.compressor.runtime.memory import bucket_of
+from blr.compressor.runtime.sampling import Collector, Sampler, accept, agreed, check_logits
+
+DRAFTS = (1, 2, 3, 5, 7)  # numbers of drafts that a round may have, each a CUDA graph
+NONE = 0  # the model alone
+BANDWIDTH, LAUNCH = 3.5e12, 2e-6  # bytes a second and seconds a launch, of the GPUs that decode fastest
+PASS = 1.1  # a pass of several tokens, as a part of a step of one
+BETTER = 1.05  # times as fast another number of drafts must be, for its graph takes time to capture
+# The weight of a round beside the next one, and what is believed of drafts before any
+KEPT, BELIEVED, WEIGHT = 0.95, 0.8, 4.0
+CERTAIN = 0.995  # no share is believed to be more
+AHEAD = 1  # rounds that are launched before the results of another are there
+
+
+@dataclass
+class Acceptance:
+    """The share of drafts that are accepted, of the last rounds above all; `total` counts all accepted
+    drafts of `drafts`, `rounds` those of all sequences."""
+
+    accepted: float = BELIEVED * WEIGHT
+    tried: float = WEIGHT
+    total: int = 0
+    drafts: int = 0
+    rounds: int = 0
+
+    def add(self, accepted: int, drafts: int) -> None:
+        """Count a round of one sequence: drafts after the first rejected one were not tried."""
+        self.accepted = KEPT * self.accepted + accepted
+        self.tried = KEPT * self.tried + min(accepted + 1, drafts)
+        self.total, self.drafts = self.total + accepted, self.drafts + drafts
+        self.rounds += 1
+
+    def best(self, choices: Sequence[int], cost: float, now: int = NONE) -> int:
+        """The number of drafts that gives most tokens a second, `now` unless another is better by far.
+        cost: of a step of the draft, as a part of one of the model."""
+        share = min(self.accepted / self.tried, CERTAIN)
+
+        def speed(k: int) -> float:
+            return (1 - share ** (k + 1)) / (1 - share) / (PASS + cost * k) if k else 1.0
+
+        found = max(choices, key=speed)
+        return found if now not in choices or speed(found) > BETTER * speed(now) else now
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round for some sequences, and its memory. result: [drafts + 2, B], tokens and then how many of
+    them count. noise: [drafts + 1, B, vocab] and chances: [drafts, B], random numbers for it."""
+
+    drafts: int
+    result: Tensor
+    run: Run
+    noise: Tensor | None
+    chances: Tensor | None
+
+    def launch(self, generator: torch.Generator | None) -> Pending:
+        """Run the round, and start to copy its result from the device."""
+        if self.noise is not None and self.chances is not None:
+            self.noise.exponential_(generator=generator).clamp_min_(1e-30)
+            self.chances.uniform_(generator=generator)
+        self.run()
+        on_gpu = self.result.is_cuda
+        host = torch.empty(self.result.shape, dtype=torch.int64, pin_memory=on_gpu)
+        host.copy_(self.result, non_blocking=on_gpu)
+        event = torch.cuda.Event() if on_gpu else None
+        if event is not None:
+            event.record()
+        return Pending(self.drafts, host, event)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A round that was launched, and where its result will be."""
+
+    drafts: int
+    host: Tensor
+    event: torch.cuda.Event | None
+
+    def tokens(self) -> list[list[int]]:
+        """Wait for the tokens of every sequence."""
+        if self.event is not None:
+            self.event.synchronize()
+        *tokens, counts = self.host.tolist()
+        return [[t[row] for t in tokens[:count]] for row, count in enumerate(counts)]
+
+
+@dataclass
+class Rounds:
+    """What the host knows of the rounds of one call: the slot of each row's last token, and those
+    launched."""
+
+    collector: Collector
+    slots: list[int]
+    acceptance: Acceptance
+    waiting: deque[Pending] = field(default_factory=deque)
+
+    @property
+    def possible(self) -> int:
+        """The most tokens that launched rounds may give a row."""
+        return sum(pending.drafts + 1 for pending in self.waiting)
+
+    def read(self, ahead: int) -> None:
+        """Take results until at most `ahead` rounds are on their way, none where those may be the
+        last."""
+        while self.waiting and (len(self.waiting) > ahead or self.collector.left <= self.possible):
+            pending = self.waiting.popleft()
+            for row, tokens in enumerate(pending.tokens()):
+                self.slots[row] += len(tokens)
+                if self.collector.keep(row, tokens):
+                    self.acceptance.add(len(tokens) - 1, pending.drafts)
+
+
+class DraftedDecoder(Decoder):
+    """Decodes with `model` and a `draft` of the same vocabulary. Options are those of `Decoder`, for
+    both. Tokens are those of `model` alone, or are drawn by its probabilities.
+
+    Attributes:
+        acceptance: of the last call of `generate`. cost: of a step of the draft, as a part of a pass of
+        the model, by bytes and launches. choices: numbers of drafts that a round may have.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        draft: PreTrainedModel,
+        *,
+        batch: int = 1,
+        choices: tuple[int, ...] = (NONE, *DRAFTS),
+        **options: Any,
+    ) -> None:
+        super().__init__(model, batch=batch, tokens=MAX_BATCH, **options)
+        self.draft = Decoder(draft, batch=batch, tokens=MAX_BATCH, **options)
+        self.choices, self.acceptance = choices, Acceptance()
+        self.cost = _seconds(self.draft) / _seconds(self)
+        # of every sequence: the last two tokens, and the slot of the last, which no cache has yet
+        self._moving = torch.zeros(3, batch, dtype=torch.int64, device=model.device)
+        self._rounds: dict[tuple[object, ...], Round] = {}
+
+    def prefill(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Read a prompt into both caches; as of `Decoder`."""
+        logits = super().prefill(input_ids, lengths)
+        self.draft.prefill(input_ids, lengths)
+        rows = self.rows
+        for state in (self.state, self.draft.state):
+            times = len(state.start) // rows
+            state.start[: rows * times] = state.start[:rows].repeat(times)
+        self._moving[0, :rows] = input_ids[:, -1]
+        self._moving[2, :rows] = self.position
+        return logits
+
+    def proceed(
+        self, logits: Tensor, sampler: Sampler, collector: Collector, steps: int, seed: int
+    ) -> list[list[int]]:
+        rows, device = self.rows, self.model.device
+        choices = [k for k in self.choices if (k + 1) * rows <= MAX_BATCH]
+        self.acceptance = Acceptance()
+        drafts = self.acceptance.best(choices, self.cost) if choices else NONE
+        if drafts == NONE:
+            return super().proceed(logits, sampler, collector, steps, seed)
+        generator = None if sampler.greedy else torch.Generator(device).manual_seed(seed)
+        first = self._moving[1, :rows].copy_(sampler.choose(logits, generator))
+        for row, token in enumerate(first.tolist()):
+            collector.keep(row, [token])
+        rounds = Rounds(collector, [self.position] * rows, self.acceptance)
+        choices = [k for k in choices if k != NONE]  # the draft has read all so far
+        while not collector.done:
+            drafts = rounds.acceptance.best(choices, self.cost, drafts)
+            slots = min(max(rounds.slots) + rounds.possible + drafts + 1, self.context)
+            launched = self._round(rows, drafts, bucket_of(slots), sampler).launch(generator)
+            rounds.waiting.append(launched)
+            rounds.read(AHEAD if device.type == "cuda" else 0)
+        check_logits(self.state.buffers["logits"][:rows])
+        return collector.tokens
+
+    def _round(self, rows: int, drafts: int, bucket: int, sampler: Sampler) -> Round:
+        key = rows, drafts, bucket, sampler
+        if key not in self._rounds:
+            self._rounds[key] = self._make(rows, drafts, bucket, sampler)
+        return self._rounds[key]
+
+    def _make(self, rows: int, drafts: int, bucket: int, sampler: Sampler) -> Round:
+        """Bind a round, and capture it as one CUDA graph."""
+        of, phases = self.draft, self.draft.plan.phases
+        bound = of.launches(rows, bucket, phases, 2), of.launches(rows, bucket, phases)
+        check = self.launches(rows, bucket, self.plan.phases, drafts + 1)
+        device, noise, chances = self.model.device, None, None
+        if not sampler.greedy:
+            vocabulary = self.state.buffers["logits"].shape[1]
+            noise = torch.ones(drafts + 1, rows, vocabulary, device=device)
+            chances = torch.ones(drafts, rows, device=device)
+        result = torch.zeros(drafts + 2, rows, dtype=torch.int64, device=device)
+
+        def once() -> None:
+            proposed, likely = self._propose(*bound, rows, drafts, sampler, noise)
+            logits = self._check(check, rows, proposed)
+            if likely is None or noise is None or chances is None:
+                chosen = self.state.tokens[: rows * (drafts + 1)].view(-1, rows)
+                count = agreed(self.hits(chosen, proposed))
+            else:
+                wanted = sampler.distribution(logits).view(drafts + 1, rows, -1)
+                chosen, count = accept(wanted, likely, proposed, chances, noise[-1])
+            self._move(chosen, count, rows)
+            result.copy_(torch.cat((chosen, count[None] + 1)))
+
+        run = self.captured(once, [self._moving], (bound, check, noise, chances))
+        return Round(drafts, result, run, noise, chances)
+
+    def _propose(
+        self, first: list[Run], step: list[Run], rows: int, drafts: int, sampler: Sampler, noise: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tokens [drafts, rows] of the draft, and what it drew them from. Its first pass has the last
+        two tokens: after a round without a rejected draft, it lacks the one before the last."""
+        state, (before, last, at) = self.draft.state, self._moving[:, :rows]
+        state.tokens[: 2 * rows] = torch.cat((before, last))
+        state.pos[: 2 * rows] = torch.cat((at - 1, at))
+        in_turn(first)
+        tokens: list[Tensor] = []
+        likely: list[Tensor] = []
+        for index in range(drafts):
+            begin = 0 if index else rows
+            if index:
+                state.tokens[:rows] = tokens[-1]
+                state.pos[:rows] = (at + index).clamp(max=self.context - 1)
+                in_turn(step)
+            if noise is None:
+                tokens.append(state.tokens[begin : begin + rows].clone())
+                continue
+            likely.append(sampler.distribution(state.buffers["logits"][begin : begin + rows]))
+            tokens.append((likely[-1] / noise[index]).argmax(-1))
+        return torch.stack(tokens), torch.stack(likely) if likely else None
+
+    def hits(self, chosen: Tensor, proposed: Tensor) -> Tensor:
+        """Whether each proposed token [drafts, rows] is the one that the model chose in its place."""
+        return chosen[:-1] == proposed
+
+    def _check(self, passed: list[Run], rows: int, proposed: Tensor) -> Tensor:
+        """Pass the last token and those proposed through the model; its logits
+        [(drafts + 1) · rows, vocab]."""
+        state, (_, last, at) = self.state, self._moving[:, :rows]
+        tokens = torch.cat((last[None], proposed))
+        slots = at + torch.arange(len(tokens), device=at.device)[:, None]
+        state.tokens[: tokens.numel()] = tokens.flatten()
+        state.pos[: tokens.numel()] = slots.clamp(max=self.context - 1).flatten()
+        in_turn(passed)
+        return state.buffers["logits"][: tokens.numel()]
+
+    def _move(self, chosen: Tensor, count: Tensor, rows: int) -> None:
+        """Go on behind the accepted drafts and the token after them. Rows whose cache is full stay."""
+        before, last, at = self._moving[:, :rows]
+        chain = torch.cat((last[None], chosen))
+        before.copy_(chain.gather(0, count[None])[0])
+        last.copy_(chain.gather(0, count[None] + 1)[0])
+        at.add_(count + 1).clamp_(max=self.context - 1)
+
+
+def _seconds(decoder: Decoder) -> float:
+    """About how long a token of `decoder` takes on a GPU. Not measured, so that the same seed draws the
+    same tokens."""
+    phases = decoder.plan.phases
+    return sum(phase.bytes for phase in phases) / BANDWIDTH + LAUNCH * len(phases)

@@ -1,0 +1,215 @@
+"""A draft changes the speed of a decoder, not what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from pico import VOCAB, save_pico
+from torch import Tensor
+
+from blr.compressor import register
+from blr.compressor.base.errors import NumericsError
+from blr.compressor.runtime.decoder import Decoder
+from blr.compressor.runtime.drafted import DRAFTS, Acceptance
+from blr.compressor.runtime.drafted import DraftedDecoder as Drafted
+from blr.compressor.runtime.sampling import Collector, Sampler, accept
+from blr.kernels.common.available import has_triton
+
+register()
+
+needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
+
+
+class DraftedDecoder(Drafted):
+    """Drafts however slow they are."""
+
+    def __init__(self, *models: Any, **options: Any) -> None:
+        super().__init__(*models, **{"choices": DRAFTS, **options})
+
+
+def changed(model: Any, amount: float, seed: int = 1) -> Any:
+    """A model whose weights differ a little, as those of a compressed one."""
+    generator = torch.Generator().manual_seed(seed)
+    other = type(model)(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight += amount * weight.std() * torch.randn(weight.shape, generator=generator)
+    return other
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def drafts(trained: Any) -> dict[str, Any]:
+    """Models that a dense one agrees with always, often and never."""
+    return {"same": trained, "near": changed(trained, 0.1), "far": changed(trained, 3.0)}
+
+
+@pytest.fixture(scope="module")
+def text(tiny: Path, sample: Path) -> Tensor:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    return tokenizer(sample.read_text("utf-8"), return_tensors="pt")["input_ids"]
+
+
+def ragged(text: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Prompts from several places of a text, of different lengths, padded on the left."""
+    ids = torch.stack([text[0, 7 * row : 7 * row + 12] for row in range(rows)])
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : row % 7] = 0
+    return ids * mask, mask
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("kind", ["same", "near", "far"])
+def test_greedy_tokens_are_those_of_the_model_alone(
+    kind: str, rows: int, trained: Any, drafts: dict[str, Any], text: Tensor
+) -> None:
+    ids, mask = ragged(text, rows)
+    options: dict[str, Any] = {"batch": rows, "context": 60, "ops": "torch"}
+    drafted = DraftedDecoder(trained, drafts[kind], **options)
+    found = drafted.generate(ids, mask, max_new_tokens=48)  # up to the end of the cache
+    assert found == Decoder(trained, **options).generate(ids, mask, max_new_tokens=48)
+    share = drafted.acceptance.total / drafted.acceptance.drafts
+    low, high = {"same": (0.99, 1.0), "near": (0.2, 0.99), "far": (0.0, 0.2)}[kind]
+    assert low <= share <= high
+
+
+def test_a_cache_in_int8(trained: Any, drafts: dict[str, Any], text: Tensor) -> None:
+    options: dict[str, Any] = {"batch": 2, "context": 60, "ops": "torch", "cache": "int8"}
+    ids, mask = ragged(text, 2)
+    found = DraftedDecoder(trained, drafts["near"], **options).generate(ids, mask, max_new_tokens=40)
+    assert found == Decoder(trained, **options).generate(ids, mask, max_new_tokens=40)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_prompts_of_one_and_two_tokens(length: int, trained: Any, drafts: dict[str, Any]) -> None:
+    ids = torch.tensor([[5, 9]])[:, :length]
+    options: dict[str, Any] = {"context": 40, "ops": "torch"}
+    found = DraftedDecoder(trained, drafts["near"], **options).generate(ids, max_new_tokens=30)
+    assert found == Decoder(trained, **options).generate(ids, max_new_tokens=30)
+
+
+def test_stop_tokens_and_streaming_are_as_without_a_draft(
+    trained: Any, drafts: dict[str, Any], text: Tensor
+) -> None:
+    ids, mask = ragged(text, 3)
+    options: dict[str, Any] = {"batch": 3, "context": 64, "ops": "torch"}
+    plain = Decoder(trained, **options).generate(ids, mask, max_new_tokens=40)
+    told: list[tuple[int, int]] = []
+    found = DraftedDecoder(trained, drafts["near"], **options).generate(
+        ids,
+        mask,
+        max_new_tokens=40,
+        stop_ids=[plain[0][9]],
+        on_token=lambda row, token: told.append((row, token)),
+    )
+    for row, tokens in enumerate(plain):
+        stop = tokens.index(plain[0][9]) + 1 if plain[0][9] in tokens else 40
+        assert found[row] == tokens[:stop] == [token for at, token in told if at == row]
+
+
+def test_draws_are_the_same_under_a_seed(trained: Any, drafts: dict[str, Any], text: Tensor) -> None:
+    drafted = DraftedDecoder(trained, drafts["near"], batch=2, context=60, ops="torch")
+    ids, mask = ragged(text, 2)
+    draws = [
+        drafted.generate(ids, mask, max_new_tokens=20, temperature=0.9, top_k=50, top_p=0.9, seed=seed)
+        for seed in (3, 3, 4)
+    ]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_accepted_and_drawn_tokens_follow_the_model() -> None:
+    """Chi-square of 50,000 draws of two tokens each, of which the draft proposes the first."""
+    draws, size = 50_000, 6
+    generator = torch.Generator().manual_seed(0)
+    random = torch.rand(3, size, generator=generator)
+    first, second, q = (p / p.sum() for p in random.square())
+    wanted = torch.stack((first, second))[:, None].expand(2, draws, size)
+    likely = q.expand(1, draws, size)
+    drafts = torch.multinomial(q, draws, replacement=True, generator=generator)[None]
+    chances = torch.rand(1, draws, generator=generator)
+    noise = torch.empty(draws, size).exponential_(generator=generator)
+    tokens, count = accept(wanted, likely, drafts, chances, noise)
+    assert 0.3 < count.float().mean() < 1
+    assert chi_square(tokens[0], first) < LIMIT[size - 1]
+    assert chi_square(tokens[1, count == 1], second) < LIMIT[size - 1]
+
+
+def test_draws_of_a_whole_decoder_follow_the_model(tmp_path: Path) -> None:
+    """Chi-square of the second token of 4,000 sequences, given the most frequent first one."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(save_pico("llama", tmp_path)).eval()
+    draft, ids = changed(model, 0.5), torch.full((8, 3), 7)
+    decoder = DraftedDecoder(model, draft, batch=8, context=8, ops="torch")
+    options: dict[str, Any] = {"max_new_tokens": 3, "temperature": 1.0, "top_k": 5}
+    drawn = [row for seed in range(500) for row in decoder.generate(ids, seed=seed, **options)]
+    first = max({row[0] for row in drawn}, key=[row[0] for row in drawn].count)
+    after = torch.tensor([row[1] for row in drawn if row[0] == first])
+    logits = model(torch.tensor([[7, 7, 7, first]])).logits[:, -1].detach()
+    expected = Sampler(1.0, top_k=5).distribution(logits)[0]
+    assert len(after) > 500 and chi_square(after, expected) < LIMIT[4]
+
+
+LIMIT = {4: 18.5, 5: 20.5}  # of chi-square by degrees of freedom, exceeded once in a thousand
+
+
+def chi_square(tokens: Tensor, expected: Tensor) -> float:
+    found = tokens.bincount(minlength=len(expected))
+    wanted = expected * len(tokens)
+    seen = wanted > 0
+    assert int(found[~seen].sum()) == 0
+    return float(((found - wanted).square() / wanted)[seen].sum())
+
+
+@needs_triton
+def test_kernels_give_the_same(tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(save_pico("qwen3", tmp_path)).eval()
+    draft, ids = changed(model, 0.05), torch.randint(2, VOCAB, (2, 5))
+    options: dict[str, Any] = {"batch": 2, "context": 24}
+    drafted = DraftedDecoder(model, draft, choices=(2,), **options)
+    expected = Decoder(model, ops="torch", **options).generate(ids, max_new_tokens=4)
+    assert drafted.generate(ids, max_new_tokens=4) == expected
+
+
+def test_logits_that_are_no_numbers_are_refused(trained: Any) -> None:
+    broken = changed(trained, 0.0)
+    broken.model.norm.weight.data.fill_(float("nan"))
+    with pytest.raises(NumericsError):
+        DraftedDecoder(broken, trained, context=40, ops="torch").generate(
+            torch.tensor([[5, 9]]), max_new_tokens=8
+        )
+
+
+def test_more_drafts_where_more_are_accepted() -> None:
+    found = Acceptance()
+    for _ in range(50):
+        found.add(5, 5)
+    assert found.best([0, 1, 2, 3, 5, 7], 0.2) == 7
+    assert Acceptance().best([3, 5], 0.2) == 5
+    assert Acceptance().best([3, 5], 0.2, now=3) == 3, "too little better for another graph"
+    assert found.best([0, 1, 2, 3, 5, 7], 2.0) == 0, "a draft as slow as this never pays"
+    for _ in range(50):
+        found.add(0, 5)
+    assert found.best([1, 2, 3, 5, 7], 0.2) == 1 and found.best([0, 1, 2], 0.2) == 0
+
+
+def test_a_draft_that_does_not_pay_is_not_asked(trained: Any, text: Tensor) -> None:
+    drafted = Drafted(trained, trained, context=60, ops="torch")
+    found = drafted.generate(text[:, :12], max_new_tokens=20)
+    assert drafted.acceptance.rounds == 0
+    assert found == Decoder(trained, context=60, ops="torch").generate(text[:, :12], max_new_tokens=20)
+
+
+def test_a_row_takes_no_more_tokens_than_its_limit() -> None:
+    collector = Collector(2, 3, torch.device("cpu"), stop_ids=[9])
+    assert collector.keep(0, [1, 9, 2]) and not collector.keep(0, [4])
+    assert collector.left == 3 and collector.keep(1, [1, 2, 3, 4])
+    assert collector.tokens == [[1, 9], [1, 2, 3]] and collector.done
