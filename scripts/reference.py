@@ -37,7 +37,7 @@ VARIABLES = {
     "BLR_EVAL, BLR_ONLY, BLR_COUNT, BLR_TABLE": "of scripts/batch_compress.sh (see its head)",
     "BLR_FULL, BLR_ENV, BLR_PACKAGES, BLR_PAGES, BLR_COMMON": "of scripts/check*",
     "BLR_VLLM, BLR_VLLM_PYTHON": "of scripts/check_vllm.sh",
-    "BLR_ENGINES": "of scripts/check_engines.sh",
+    "BLR_ENGINES, BLR_FIGURES, BLR_SMOLLM": "of scripts/check_engines.sh",
     "BLR_MEETING, BLR_PARENT": "set by `--gpus` for the processes that it starts; not for you",
     "HF_HUB_OFFLINE, HF_HOME, HF_TOKEN, HF_ENDPOINT": "the hub: no socket, cache, login, another hub",
     "OMP_NUM_THREADS, MKL_NUM_THREADS": "threads on a CPU where `--threads` says nothing",

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 GPU = re.compile(r"\b(?:G?[HB]\d00|A\d{2,3}|L40?S?|T4|V100|RTX[ -]?\w?\d{4})\b")
 SAYS_WHICH = re.compile(r"\b(no|not|never)\b|--as (vllm|plain)\b")
 SAY_MEASURED = ("README.md", "scripts/RESULTS.md", "recipes/README.md")
-GUIDES = [page for page in prose.PAGES if page.startswith("recipes/guides/0")]
+GUIDES = [page for page in prose.PAGES if re.match(r"recipes/guides/\d", page)]
 FOR_USERS = [*SAY_MEASURED, *GUIDES, "scripts/CHANGELOG.md"]
 
 

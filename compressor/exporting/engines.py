@@ -62,7 +62,7 @@ CARD_TEXT = """# {name}, for {title} by blr
 Written by blr {version}; `blr verify` checks the files against `blr_manifest.json`.
 """
 IMPORTED = {"llama-cpp-python": "llama_cpp"}  # packages that are imported by another name
-CURVED = "int3 on curved levels; --grid uniform of blr compress has even ones"
+CURVED = "int3 on the curved grid, which no engine has; compress again with --grid uniform"
 PLACE = "OUT"  # stands for the folder in the commands of a card
 
 
@@ -123,6 +123,9 @@ def plan_for(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
             f"({reasons[module]}); add --dense-rest to write those dense, or take --as dense"
             f"{engine.otherwise}"
         )
+    if any("experts" in name.split(".") for name in source.entries):
+        said = f"{source.folder} has experts, which blr writes for no engine"
+        raise UsageError(f"--as {engine.name}: {said}; take --as dense")
     if not continues_text(source):
         raise UsageError(f"--as {engine.name}: {source.model_type} writes no text; take --as onnx")
     if len(rest) == len(checkpoint.specs):
@@ -309,26 +312,43 @@ def _told(engine: Engine, kept: Checkpoint) -> str:
     return said + (f"\n{engine.adapter} corrects {corrected} of them." if corrected else "")
 
 
-# Types of models, and scalings of rotary positions, that MLX and llama.cpp compute as transformers does
-TYPES, ROTARY = ("llama", "mistral", "qwen2", "qwen3"), ("default", "linear", "llama3")
-ACTIVATION = "silu"
+# Types of models and their activation, and scalings of rotary positions, that MLX and llama.cpp compute
+# as transformers does
+TYPES = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "silu")
+ROTARY = ("default", "linear", "llama3")
 
 
-def check_decoder(source: Source, engine: Engine, rotary: Collection[str] = ROTARY) -> PreTrainedConfig:
+def check_decoder(
+    source: Source,
+    engine: Engine,
+    types: Mapping[str, str] = TYPES,
+    rotary: Collection[str] = ROTARY,
+) -> PreTrainedConfig:
     """The configuration of a model that `engine` computes as transformers does. Raises CapabilityError
-    for other types and activations, and for scalings of rotary positions that are not in `rotary`."""
+    for types and activations that `types` does not have, and scalings that `rotary` does not."""
     config = meta_model(source).config
-    kind = config.rope_parameters["rope_type"] if source.model_type in TYPES else None
-    known: Collection[str] = rotary
-    found = f"rotary positions of type {kind}"
-    if kind is None:
-        known, found = TYPES, f"a model of type {source.model_type}"
-    elif config.hidden_act != ACTIVATION:
-        known, found = (ACTIVATION,), f"the activation {config.hidden_act}"
-    elif kind in rotary:
-        return config
-    raise CapabilityError(
-        f"--as {engine.name}: {source.folder} has {found}, expected {' or '.join(known)}; "
+    if source.model_type not in types:
+        raise unlike(source, engine, f"a model of type {source.model_type}", *types)
+    activation = getattr(config, "hidden_act", None) or config.hidden_activation
+    if activation != types[source.model_type]:
+        raise unlike(source, engine, f"the activation {activation}", types[source.model_type])
+    for positions in rotary_of(config).values():
+        if positions["rope_type"] not in rotary:
+            said = f"rotary positions of type {positions['rope_type']}"
+            raise unlike(source, engine, said, *rotary)
+    return config
+
+
+def rotary_of(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
+    """The rotary positions of a model by type of layer, "" where all have the same."""
+    found = config.rope_parameters
+    return {"": found} if "rope_type" in found else found
+
+
+def unlike(source: Source, engine: Engine, found: str, *expected: str) -> CapabilityError:
+    """The error that `engine` computes a model otherwise than transformers does."""
+    return CapabilityError(
+        f"--as {engine.name}: {source.folder} has {found}, expected {' or '.join(expected)}; "
         "take --as vllm or --as dense"
     )
 

@@ -1,14 +1,14 @@
 """Plans folders for llama.cpp (`--as gguf`): one file in GGUF, and corrections as an adapter in another.
 
 A weight in 8 bits becomes Q8_0, one in 4, 3 or 2 bits Q4_0, with the values that it had. That takes 8.5
-and 4.5 bits a weight. Their groups are of 32; larger groups repeat their scale. Scales are in float16
-there: those of bfloat16 are exact down to 6e-5, others are rounded.
+and 4.5 bits a weight. On the grids q2_k and q3_k it becomes Q2_K or Q3_K, of 2.6 and 3.4 bits. Groups
+are of 32; larger ones repeat their scale. Scales are in float16 there: those of bfloat16 are exact down
+to 6e-5, others are rounded.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -21,22 +21,43 @@ from torch import Tensor
 from blr.compressor.base.errors import CapabilityError, NumericsError
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.engines import (
-    ROTARY,
     Engine,
     ForeignModel,
     adapter_factor,
     begun,
     blocks_refusal,
-    check_decoder,
     correction_of,
     integers_of,
     levels_of,
     planned,
     rank_of,
+    rotary_of,
     window_told,
 )
-from blr.compressor.exporting.gguf_file import BF16, BLOCK, F16, F32, Q4_0, Q8_0, File, blocks
-from blr.compressor.exporting.gguf_values import ARCHITECTURES, model_values, tokenizer_values
+from blr.compressor.exporting.gguf_file import (
+    BF16,
+    BLOCK,
+    F16,
+    F32,
+    Q2_K,
+    Q3_K,
+    Q4_0,
+    Q8_0,
+    File,
+    blocks,
+    counted,
+    superblocks,
+)
+from blr.compressor.exporting.gguf_models import (
+    added_to,
+    architecture_of,
+    architecture_value,
+    check_architecture,
+    model_values,
+    name_of,
+    row_order,
+)
+from blr.compressor.exporting.gguf_values import tokenizer_values
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.plan import ExportPlan
@@ -45,7 +66,8 @@ from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.loading.tokenizer import PROBE
 from blr.compressor.output.files import Written
-from blr.compressor.structures.specs import Spec
+from blr.compressor.structures.specs import QuantizedSpec, Spec
+from blr.kernels.decode.quantized.formats import SUPERBLOCK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -54,22 +76,6 @@ MODEL, ADAPTER = "model.gguf", "adapter.gguf"
 # alpha 0: the product of the factors is added as it is, at any rank
 ADAPTER_VALUES = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 0.0}
 CONTEXT = 2048  # tokens that a check reads at most
-TENSORS = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 KINDS = {"F16": F16, "BF16": BF16}  # of matrices by their stored dtype; others are F32
 
 
@@ -81,20 +87,21 @@ def engine() -> Engine:
 
 def kind(spec: Spec) -> str:
     """What a layer is stored as."""
-    return "Q8_0" if integers_of(spec).bits == 8 else "Q4_0"
+    base = integers_of(spec)
+    return f"Q{base.bits}_K" if base.superblocks else "Q8_0" if base.bits == 8 else "Q4_0"
 
 
 def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOptions) -> ExportPlan:
     """Plan the folder with the layers `rest` dense. Raises CapabilityError for models and tokenizers
     that llama.cpp does not have; InputError for tensors that would not load."""
     source = checkpoint.source
-    native = check_decoder(source, engine(), _rotary(source.model_type))
+    native = check_architecture(source, engine())
     kept, config, others = begun(checkpoint, rest, options)
     values = model_values(native, options.source_name)
     values |= tokenizer_values(source.folder, native.vocab_size)
     make = dict(others.make)
     model = File(values, Tensors([], make))
-    adapter = File(ADAPTER_VALUES | _architecture(native), Tensors([], make))
+    adapter = File(ADAPTER_VALUES | architecture_value(native), Tensors([], make))
     _add_others(model, source, native, others)
     for module, spec in kept.specs.items():
         _add_packed(model, source, native, module, spec)
@@ -110,52 +117,26 @@ def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOption
         tensors=Tensors([], make),
         check_loads=partial(_check_loads, source),
         beside={name: file.tensors.slots for name, file in files.items()},
-        told=_told(kept) + window_told(native, engine()),
+        told=_told(kept) + (() if architecture_of(native).period else window_told(native, engine())),
         headers={name: file.header() for name, file in files.items()},
-        names={module: name_of(f"{module}.weight").removesuffix(".weight") for module in kept.specs},
+        names={m: name_of(native, f"{m}.weight").removesuffix(".weight") for m in kept.specs},
     )
 
 
-def _rotary(model_type: str) -> tuple[str, ...]:
-    """The scalings of rotary positions that llama.cpp has for a model type."""
-    return ROTARY if ARCHITECTURES.get(model_type) == "llama" else ROTARY[:2]
-
-
-def _architecture(config: PreTrainedConfig) -> dict[str, str]:
-    return {"general.architecture": ARCHITECTURES[config.model_type]}
-
-
 def _told(kept: Checkpoint) -> tuple[str, ...]:
-    fewer = sum(integers_of(spec).bits < 4 for spec in kept.specs.values())
-    said = f"{fewer} layers of under 4 bits are written as Q4_0: the same values in 4.5 bits a weight"
-    return (said,) if fewer else ()
-
-
-def name_of(stored: str) -> str:
-    """What llama.cpp calls a tensor; "" if it has no such. A block's is ``blk.3.attn_q.weight``."""
-    module, _, part = stored.rpartition(".")
-    if block := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module):
-        name = TENSORS.get(block[2])
-        return f"blk.{block[1]}.{name}.{part}" if name else ""
-    return f"{TENSORS[module]}.{part}" if module in TENSORS else ""
-
-
-def row_order(config: PreTrainedConfig, name: str) -> Tensor | None:
-    """The order of the rows of a tensor in llama.cpp; None if it is ours. Its Llama rotates neighbours,
-    where transformers rotates halves of a head."""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    layer = name.split(".")[-2]
-    if ARCHITECTURES[config.model_type] != "llama" or layer not in heads:
-        return None
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rows = torch.arange(heads[layer] * width)
-    return rows.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten()
+    wider = [s for s in kept.specs.values() if kind(s) == "Q4_0" and integers_of(s).bits < 4]
+    said = (
+        f"{len(wider)} layers of under 4 bits are written as Q4_0: the same values in 4.5 bits a weight"
+    )
+    if any(spec.in_features % (SUPERBLOCK * BLOCK) == 0 for spec in wider):
+        said += "; --grid q2_k or q3_k of blr compress keeps int2 or int3 as they are"
+    return (said,) if wider else ()
 
 
 def _add_others(model: File, source: Source, config: PreTrainedConfig, others: Tensors) -> None:
     """Add the tensors beside the layers in few bits, and the factors of rotary positions."""
     for slot in others.slots:
-        name, entry = name_of(slot.name), slot.origin
+        name, entry = name_of(config, slot.name), slot.origin
         if slot.name.endswith("rotary_emb.inv_freq") or (
             slot.name == "lm_head.weight" and config.tie_word_embeddings
         ):
@@ -167,18 +148,18 @@ def _add_others(model: File, source: Source, config: PreTrainedConfig, others: T
             )
         kind = KINDS.get(entry.dtype, F32) if len(entry.shape) > 1 else F32
         read = others.make.get(entry) or partial(source.load_tensor, entry)
-        make = partial(_plain, read, kind, row_order(config, name))
+        make = partial(_plain, read, kind, row_order(config, name), added_to(config, name))
         model.add(name, kind, entry.shape, entry.file, make)
-    if config.rope_parameters["rope_type"] == "llama3":
+    if rotary_of(config).get("", {}).get("rope_type") == "llama3":
         factors = rotary_factors(config)
         shape, origin = tuple(factors.shape), source.shards[0]
         model.add("rope_freqs.weight", F32, shape, origin, lambda: factors)
 
 
-def _plain(read: Make, kind: int, order: Tensor | None) -> Tensor:
-    """A tensor in a plain type, its rows in `order`."""
+def _plain(read: Make, kind: int, order: Tensor | None, added: float = 0.0) -> Tensor:
+    """A tensor in a plain type, its rows in `order`, plus `added` where it is F32."""
     found = read() if order is None else read()[order]
-    return found.float() if kind == F32 else found
+    return found.float() + added if kind == F32 else found
 
 
 def rotary_factors(config: PreTrainedConfig) -> Tensor:
@@ -192,8 +173,8 @@ def rotary_factors(config: PreTrainedConfig) -> Tensor:
 
 def _add_packed(model: File, source: Source, config: PreTrainedConfig, module: str, spec: Spec) -> None:
     """Add the weight of a layer in few bits."""
-    name, shape = name_of(f"{module}.weight"), (spec.out_features, spec.in_features)
-    form = {"Q8_0": Q8_0, "Q4_0": Q4_0}[kind(spec)]
+    name, shape = name_of(config, f"{module}.weight"), (spec.out_features, spec.in_features)
+    form = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q2_K": Q2_K, "Q3_K": Q3_K}[kind(spec)]
     make = partial(_blocks, source, module, spec, row_order(config, name))
     model.add(name, form, shape, source.shards[0], make)
 
@@ -201,12 +182,21 @@ def _add_packed(model: File, source: Source, config: PreTrainedConfig, module: s
 def _blocks(source: Source, module: str, spec: Spec, order: Tensor | None) -> Tensor:
     base, (levels, scale) = integers_of(spec), levels_of(source, module, spec)
     each = scale.repeat_interleave(base.group // BLOCK, 1)[:, : base.in_features // BLOCK]
-    if not each.to(torch.float16).isfinite().all():
+    if not _held(each, base):
         raise NumericsError(
             f"{source.folder}: scales of {module} beyond float16, which GGUF holds; take --as mlx"
         )
     rows = slice(None) if order is None else order
+    if base.superblocks:
+        return superblocks(levels[rows], each[rows], base.bits)
     return blocks(levels[rows], each[rows], base.bits)
+
+
+def _held(scale: Tensor, base: QuantizedSpec) -> bool:
+    """Whether GGUF holds the scales of a weight."""
+    if base.superblocks:
+        scale = counted(scale.float().unflatten(-1, (-1, SUPERBLOCK)), base.bits)[0]
+    return bool(scale.to(torch.float16).isfinite().all())
 
 
 def _add_adapter(
@@ -215,7 +205,7 @@ def _add_adapter(
     """Add the factors of a correction; nothing for a layer without one."""
     if (correction := correction_of(spec)) is None:
         return
-    name, rank = name_of(f"{module}.weight"), rank_of(correction)
+    name, rank = name_of(config, f"{module}.weight"), rank_of(correction)
     for factor, part, shape in (
         ("V", "lora_a", (rank, spec.in_features)),
         ("U", "lora_b", (spec.out_features, rank)),

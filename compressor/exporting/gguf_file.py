@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from blr.compressor.exporting.tensors import Make, Tensors
-from blr.kernels.decode.quantized.formats import OFFSET
+from blr.kernels.decode.quantized.formats import MULTIPLES, OFFSET, SUPERBLOCK
 
 ALIGNMENT, VERSION, BLOCK = 32, 3, 32
-F32, F16, Q4_0, Q8_0, BF16 = 0, 1, 2, 8, 30  # the numbers of types of tensors
-BYTES = {F32: (1, 4), F16: (1, 2), Q4_0: (32, 18), Q8_0: (32, 34), BF16: (1, 2)}  # of so many numbers
+F32, F16, Q4_0, Q8_0, Q2_K, Q3_K, BF16 = 0, 1, 2, 8, 10, 11, 30  # the numbers of types of tensors
+BYTES = {  # of so many numbers
+    **{F32: (1, 4), F16: (1, 2), BF16: (1, 2)},
+    **{Q4_0: (32, 18), Q8_0: (32, 34), Q2_K: (256, 84), Q3_K: (256, 110)},
+}
 PLAIN = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
 Values = Mapping[str, object]
 
@@ -93,3 +96,58 @@ def blocks(levels: Tensor, scale: Tensor, bits: int) -> Tensor:
         low, high = (held + int(OFFSET[4])).to(torch.uint8).chunk(2, -1)
         held = low | high << 4
     return torch.cat([steps.unsqueeze(-1).view(torch.uint8), held.view(torch.uint8)], -1).flatten(-2)
+
+
+def superblocks(levels: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """A weight as Q2_K or Q3_K, with the values that it has: bytes [o, ...].
+
+    A superblock has 256 numbers, in 16 blocks of 16 with a scale each. Every 32 share one here. Two
+    bits of a number lie in bytes of four, from places 32 apart. Q2_K is ``d · k · q − dmin · m``, of 4
+    bits k and m; here m is k and dmin 1.5 d. Q3_K is ``d · k · (q − 4)``, of 6 bits k.
+
+    Args:
+        levels: int8 [o, i] of 2 bits, or of 3 on the uniform grid. scale: [o, i/32], of superblocks.
+    """
+    parts = scale.float().unflatten(-1, (-1, SUPERBLOCK))
+    unit, count = counted(parts, bits)
+    levels = levels.unflatten(-1, (-1, 8 * BLOCK))
+    if bits == 2:  # a negative scale is that of mirrored levels
+        levels = torch.where(count.repeat_interleave(BLOCK, -1) < 0, -1 - levels, levels)
+    codes = (levels + 2 ** (bits - 1)).to(torch.uint8)
+    low = _joined((codes & 3).unflatten(-1, (2, 4, 32)), 2)
+    each = count.repeat_interleave(2, -1)  # of blocks of 16
+    steps = unit.to(torch.float16).view(torch.uint8)
+    if bits == 2:
+        held = each.abs().to(torch.uint8)
+        found = held | held << 4, low, steps, (1.5 * unit).to(torch.float16).view(torch.uint8)
+    else:
+        high = _joined((codes >> 2).unflatten(-1, (8, 32)), 1)
+        found = high, low, _six_bits((each + 32).to(torch.uint8)), steps
+    return torch.cat(found, -1).flatten(-2)
+
+
+def counted(scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """A unit [..., 1] that float16 holds, and whole numbers [..., 8] that make `scale` [..., 8] with it.
+    Both are not a number where there is none."""
+    top = scale.abs().amax(-1, keepdim=True)
+    unit, count = torch.full_like(top, torch.nan), torch.full_like(scale, torch.nan)
+    for most in range(MULTIPLES[bits][0], 0, -1):
+        tried = top / most
+        held = torch.where(tried == 0, 0.0, scale / tried).round()
+        exact = (held * tried == scale).all(-1, keepdim=True) & unit.isnan()
+        exact &= (1.5 * tried).to(torch.float16) == 1.5 * tried
+        exact &= tried.to(torch.float16) == tried
+        unit, count = torch.where(exact, tried, unit), torch.where(exact, held, count)
+    return unit, count
+
+
+def _joined(codes: Tensor, bits: int) -> Tensor:
+    """Bytes of codes [o, superblocks, ..., n, w] of `bits`, the first of n in the lowest places."""
+    places = bits * torch.arange(codes.shape[-2], dtype=torch.uint8).unsqueeze(-1)
+    return (codes << places).sum(-2, dtype=torch.uint8).flatten(2)
+
+
+def _six_bits(held: Tensor) -> Tensor:
+    """Bytes [..., 12] of numbers [..., 16] of 6 bits: four bits of two, then two bits of four."""
+    low, high = held & 15, held >> 4
+    return torch.cat([low[..., :8] | low[..., 8:] << 4, _joined(high.unflatten(-1, (4, 4)), 2)], -1)

@@ -1,19 +1,15 @@
-"""What a GGUF file says of a model and its tokenizer, by the keys that llama.cpp reads."""
+"""What a GGUF file says of a tokenizer, by the keys that llama.cpp reads."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.quoting import quote
 from blr.compressor.loading.load import load_tokenizer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 REMEDY = "take --as mlx, vllm or dense"
@@ -27,31 +23,6 @@ CUTS = {
     "Digits ByteLevel": "smollm",
 }
 WHOLE_WORDS = ("llama-bpe",)  # those where a word that is a token is not cut
-
-
-def model_values(config: PreTrainedConfig, name: str) -> dict[str, object]:
-    """The sizes of a decoder. name: of the model."""
-    kind, heads = ARCHITECTURES[config.model_type], config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    rotary = config.rope_parameters
-    sizes = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "rope.dimension_count": width,
-        "rope.freq_base": float(rotary["rope_theta"]),
-        "attention.head_count": heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": width,
-        "attention.value_length": width,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-    }
-    if rotary["rope_type"] == "linear":
-        sizes |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rotary["factor"])}
-    general = {"architecture": kind, "type": "model", "name": name, "quantization_version": 2}
-    return {f"general.{k}": v for k, v in general.items()} | {f"{kind}.{k}": v for k, v in sizes.items()}
 
 
 def tokenizer_values(folder: Path, size: int) -> dict[str, object]:

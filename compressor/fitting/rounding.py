@@ -269,7 +269,8 @@ def _by_compensation(
     matrix = matrix.float() if matrix.is_cuda else matrix
     if spec.fp8:
         return _float8(name, spec, matrix, metric.float8, dtype), matrix
-    found = gptq(matrix, metric.root.to(matrix), spec.bits, spec.group, dtype, spec.curved)
+    grid = spec.curved, spec.superblocks
+    found = gptq(matrix, metric.root.to(matrix), spec.bits, spec.group, dtype, *grid)
     padded = torch.nn.functional.pad(found.levels, (0, -matrix.shape[-1] % spec.group))
     packed = pack(padded, spec.bits, spec.group)
     stored = dict(zip(stored_names(name), (packed, found.scale.to(dtype)), strict=True))

@@ -121,9 +121,13 @@ def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, 
     place = GroupPlace(partial(to_matrix, packing, name), partial(from_matrix, packing, name))
     scale = tensors[stored_names(name)[1]]
     latent = tensors.get(latent_name(name))
-    dtype, curved = scale.dtype, packing.curved
     return Latent(
-        *(parameter, *form, place), scale=scale, latent=latent, scale_dtype=dtype, curved=curved
+        *(parameter, *form, place),
+        scale=scale,
+        latent=latent,
+        scale_dtype=scale.dtype,
+        curved=packing.curved,
+        superblocks=packing.superblocks,
     )
 
 

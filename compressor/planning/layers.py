@@ -17,7 +17,7 @@ from blr.compressor.planning.experts import TRANSPOSED, experts_in
 from blr.compressor.recipe.architectures import Family, families, find_family
 from blr.compressor.recipe.schema import DENSE, Recipe, StoredAs
 from blr.compressor.structures.specs import BlastSpec, CorrectedSpec, DenseSpec, QuantizedSpec, Spec
-from blr.kernels.decode.quantized.formats import GROUPS
+from blr.kernels.decode.quantized.formats import GROUPS, K_GROUP, SUPERBLOCK
 
 HEAD = "lm_head"  # of every family with one that `transformers` ties
 Shape = tuple[int, int]  # (out_features, in_features)
@@ -184,13 +184,18 @@ def stored_spec(spec: Spec, stored: StoredAs, width: int) -> Spec:
     nothing."""
     if stored.base is not None:
         dense = DenseSpec(spec.in_features, spec.out_features)
-        base = QuantizedSpec(dense, stored.base, stored.group, curved=stored.curved)
-        return CorrectedSpec(base, _correction(spec, stored, width))
+        return CorrectedSpec(_quantized(dense, stored.base, stored), _correction(spec, stored, width))
     if stored.bits is None:
         return spec
-    kept = _couplings(spec, stored)
-    packed = QuantizedSpec(spec, stored.bits, stored.group, kept, fp8=stored.fp8, curved=stored.curved)
+    packed = _quantized(spec, stored.bits, stored)
     return packed if packed.stored_bits(width) < spec.stored_bits(width) else spec
+
+
+def _quantized(spec: Spec, bits: int, stored: StoredAs) -> QuantizedSpec:
+    """`spec` in few bits. Dense weights of whole superblocks have them, where those are asked for."""
+    whole = spec.structure == DenseSpec.structure and spec.in_features % (SUPERBLOCK * K_GROUP) == 0
+    grid = {"curved": stored.curved, "superblocks": stored.superblocks and whole}
+    return QuantizedSpec(spec, bits, stored.group, _couplings(spec, stored), fp8=stored.fp8, **grid)
 
 
 def _correction(spec: Spec, stored: StoredAs, width: int) -> Spec:

@@ -15,6 +15,7 @@ from blr.compressor.recipe.schema import DENSE, NONE, LayerSettings, Recipe
 from blr.compressor.recipe.shipped_recipes import load_recipe
 from blr.compressor.structures.registry import STRUCTURES, Structure
 from blr.compressor.structures.specs import BlastSpec
+from blr.kernels.decode.quantized.formats import K_QUANTS
 
 NORMAL = "normal"
 EFFORTS: Mapping[str, Mapping[str, int]] = {
@@ -121,8 +122,9 @@ def _of_storing(recipe: Recipe, layers: list[LayerSettings]) -> dict[str, str]:
     packed = [layer for layer in layers if layer.stored.bits or layer.stored.base]
     if not packed:
         found["group"] = "--quantize and --base"
-    if not any(3 in (layer.stored.bits, layer.stored.base) for layer in packed):
-        found["grid"] = "int3"
+    bits = K_QUANTS.get(recipe.grid or "", 3)
+    if not any(bits in (layer.stored.bits, layer.stored.base) for layer in packed):
+        found["grid"] = f"int{bits}"
     if not any(_fits(layer, lambda structure: structure.spec is BlastSpec) for layer in packed):
         found["couplings"] = "method blast with --quantize or --base"
     if recipe.base not in (None, NONE) and all(layer.stored.base is None for layer in layers):

@@ -22,7 +22,7 @@ from blr.compressor.base.globs import MAX_GLOBS, matches
 from blr.compressor.recipe import fields
 from blr.compressor.recipe.fields import NONE, Globs, Natural, Positive, Share, said_of, stores_alone
 from blr.compressor.structures.registry import STRUCTURES
-from blr.kernels.decode.quantized.formats import FP8_GROUPS, GROUP, ROW
+from blr.kernels.decode.quantized.formats import FP8_GROUPS, GROUP, K_GROUP, K_QUANTS, ROW
 
 FORMER = {"auto": "blast"}  # methods of earlier versions, and what they are now
 DENSE = "dense"  # no structure: unchanged, or in the bits of `quantize`
@@ -41,7 +41,7 @@ Allocation = Literal["uniform", "sensitivity"]
 Kind = Literal["int8", "int4", "int3", "int2", "fp8", "none"]
 Base = Literal["int8", "int4", "int3", "int2", "none"]
 Group = Literal[128, 64, 32]
-Grid = Literal["curved", "uniform"]
+Grid = Literal["curved", "uniform", "q2_k", "q3_k"]
 Couplings = Literal["int8", "none"]
 KvNumbers = Literal["int8", "int4", "none"]
 
@@ -160,7 +160,8 @@ class Recipe(RecipeFields):
         quantize: Store dense weights, or the factors of --method, in int8, int4, int3, int2 or fp8.
             [not; corrections by --base in int4]
         group: Let this many numbers share a scale: 128, 64 or 32. [128; a row for fp8]
-        grid: Space the levels of int3 wider outwards (curved), or all alike (uniform). [curved]
+        grid: Space the levels of int3 wider outwards (curved), or all alike (uniform); or round int2 or
+            int3 to what llama.cpp holds as Q2_K or Q3_K (q2_k, q3_k). [curved]
         base: Store the dense weights in int2, int3, int4 or int8, and let --method correct them. [none]
         bpw: Bits a weight that --base and its correction take together, in place of --rank.
         tokens_per_second: Take the largest size that is predicted to decode one sequence at this speed.
@@ -243,9 +244,10 @@ class Recipe(RecipeFields):
         kind = said("quantize") or (CORRECTION_KIND if base else NONE)
         coupled = said("couplings") or ("int8" if base else NONE)
         bpw = None if base is None or rule.rank else said("bpw")
-        group = said("group") or (ROW if kind == FP8 else GROUP)
-        form = KINDS[kind], group, KINDS[coupled], base, bpw, kind == FP8
-        return StoredAs(*form, said("grid") != "uniform")
+        shared, curved = K_QUANTS.get(said("grid")), said("grid") not in ("uniform", "q3_k")
+        group = said("group") or (ROW if kind == FP8 else K_GROUP if shared else GROUP)
+        form = KINDS[kind], group, KINDS[coupled], base, bpw, kind == FP8, curved
+        return StoredAs(*form, superblocks=shared == (base or KINDS[kind] or 0))
 
     def _by_rule(self, rule: Rule, name: str) -> LayerSettings:
         said, method = partial(self._said, rule), rule.method or self.method
@@ -264,8 +266,8 @@ class Recipe(RecipeFields):
 
 @dataclass(frozen=True)
 class StoredAs:
-    """How a layer is stored: in `bits` (None: the weight's dtype), in groups of `group`, BLAST's S in
-    `couplings` bits, beside a weight of `base` bits; `bpw` of both; `curved`: which grid of 3 bits."""
+    """How a layer is stored: in `bits` (None: as its weight) on a grid, `curved` or of `superblocks`, in
+    groups of `group`, BLAST's S in `couplings` bits, beside a weight of `base` bits; `bpw` of both."""
 
     bits: int | None = None
     group: int = GROUP
@@ -274,6 +276,7 @@ class StoredAs:
     bpw: float | None = None
     fp8: bool = False
     curved: bool = True
+    superblocks: bool = False
 
     @property
     def kind(self) -> str:
@@ -376,9 +379,9 @@ def _refuse_unfit(layer: LayerSettings) -> None:
     stored = layer.stored
     _refuse_correction(layer.method, stored.base)
     if stored.fp8 and stored.group not in FP8_GROUPS:
-        raise ValueError(
-            f"group {stored.group} does not belong to fp8: leave it out, a scale a row, or 128"
-        )
+        raise ValueError(f"group {stored.group} does not belong to fp8: leave it out, or take 128")
+    if stored.superblocks and stored.group != K_GROUP:
+        raise ValueError(f"group {stored.group} does not belong to a K-quant: leave it out, it is 32")
     if stored.fp8 and stored.base is not None:
         raise ValueError(
             f"fp8 does not belong to a correction of int{stored.base}; expected int8 to int2"

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from blr.compressor.structures.linalg import cholesky, inverse_spd
 from blr.kernels.common.available import kernel_device
-from blr.kernels.decode.quantized.reference import levels_of, scales_of, values_of
+from blr.kernels.decode.quantized.formats import SUPERBLOCK
+from blr.kernels.decode.quantized.reference import (
+    levels_of,
+    multiples_of,
+    scales_of,
+    shared_unit,
+    values_of,
+)
 
 DAMP = 0.01  # of the mean diagonal, added to H
 
@@ -57,18 +64,26 @@ def gptq(
     group: int,
     scale_dtype: torch.dtype,
     curved: bool = True,
+    superblocks: bool = False,
 ) -> Rounded:
     """Round `weight` [..., o, i], float32 or float64, to `bits`, column by column. root: of
     `compensation`, in the same dtype. group: columns of a row that share a scale; the last group may be
-    shorter. scale_dtype: what scales are stored in. curved: which grid 3 bits take."""
+    shorter. scale_dtype: what scales are stored in. curved: which grid 3 bits take. superblocks: whether
+    scales of 8 groups are multiples of one unit, chosen before the first of them is rounded.
+    """
     left, scales = weight.clone(), []
     levels = torch.empty_like(weight, dtype=torch.int8)
     value, latent = torch.empty_like(left), torch.empty_like(left)
+    unit = None
     for start in range(0, weight.shape[-1], group):
         columns = slice(start, min(start + group, weight.shape[-1]))
         part, own = left[..., columns], root[..., columns, columns].contiguous()
         costs = own.diagonal(dim1=-2, dim2=-1).pow(-2)[..., None, :]
+        if superblocks and start % (SUPERBLOCK * group) == 0:
+            wide = left[..., start : start + SUPERBLOCK * group].unflatten(-1, (-1, group))
+            unit = shared_unit(scales_of(wide, bits, scale_dtype, curved=curved).squeeze(-1), bits)
         scale = scales_of(part, bits, scale_dtype, costs, curved)
+        scale = scale if unit is None else multiples_of(scale, unit, bits)
         found, latent[..., columns], missed = _rounding(part)(part, own, scale, bits, curved)
         levels[..., columns], value[..., columns] = found, values_of(found, scale, bits, curved)
         left[..., columns.stop :] -= missed @ root[..., columns, columns.stop :]

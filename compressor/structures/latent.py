@@ -14,7 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from blr.kernels.decode.quantized.reference import levels_of, scales_of, values_of
+from blr.kernels.decode.quantized.reference import (
+    levels_of,
+    scales_of,
+    shared_scales,
+    values_of,
+)
 
 SCALE_RATE = 0.3  # of the rate of weights
 MOST = 1 << 26  # numbers of a bank: a step holds some forty bytes of each for a moment
@@ -37,7 +42,7 @@ class Latent:
     """A parameter that is trained rounded, with its masters: latent weights and scales.
 
     Args:
-        parameter: what the model computes with. bits, group, curved: of its grid.
+        parameter: what the model computes with. bits, group, curved, superblocks: of its grid.
         scale: [..., R, groups]; None searches the best. latent: of the parameter's shape; None takes its
             value. scale_dtype: what scales are stored in.
     """
@@ -53,9 +58,10 @@ class Latent:
         latent: Tensor | None = None,
         scale_dtype: torch.dtype = torch.bfloat16,
         curved: bool = True,
+        superblocks: bool = False,
     ) -> None:
         self.parameter, self.bits, self.group, self.place = parameter, bits, group, place
-        self.scale_dtype, self.curved = scale_dtype, curved
+        self.scale_dtype, self.curved, self.superblocks = scale_dtype, curved, superblocks
         start = parameter.detach() if latent is None else latent
         self.latent = self._groups(start.float()).clone()  # [..., R, groups, G]
         if scale is None:
@@ -111,7 +117,7 @@ class Latent:
 
     def _levels(self) -> tuple[Tensor, Tensor]:
         """Levels of the latent weights, and the scales as they are stored."""
-        scale = self.scale.to(self.scale_dtype).float()
+        scale = stored_scales(self)
         return levels_of(self.latent, scale, self.bits, self.curved), scale
 
     def _groups(self, tensor: Tensor) -> Tensor:
@@ -120,6 +126,12 @@ class Latent:
         missing = -self.width % self.group  # rarely any: a copy of all that is trained, every step
         padded = nn.functional.pad(matrix, (0, missing)) if missing else matrix
         return padded.unflatten(-1, (-1, self.group))
+
+
+def stored_scales(masters: Latent | Bank) -> Tensor:
+    """The scales of `masters` as they are stored, in float32."""
+    scale = masters.scale.to(masters.scale_dtype).float()
+    return shared_scales(scale.flatten(), masters.bits).view_as(scale) if masters.superblocks else scale
 
 
 def straight_through(
@@ -174,7 +186,7 @@ class Bank:
 
     def __init__(self, latents: Sequence[Latent]) -> None:
         self.latents, self.bits, self.scale_dtype = latents, latents[0].bits, latents[0].scale_dtype
-        self.curved = latents[0].curved
+        self.curved, self.superblocks = latents[0].curved, latents[0].superblocks
         self.latent = torch.cat([found.latent.flatten(0, -2) for found in latents])
         self.scale = torch.cat([found.scale.flatten(0, -2) for found in latents])
         self.sizes = [found.scale.numel() for found in latents]
@@ -195,14 +207,14 @@ class Bank:
         if all(found.parameter.grad is None for found in self.latents):
             return
         rows = torch.cat([found.given().flatten(0, -2) for found in self.latents])
-        scale = self.scale.to(self.scale_dtype).float()
+        scale = stored_scales(self)
         found = straight_through(self.latent, scale, self.levels, rows, self.bits, self.curved)
         for latent, gradient, of_scale in zip(self.latents, *map(self._split, found), strict=True):
             add_gradient(latent.latent, gradient.view_as(latent.latent))
             add_gradient(latent.scale, of_scale.view_as(latent.scale))
 
     def _levels(self) -> tuple[Tensor, Tensor]:
-        scale = self.scale.to(self.scale_dtype).float()
+        scale = stored_scales(self)
         return levels_of(self.latent, scale, self.bits, self.curved), scale
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -214,12 +226,12 @@ class Banks:
     one by one."""
 
     def __init__(self, trained: Iterable[Trained]) -> None:
-        kinds: dict[tuple[int, int, bool, torch.dtype], list[Latent]] = {}
+        kinds: dict[tuple[object, ...], list[Latent]] = {}
         self.copies: list[Plain] = []
         self.others: list[Trained] = []
         for part in trained:
             if isinstance(part, Latent):
-                kind = part.bits, part.group, part.curved, part.scale_dtype
+                kind = part.bits, part.group, part.curved, part.superblocks, part.scale_dtype
                 kinds.setdefault(kind, []).append(part)
             elif type(part) is Plain and part.master is not part.parameter:
                 self.copies.append(part)

@@ -59,7 +59,8 @@ def pack_factor(
         return dict(zip(stored_names(name), quantize_fp8(matrix, form[1], scale_dtype), strict=True))
     if importance is None and spec.tile(name):  # what tiles are filled with costs nothing
         importance = to_matrix(spec, name, torch.ones_like(factor, dtype=torch.float32))
-    packed, scale = quantize(matrix, form[0], scale_dtype, form[1], importance, spec.curved)
+    grid = spec.curved, spec.superblocks
+    packed, scale = quantize(matrix, form[0], scale_dtype, form[1], importance, *grid)
     return dict(zip(stored_names(name), (packed, scale), strict=True))
 
 

@@ -176,6 +176,7 @@ SPECS: dict[str, type[Spec]] = {
 KEPT_GROUP = 32  # of couplings, whose rows are as short as the rank
 # What an entry says of how a layer is packed, and what it leaves unsaid
 PACKING = {"bits": None, "group": GROUP, "kept_bits": None, "tiled": False, "fp8": False, "curved": True}
+PACKING["superblocks"] = False
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,8 @@ class QuantizedSpec(Spec):
     ``U_scale``, ``factors.0`` as ``factors_q.0`` and ``factors_scale.0``. BLAST's couplings keep their
     dtype unless `kept_bits` is 8. With `tiled`, rows of U shorter than half a group share one: as many
     as fit, each padded to a power of two. `fp8` are numbers in float8 e4m3, not integers, with a scale
-    a row where `group` is 0. `curved`: whether the levels of 3 bits widen outwards.
+    a row where `group` is 0. `curved`: whether the levels of 3 bits widen outwards. `superblocks`:
+    whether the scales of 8 groups are multiples of one, which llama.cpp's Q2_K and Q3_K hold.
     """
 
     in_features: int = field(init=False)
@@ -198,6 +200,7 @@ class QuantizedSpec(Spec):
     tiled: bool = False
     fp8: bool = False
     curved: bool = True
+    superblocks: bool = False
 
     def __post_init__(self) -> None:
         if type(self.of) not in (DenseSpec, *SPECS.values()):
@@ -205,8 +208,9 @@ class QuantizedSpec(Spec):
         check_format(self.bits, self.group, self.fp8)
         if self.kept_bits is not None and not (type(self.kept_bits) is int and self.kept_bits == 8):
             raise ValueError(f"kept_bits {self.kept_bits!r}: expected 8, or none")
-        if any(type(getattr(self, name)) is not bool for name in ("tiled", "fp8", "curved")):
-            said = f"tiled {self.tiled!r}, fp8 {self.fp8!r}, curved {self.curved!r}"
+        flags = {name: getattr(self, name) for name in ("tiled", "fp8", "curved", "superblocks")}
+        if any(type(flag) is not bool for flag in flags.values()):
+            said = ", ".join(f"{name} {flag!r}" for name, flag in flags.items())
             raise ValueError(f"{said}: expected true or false")
         object.__setattr__(self, "curved", self.curved or self.bits != 3)  # others have one grid
         for name in ("in_features", "out_features", "structure"):
@@ -293,7 +297,7 @@ class QuantizedSpec(Spec):
 
     def describe(self) -> str:
         group = f"/{self.group}" if self.group != (ROW if self.fp8 else GROUP) else ""
-        grid = "" if self.curved else " uniform"
+        grid = f" q{self.bits}_k" if self.superblocks else "" if self.curved else " uniform"
         return f"{self.of.describe()} {self.kind}{group}{grid}".strip()
 
 

@@ -14,10 +14,16 @@ from exporting import compress_to, export_to
 from pico import MODELS, save_model, with_tokenizer
 from running import Invoke
 from safetensors.torch import load_file
+from scripting import ROOT
 from tolerances import TOLERANCES
 from torch import Tensor
 
+from blr.compressor.base.progress import Progress
+from blr.compressor.commands.compress import Settings, compress
+from blr.compressor.commands.heal import heal
 from blr.compressor.exporting.gguf_values import tokenizer_values
+from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.schema import make_recipe
 
 NUMBERS = {4: "I", 5: "i", 6: "f", 7: "?"}
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -28,6 +34,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"method": "dense", "quantize": "int4"},
     "int3": {"method": "dense", "quantize": "int3", "grid": "uniform", "group": 32},
     "int2": {"method": "dense", "quantize": "int2", "group": 32},
+    "q2_k": {"method": "dense", "quantize": "int2", "grid": "q2_k"},
+    "q3_k": {"method": "dense", "quantize": "int3", "grid": "q3_k"},
+    "q2_k-16": {"method": "svd", "base": "int2", "grid": "q2_k", "rank": 16},
     "int2-16": {"method": "svd", "base": "int2", "group": 32, "rank": 16},
 }
 
@@ -72,10 +81,12 @@ class Reader:
 
 
 def weights(data: bytes, shape: list[int], kind: int) -> Tensor:
-    """A tensor in float32 from where it begins: 2 is Q4_0, 8 is Q8_0, others are plain."""
+    """A tensor in float32 from where it begins: 2 is Q4_0, 8 is Q8_0, 10 and 11 are Q2_K and Q3_K."""
     count = int(torch.tensor(shape).prod())
     if kind in PLAIN:
         return torch.frombuffer(bytearray(data), dtype=PLAIN[kind], count=count).float().view(shape)
+    if kind in (10, 11):
+        return superblocks(data, count, kind).view(shape)
     width = 18 if kind == 2 else 34
     blocks = torch.frombuffer(bytearray(data), dtype=torch.uint8, count=count // 32 * width)
     blocks = blocks.view(-1, width)
@@ -84,6 +95,32 @@ def weights(data: bytes, shape: list[int], kind: int) -> Tensor:
     nibbles = torch.cat([codes & 15, codes >> 4], 1).float() - 8
     levels = nibbles if kind == 2 else codes.contiguous().view(torch.int8).float()
     return (levels * scales).view(shape)
+
+
+def superblocks(data: bytes, count: int, kind: int) -> Tensor:
+    """Number by number as llama.cpp reads Q2_K and Q3_K."""
+    values, width = [], 84 if kind == 10 else 110
+    for start in range(0, count // 256 * width, width):
+        block = data[start : start + width]
+        if kind == 10:
+            scales, low, (d, least) = block[:16], block[16:80], unpack_from("<ee", block, 80)
+        else:
+            high, low, held, d = (
+                block[:32],
+                block[32:96],
+                block[96:108],
+                unpack_from("<e", block, 108)[0],
+            )
+        for n in range(256):
+            part, shift, place, sub = n // 128, n % 128 // 32, n % 32, n // 16
+            code = low[32 * part + place] >> 2 * shift & 3
+            if kind == 10:
+                values.append(d * (scales[sub] & 15) * code - least * (scales[sub] >> 4))
+                continue
+            code += 4 * (high[place] >> n // 32 & 1)
+            k = held[sub % 8] >> 4 * (sub // 8) & 15 | (held[8 + sub % 4] >> 2 * (sub // 4) & 3) << 4
+            values.append(d * (k - 32) * (code - 4))
+    return torch.tensor(values)
 
 
 def in_our_order(found: Tensor, name: str, heads: dict[str, int]) -> Tensor:
@@ -107,7 +144,7 @@ def test_it_holds_the_values_of_the_checkpoint(name: str, tiny: Path, tmp_path: 
     adapter = folder / "adapter.gguf"
     factors = Reader(adapter.read_bytes()).read()[1] if adapter.exists() else {}
     names = json.loads((folder / "blr_layers.json").read_bytes())
-    assert len(factors) == (2 * len(names) if name == "int2-16" else 0)
+    assert len(factors) == (2 * len(names) if name.endswith("-16") else 0)
     short = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "mlp.down_proj": "ffn_down"}
     for block in range(4):
         for ours, theirs in short.items():
@@ -120,6 +157,22 @@ def test_it_holds_the_values_of_the_checkpoint(name: str, tiny: Path, tmp_path: 
             assert float((found - expected).norm() / expected.norm()) < TOLERANCES[torch.float32]
     assert torch.equal(tensors["token_embd.weight"], whole["model.embed_tokens.weight"])
     assert "output.weight" not in tensors  # tied
+
+
+def test_calibration_and_healing_stay_on_the_grid(tiny: Path, tmp_path: Path) -> None:
+    """Refits of blocks and trained scales: the export finds a unit for every superblock."""
+    text, progress = str(ROOT / "tests/data/calibration.txt"), Progress(quiet=True)
+    given = Settings("tiny", calibration=text, device="cpu", force=True)
+    small = {"samples": 4, "seq_len": 32, "refit": 1}
+    compress(tiny, make_recipe(**FORMATS["q2_k"], **small), tmp_path / "fit", given, progress)
+    training = {"data": (text,), "window": 32, "batch": 64, "own_tokens": 400, "steps": 8}
+    options = HealOptions("fit", "tiny", device="cpu", force=True, **training)
+    heal(tmp_path / "fit", tiny, tmp_path / "healed", options, progress)
+    for name in ("fit", "healed"):
+        export_to(tmp_path / name, tmp_path / f"{name}-gguf", kind="gguf", check=False)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("fit", "healed"))
+    trained = [name for name in before if "down_proj" in name and "_scale" in name]
+    assert any(not torch.equal(before[name], after[name]) for name in trained)
 
 
 def test_it_holds_the_tokenizer(tiny: Path, tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ CORRECTED: list[Spec] = [
     CorrectedSpec(BASE, QuantizedSpec(BlastSpec(150, 200, 5, 7), 3, 64, kept_bits=8, tiled=True)),
 ]
 FLOATS = [QuantizedSpec(s, 8, g, fp8=True) for s in PLAIN for g in FP8_GROUPS]
-EVERY = [QuantizedSpec(s, b, g) for s in PLAIN for b in BITS for g in GROUPS]
+K_QUANTS = [QuantizedSpec(DenseSpec(512, 36), b, 32, superblocks=True, curved=False) for b in (2, 3)]
+EVERY = K_QUANTS + [QuantizedSpec(s, b, g) for s in PLAIN for b in BITS for g in GROUPS]
 
 
 @pytest.mark.parametrize("spec", [*PLAIN[1:], *EVERY[::5], *FLOATS, *CORRECTED], ids=repr)

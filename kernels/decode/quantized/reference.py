@@ -19,7 +19,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blr.kernels.decode.quantized.formats import GROUP, PLANES, check_format, grid_of, packed_width
+from blr.kernels.decode.quantized.formats import (
+    GROUP,
+    MULTIPLES,
+    PLANES,
+    SUPERBLOCK,
+    check_format,
+    grid_of,
+    packed_width,
+)
 
 # Scales tried for a group, as fractions of the one that maps its largest magnitude to the lowest level
 # (int4: −8; 8/7 maps it to 7 as well as −7). Below 1 the largest are clipped and the rest is finer:
@@ -41,6 +49,7 @@ def quantize(
     group: int = GROUP,
     importance: Tensor | None = None,
     curved: bool = True,
+    superblocks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Pack weights, each rounded to the nearest level of its group's scale (`scales_of`).
 
@@ -48,7 +57,8 @@ def quantize(
         w: [..., R, K], any float dtype. scale_dtype: default that of `w`.
         importance: [K] or of a shape that broadcasts to `w`, what an error costs: of a dense weight the
             diagonal of its inputs' Gram matrix.
-        curved: which grid 3 bits take, here and below.
+        curved: which grid 3 bits take, here and below. superblocks: whether scales are those of
+            `shared_scales`; rows are then of whole superblocks.
 
     Returns:
         packed: uint8 (int8 of 8 bits) [..., R, K'·bits/8], K' = K rounded up to whole groups.
@@ -65,7 +75,10 @@ def quantize(
     step = max(CHUNK // max(count * group, 1), 1)
     own = costs if costs is not None and costs.dim() > 2 else None
     parts = [
-        _quantized(part, bits, dtype, costs if own is None else own[n * step : (n + 1) * step], curved)
+        _quantized(
+            *(part, bits, dtype, costs if own is None else own[n * step : (n + 1) * step], curved),
+            superblocks,
+        )
         for n, part in enumerate(padded.split(step))
     ]
     packed, scale = (torch.cat([part[n] for part in parts]) for n in (0, 1))
@@ -111,6 +124,35 @@ def scales_of(
         error = _error(work, tried, bits, importance, curved)
         scale, best = torch.where(error < best, tried, scale), torch.minimum(error, best)
     return scale
+
+
+def shared_scales(scale: Tensor, bits: int) -> Tensor:
+    """Scales [..., groups] rounded to whole multiples of one unit in every superblock of 8 groups."""
+    parts = scale.unflatten(-1, (-1, SUPERBLOCK))
+    return multiples_of(parts, shared_unit(parts, bits), bits).flatten(-2)
+
+
+def shared_unit(scale: Tensor, bits: int) -> Tensor:
+    """The unit [..., 1] of a superblock with scales [..., 8]: of the three least that reach its largest
+    one, that with the least squared error. The next is taken where all are multiples of it, so that
+    scales that have a unit keep it."""
+    most, places = MULTIPLES[bits]
+    significand, exponent = torch.frexp(scale.abs().amax(-1, keepdim=True).float() / most)
+    tried = (significand * 2**places).ceil() + torch.arange(4.0, device=scale.device)
+    tried = torch.where(
+        tried > 2**places, 2 * tried - 2**places, tried
+    )  # beyond 1, steps are twice as wide
+    units, wide = torch.ldexp(tried, exponent - places), scale.float().unsqueeze(-1)
+    missed = (multiples_of(wide, units.unsqueeze(-2), bits) - wide).square().sum(-2)
+    missed[..., 3].masked_fill_(missed[..., 3] > 0, torch.inf)
+    return units.gather(-1, missed.argmin(-1, keepdim=True))
+
+
+def multiples_of(scale: Tensor, unit: Tensor, bits: int) -> Tensor:
+    """The nearest multiples of `unit`, which broadcasts, in the dtype of `scale`."""
+    most = MULTIPLES[bits][0]
+    count = torch.where(unit == 0, 0.0, scale.float() / unit).round().clamp(-most, most)
+    return (count * unit).to(scale.dtype)
 
 
 def _at_once(work: Tensor) -> int:
@@ -184,11 +226,12 @@ def pack(levels: Tensor, bits: int, group: int = GROUP) -> Tensor:
 
 
 def _quantized(
-    w: Tensor, bits: int, dtype: torch.dtype, costs: Tensor | None, curved: bool
+    w: Tensor, bits: int, dtype: torch.dtype, costs: Tensor | None, curved: bool, superblocks: bool
 ) -> tuple[Tensor, Tensor]:
     """Packed rows and scales of groups `w` [R, groups, G]."""
     work = w.to(torch.float64 if w.dtype == torch.float64 else torch.float32)
     scale = scales_of(work, bits, dtype, costs, curved)
+    scale = shared_scales(scale.squeeze(-1), bits).unsqueeze(-1) if superblocks else scale
     levels = levels_of(work, scale, bits, curved).flatten(-2)
     return pack(levels, bits, w.shape[-1]), scale.squeeze(-1)
 

@@ -1,0 +1,172 @@
+"""How llama.cpp calls types of models, their sizes and tensors, and what it computes otherwise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from blr.compressor.checkpoint.source import Source
+from blr.compressor.exporting.engines import ROTARY, Engine, check_decoder, rotary_of, unlike
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+TENSORS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A type of models of llama.cpp.
+
+    Attributes:
+        rotary: the scalings of rotary positions that it has. activation: as transformers calls it.
+        neighbours: whether positions rotate neighbours, where transformers rotates halves of a head.
+        tensors: names that differ from `TENSORS`. period: each how many-th layer attends to all tokens,
+            the others to a sliding window; 0 where all do. whole: counts of layers of models that scale
+            attention by the width of the model over its heads, others by the width of a head.
+    """
+
+    name: str
+    rotary: tuple[str, ...] = ROTARY[:2]
+    activation: str = "silu"
+    neighbours: bool = False
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    period: int = 0
+    whole: int = 0
+
+
+_LLAMA = Architecture("llama", ROTARY, neighbours=True)
+ARCHITECTURES = {
+    **{"llama": _LLAMA, "mistral": _LLAMA, "phi3": Architecture("phi3", ROTARY[:1])},
+    **{kind: Architecture(kind) for kind in ("qwen2", "qwen3")},
+    "gemma2": Architecture("gemma2", ROTARY[:1], "gelu_pytorch_tanh", False, GEMMA, 2, 46),
+    "gemma3_text": Architecture("gemma3", ROTARY[:2], "gelu_pytorch_tanh", False, GEMMA, 6, 62),
+}
+
+
+def architecture_of(config: PreTrainedConfig) -> Architecture:
+    """The architecture of a model that `check_architecture` lets pass."""
+    return ARCHITECTURES[config.model_type]
+
+
+def architecture_value(config: PreTrainedConfig) -> dict[str, str]:
+    """The entry of a file that says for which type of models it is."""
+    return {"general.architecture": architecture_of(config).name}
+
+
+def check_architecture(source: Source, engine: Engine) -> PreTrainedConfig:
+    """The configuration of a model that llama.cpp computes as transformers does. Raises CapabilityError
+    for others."""
+    types = {kind: each.activation for kind, each in ARCHITECTURES.items()}
+    made = ARCHITECTURES.get(source.model_type)
+    config = check_decoder(source, engine, types, made.rotary if made else ROTARY)
+    if made is None or not made.period:
+        return config
+    layers, width = config.num_hidden_layers, config.head_dim
+    scalar = config.hidden_size // config.num_attention_heads if layers == made.whole else width
+    if config.query_pre_attn_scalar != scalar:
+        raise unlike(
+            source, engine, f"query_pre_attn_scalar {config.query_pre_attn_scalar}", str(scalar)
+        )
+    kinds = [
+        "full_attention" if n % made.period == 0 else "sliding_attention" for n in range(1, layers + 1)
+    ]
+    if config.layer_types != kinds:
+        raise unlike(source, engine, "other layer_types", f"each {made.period}th full_attention")
+    sliding = rotary_of(config).get("sliding_attention", {})
+    if sliding.get("rope_type", "default") != "default":
+        raise unlike(source, engine, "scaled positions in sliding layers", "default ones")
+    caps = [config.attn_logit_softcapping is None, config.final_logit_softcapping is None]
+    if caps != [made.name == "gemma3"] * 2:
+        raise unlike(source, engine, "other softcapping", f"that of a {made.name}")
+    return config
+
+
+def name_of(config: PreTrainedConfig, stored: str) -> str:
+    """What llama.cpp calls a tensor; "" if it has no such. A block's is ``blk.3.attn_q.weight``."""
+    module, _, part = stored.rpartition(".")
+    names = {**TENSORS, **architecture_of(config).tensors}
+    if block := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module):
+        name = names.get(block[2])
+        return f"blk.{block[1]}.{name}.{part}" if name else ""
+    return f"{names[module]}.{part}" if module in names else ""
+
+
+def row_order(config: PreTrainedConfig, name: str) -> Tensor | None:
+    """The order of the rows of a tensor in llama.cpp; None if it is ours. Its Llama rotates neighbours,
+    where transformers rotates halves of a head."""
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    layer = name.split(".")[-2]
+    if not architecture_of(config).neighbours or layer not in heads:
+        return None
+    rows = torch.arange(heads[layer] * width_of(config))
+    return rows.unflatten(0, (-1, 2, width_of(config) // 2)).transpose(1, 2).flatten()
+
+
+def added_to(config: PreTrainedConfig, name: str) -> float:
+    """What a tensor of llama.cpp has more than ours: Gemma's norms multiply by one plus their weight."""
+    return 1.0 if architecture_of(config).period and name.endswith("norm.weight") else 0.0
+
+
+def width_of(config: PreTrainedConfig) -> int:
+    """The width of a head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def model_values(config: PreTrainedConfig, name: str) -> dict[str, object]:
+    """The sizes of a decoder. name: of the model."""
+    made, width, rotary = architecture_of(config), width_of(config), rotary_of(config)
+    whole = rotary.get("") or rotary["full_attention"]
+    sizes = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "rope.dimension_count": int(width * whole.get("partial_rotary_factor", 1.0)),
+        "rope.freq_base": float(whole["rope_theta"]),
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": width,
+        "attention.value_length": width,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+    }
+    if whole["rope_type"] == "linear":
+        sizes |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(whole["factor"])}
+    if made.period:
+        sizes["attention.sliding_window"] = config.sliding_window
+    if "sliding_attention" in rotary:
+        sizes["rope.freq_base_swa"] = float(rotary["sliding_attention"]["rope_theta"])
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if value := getattr(config, cap, None):
+            sizes[cap] = float(value)
+    general = {"type": "model", "name": name, "quantization_version": 2}
+    found = architecture_value(config) | {f"general.{k}": v for k, v in general.items()}
+    return found | {f"{made.name}.{k}": v for k, v in sizes.items()}
