@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, cast
 
 from blr.compressor.base.errors import CapabilityError, OutputError, UsageError
 from blr.compressor.checkpoint.source import Source, open_source
@@ -83,8 +83,7 @@ class Draft:
     def check_loads(self, folder: Path) -> None:
         """Raise OutputError unless the tensors in `folder`, with those shared, fill the model."""
         _, info = load_empty(model_class(self.name), folder / FOLDER)
-        missing: Any = info["missing_keys"]
-        lacking = set(missing) - set(ENDS if self.shared else ())
+        lacking = set(cast("Iterable[str]", info["missing_keys"])) - set(ENDS if self.shared else ())
         if found := misfit({**info, "missing_keys": lacking}, "missing", "unexpected", "mismatched"):
             raise OutputError(
                 f"{folder / FOLDER}: {found} when reloaded; this is a bug in blr, keep the checkpoint"

@@ -24,6 +24,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Result, Work, factorize_layers
 from blr.compressor.fitting.refit import finish_blocks, finish_epochs
+from blr.compressor.fitting.routing import few_tokens
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
 from blr.compressor.fitting.student import FitRun
@@ -124,6 +125,8 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
     results |= _outside(work, plan, results)
     facts = {"tokens": calibration.tokens, "digest": calibration.digest}
     facts |= {"refit_epochs": epochs, "finish_epochs": finish}
+    plan.notes += (told := few_tokens(plan, results))
+    work.progress.notes(told)
     ordered = {planned.layer.module: results[planned.layer.module] for planned in plan.layers}
     return Outcome(ordered, plan, facts, curves, run.norms)
 

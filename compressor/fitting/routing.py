@@ -12,26 +12,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.fitting.block_passes import Batch, captured_inputs, run_block
+from blr.compressor.fitting.block_passes import Arguments, Batch, captured_inputs, parted, run_block
+from blr.compressor.fitting.factorize import Result
 from blr.compressor.fitting.weighted import Moments, products
+from blr.compressor.planning.plan import Plan
 
-COUNT = "tokens of "  # begins the name of how many tokens an expert had
 PRIOR = 0.25  # tokens of the layer's mean that an expert's moments get, a number of its input
 FLOOR = 0.05  # share of the layer's mean that an expert's sensitivities get
 
 
-def routed(
-    block: nn.Module, heads: Sequence[str], batch: Batch, device: torch.device
-) -> dict[str, Tensor]:
-    """What a batch adds to the moments of the inputs of the layers `heads`, and to their tokens."""
-    with captured_inputs(block, heads) as kept:
-        run_block(block, batch.student.to(device), batch)
-    found = dict[str, Tensor]()
+Sums = dict[tuple[str, str], Tensor]  # by kind and layer
+
+
+def routed(student: nn.Module, dense: nn.Module, heads: Sequence[str], batch: Batch, to: Any) -> Sums:
+    """What a batch adds to the moments of the inputs of the layers `heads` of experts, and to the number
+    of their tokens. The dense experts compute with the tokens that choose those of the student."""
+    home = heads[0].rsplit(".", 2)[0]
+    with captured_inputs(student, heads) as kept:
+        _, chosen = _entering(student, home, batch.student.to(to), batch)
+    x, _ = _entering(dense, home, batch.hidden.to(to), batch)
+    with captured_inputs(dense, heads) as wanted:
+        dense.get_submodule(home)(x, *chosen[0], **chosen[1])
+    found = Sums()
     for name in heads:
-        found[name] = gram_of(kept, name, block, batch)
-        count = len(kept[name]) if name in kept else 0
-        found[f"{COUNT}{name}"] = torch.tensor([float(count)], device=device)
+        rows = kept.get(name)
+        found["tokens", name] = torch.tensor([0.0 if rows is None else len(rows)], device=to)
+        if rows is None:
+            found["gram", name] = found["cross", name] = gram_of(kept, name, student, batch)
+        else:
+            found |= {(kind, name): t for kind, t in products(rows, wanted[name]).items()}
     return found
+
+
+def _entering(block: nn.Module, name: str, hidden: Tensor, batch: Batch) -> tuple[Tensor, Arguments]:
+    """What the module `name` is called with while the block runs: states, and the rest."""
+    kept: list[tuple[Tensor, Arguments]] = []
+
+    def keep(module: nn.Module, positional: Any, named: Any) -> None:
+        kept.append(parted(positional, named))
+
+    handle = block.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        run_block(block, hidden, batch)
+    finally:
+        handle.remove()
+    return kept[0]
 
 
 def gram_of(kept: Mapping[str, Tensor], name: str, block: nn.Module, batch: Batch) -> Tensor:
@@ -39,17 +64,22 @@ def gram_of(kept: Mapping[str, Tensor], name: str, block: nn.Module, batch: Batc
     if name in kept:
         return products(batch.rows(kept[name]))["gram"]
     layer: Any = block.get_submodule(name)
-    like = next(layer.parameters())
-    return like.new_zeros(layer.in_features, layer.in_features)
+    width = getattr(layer, "base", layer).in_features
+    return next(layer.parameters()).new_zeros(width, width)
 
 
-def expert_moments(grams: list[Tensor], counts: list[int]) -> list[Moments]:
+def expert_moments(sums: Sums, heads: Sequence[str]) -> list[Moments]:
     """The moments of each expert of a layer, drawn towards the layer's mean."""
-    mean = torch.zeros_like(grams[0])
-    for gram in grams:
-        mean += gram / max(sum(counts), 1)
-    pairs = zip(grams, counts, strict=True)
-    return [Moments(g.add_(mean, alpha=PRIOR * len(g)), tokens=count) for g, count in pairs]
+    counts = [int(sums["tokens", name]) for name in heads]
+    for kind in ("gram", "cross"):
+        each = [sums[kind, name] for name in heads]
+        mean = torch.zeros_like(each[0])
+        for one in each:
+            mean += one / max(sum(counts), 1)
+        for one in each:
+            one.add_(mean, alpha=PRIOR * len(one))
+    found = [(sums["gram", name], sums["cross", name]) for name in heads]
+    return [Moments(*pair, tokens=count) for pair, count in zip(found, counts, strict=True)]
 
 
 def with_floor(sums: Sequence[Tensor]) -> list[Tensor]:
@@ -58,3 +88,16 @@ def with_floor(sums: Sequence[Tensor]) -> list[Tensor]:
     for each in sums:
         mean += each
     return [each + FLOOR / len(sums) * mean for each in sums]
+
+
+def few_tokens(plan: Plan, results: Mapping[str, Result]) -> list[str]:
+    """A note if experts had fewer tokens than their inputs have numbers."""
+    counts = {p: results[p.layer.module][1].get("tokens") for p in plan.layers if p.layer.stack}
+    known = [(n, p.spec.in_features) for p, n in counts.items() if isinstance(n, int)]
+    few, none = sum(count < width for count, width in known), sum(not count for count, _ in known)
+    if not few:
+        return []
+    return [
+        f"{few} of {len(known)} layers of experts had fewer tokens than inputs, {none} had none: they "
+        "are fitted to tokens of other experts as well; more text (--samples) fits them better"
+    ]

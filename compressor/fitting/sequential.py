@@ -24,7 +24,7 @@ from blr.compressor.base.processes import Processes, sum_in_order
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, run_until
 from blr.compressor.fitting.factorize import Result, keys_of, layer_seed
 from blr.compressor.fitting.refit import Errors, Refitting
-from blr.compressor.fitting.routing import COUNT, expert_moments, routed
+from blr.compressor.fitting.routing import Sums, expert_moments, routed
 from blr.compressor.fitting.sensitivity import HIDDEN
 from blr.compressor.fitting.student import FitRun, Student, train_and_keep
 from blr.compressor.fitting.weighted import Moments, fit_weighted, fitted_together, metric_for, products
@@ -133,18 +133,19 @@ class BlockFit:
         return {self.student.module(name): each for names, each in pairs for name in names}
 
     def _expert_moments(self, group: Group) -> list[Moments]:
-        """The moments of each expert's tokens. Which these are differs from the dense block, so that no
-        dense input has a place beside theirs."""
         run, heads = self.run, [names[0] for names in group.inputs]
+        sequential, to = run.work.recipe.sequential, run.model.device
+        student = self.student.block if sequential else self.dense
 
-        def parts(n: int) -> dict[str, Tensor]:
-            return routed(self.student.block, heads, run.batches[n], run.model.device)
+        def parts(n: int) -> Sums:
+            batch = run.batches[n]
+            batch = batch if sequential else replace(batch, student=batch.hidden)
+            return routed(student, self.dense, heads, batch, to)
 
-        asked = run.work.processes, len(run.batches), parts, [*heads, *(f"{COUNT}{n}" for n in heads)]
-        with tensor_cores(run.model.device):
-            sums = sum_in_order(*asked, torch.float64)
-        counts = [int(sums[f"{COUNT}{name}"]) for name in heads]
-        return expert_moments([sums[name] for name in heads], counts)
+        kinds = [(kind, name) for kind in ("gram", "cross", "tokens") for name in heads]
+        with tensor_cores(to):
+            asked = run.work.processes, len(run.batches), parts, kinds, torch.float64
+            return expert_moments(sum_in_order(*asked), heads)
 
     def _shared_moments(self, group: Group) -> Moments:
         sequential = self.run.work.recipe.sequential

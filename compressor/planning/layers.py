@@ -63,6 +63,8 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
         for entry in source.entries.values()
         for layer in _layers(source, entry, family, bool(recipe.include))
     ]
+    if family.experts and not source.shards:
+        notes.append("experts are not counted, whose shapes config.json does not tell: give the weights")
     if any(layer.module == HEAD for layer in layers) and _ties(source):
         # a tied head is the embedding, whether or not a copy of it is stored
         layers = [layer for layer in layers if layer.module != HEAD]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from blr.compressor.base.tables import aligned
@@ -11,6 +11,7 @@ from blr.compressor.planning.plan import KeptLayer, Plan, PlannedLayer
 from blr.compressor.planning.roofline import ASKED, DECODE, PREFILL, Gpu, dense_time, layer_time
 from blr.compressor.recipe.schema import Recipe
 
+EXPERT = re.compile(r"^(.+\.experts\.\w+\.)(\d+)$")  # the name of an expert's layer, its number behind
 SUMMED = (
     *("dense_parameters", "parameters", "bytes", "decode_us", "prefill_us"),
     *("dense_decode_us", "dense_prefill_us"),
@@ -100,12 +101,13 @@ def plan_text(result: dict[str, Any], every: bool = False) -> str:
     lines = [aligned([COLUMNS, *(_cells(group) for group in groups)], numbers=range(4, 8))]
     totals, gpu = result["totals"], result["gpu"]
     chosen = f"; {gpu['chosen']}" if gpu.get("chosen", ASKED) != ASKED else ""
+    experts = ", all experts among them," * any(EXPERT.match(x["module"]) for x in result["layers"])
     kept = f", {result['kept_dense']} kept dense" if result["kept_dense"] else ""
     lines += [
         f"{result['replaced']} layers replaced{kept}: {totals['dense_parameters']:,} -> "
         f"{totals['parameters']:,} parameters, {_sizes(result)}, {totals['bytes']:,} bytes",
         f"times on {gpu['name']} ({gpu['source']} ceilings, bf16 rooflines{chosen}): decode of "
-        f"these layers {totals['decode_us']:,.0f} µs a token "
+        f"these layers{experts} {totals['decode_us']:,.0f} µs a token "
         f"(dense {totals['dense_decode_us']:,.0f}), prefill of {PREFILL} tokens "
         f"{totals['prefill_us'] / 1000:,.1f} ms (dense {totals['dense_prefill_us'] / 1000:,.1f})",
     ]
@@ -128,10 +130,10 @@ def _sizes(result: dict[str, Any]) -> str:
 
 
 def _grouped(layers: Sequence[dict[str, Any]]) -> list[list[dict[str, object]]]:
-    """Layers that differ only in the number of their block, together."""
+    """Layers that differ only in the number of their block, or of an expert, together."""
     groups: dict[tuple[object, ...], list[dict[str, object]]] = {}
     for layer in layers:
-        name = re.sub(r"\d+", "#", layer["module"], count=1)
+        name = re.sub(r"\d+", "#", EXPERT.sub(r"\1#", layer["module"]), count=1)
         key = (name, layer["structure"], layer["rank"], *layer["shape"], layer["rule"])
         groups.setdefault(key, []).append(layer)
     return list(groups.values())
@@ -155,15 +157,22 @@ def _cells(group: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _label(names: Sequence[str]) -> str:
-    """``model.layers.0-31.mlp.up_proj`` for modules that differ in their first number only."""
+    """``model.layers.0-31.mlp.up_proj`` for modules that differ in their first number, and in that of
+    their expert."""
     if len(names) == 1:
         return names[0]
-    numbers = sorted(int(found[0]) for name in names if (found := re.search(r"\d+", name)))
+    experts = {int(found[2]) for name in names if (found := EXPERT.match(name))}
+    first = {int(found[0]) for name in names if (found := re.search(r"\d+", name))}
+    label = EXPERT.sub(lambda found: found[1] + _runs(experts), names[0])
+    return re.sub(r"\d+", _runs(first), label, count=1)
+
+
+def _runs(numbers: Collection[int]) -> str:
+    """``0-3,5`` of the numbers 0, 1, 2, 3 and 5."""
     runs: list[list[int]] = []
-    for number in numbers:
+    for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return re.sub(r"\d+", text, names[0], count=1)
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -92,7 +92,8 @@ def test_experts_are_fitted_to_their_own_tokens(how: tuple[object, ...], tmp_pat
     save_with_an_idle_expert(source)
     text = write_text(tmp_path / "text.txt", 6000)
     sizes = ("--seq-len", 32, "--samples", 16, "--refit", 1, "--force")
-    blr("compress", source, "-o", output, "--text", text, "--method", *how, *sizes)
+    said = blr("compress", source, "-o", output, "--text", text, "--method", *how, *sizes).err
+    assert "of 30 layers of experts had fewer tokens than inputs, 6 had none" in said
     report = json.loads((output / "report.json").read_text())
     found = {layer["module"]: layer.get("tokens") for layer in report["layers"]}
     for block in (0, 1):

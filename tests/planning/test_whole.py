@@ -70,6 +70,9 @@ def test_what_config_json_does_not_tell_is_left_out(tmp_path: Path) -> None:
 
 def test_experts_count_as_layers(tmp_path: Path) -> None:
     source = save_pico("mixtral", tmp_path / "dense")
+    said = blr("plan", source, "--rank", 4).out
+    assert "model.layers.0-1.block_sparse_moe.experts.w1.0-3 " in said
+    assert "these layers, all experts among them, " in said
     done = blr("compress", source, "-o", tmp_path / "out", "--force")
     assert "32 replaced by svd" in done.out
     assert "83.3% of the model's parameters" in done.out

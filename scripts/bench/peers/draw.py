@@ -19,7 +19,14 @@ from blr.compressor.output.svg import COLOURS, WIDTH, Series, chart, picture
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "scripts" / "figures"
 PAGE = ROOT / "recipes" / "README.md"
-NAMES = {"autoround": "AutoRound", "awq": "AWQ", "gptq": "GPTQ", "hqq": "HQQ", "torchao": "torchao"}
+NAMES = {
+    "autoround": "AutoRound",
+    "awq": "AWQ",
+    "gptq": "GPTQ",
+    "hqq": "HQQ",
+    "llamacpp": "llama.cpp",
+    "torchao": "torchao",
+}
 HEIGHT = 260
 STYLE = (
     "svg{font-family:system-ui,sans-serif}text{font-size:12px;fill:var(--ink)}"
@@ -41,7 +48,7 @@ def merged(rows: dict[str, Row]) -> dict[tuple[str, int], list[Row]]:
     found = defaultdict(list)
     for name, row in rows.items():
         found[label(name), int(name.split("-")[1])].append(row)
-    return dict(sorted(found.items(), key=lambda item: (item[0][1], kl(item[1], 0))))
+    return dict(sorted(found.items(), key=lambda item: (round(item[1][0]["bits"], 2), kl(item[1], 0))))
 
 
 def kl(rows: list[Row], text: int) -> float:
@@ -57,13 +64,14 @@ def cell(rows: list[Row], text: int) -> str:
 
 
 def table(rows: dict[str, Row]) -> str:
-    """A row for each point, the least KL first among equal bits."""
+    """A row for each point by bits, the least KL first among equals."""
     texts = list(next(iter(rows.values()))["texts"])
     head = ["made by", "bits a weight", *(f"KL, top-1 on {text}" for text in texts), "seconds"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for (name, bits), found in merged(rows).items():
         version = f"{found[0]['package']} {found[0]['version']}"
-        made = f"{name}, int{bits}" + f" ({version})" * (found[0]["package"] != "blr")
+        form = f"Q{bits}_K" if name == "llama.cpp" else f"int{bits}"
+        made = f"{name}, {form}" + f" ({version})" * (found[0]["package"] != "blr")
         cells = [made, f"{found[0]['bits']:.2f}", *(cell(found, n) for n in range(len(texts)))]
         cells.append(f"{mean(row['seconds'] for row in found):.0f}")
         lines.append("| " + " | ".join(cells) + " |")

@@ -153,6 +153,59 @@ def autoround(task: Task) -> Found:
     return Found(weights, stored)
 
 
+# Types of ggml by bits, and what llama.cpp takes for rows that are no multiple of 256
+K_QUANTS, SHORT_ROWS = {2: "Q2_K", 3: "Q3_K", 4: "Q4_K"}, {2: "IQ4_NL", 3: "IQ4_NL", 4: "Q5_0"}
+
+
+def llamacpp(task: Task) -> Found:
+    """llama.cpp's library: one K-quant for all layers, with an importance matrix of the calibration."""
+    from ctypes import CDLL, c_float, c_int64, c_size_t, c_void_p
+    from importlib.util import find_spec
+
+    import numpy as np
+    from gguf import GGMLQuantizationType, dequantize
+
+    spec = find_spec("llama_cpp")
+    assert spec is not None
+    assert spec.origin is not None
+    library = Path(spec.origin).parent / "lib" / "libggml-base.so"
+    quantize = CDLL(str(library)).ggml_quantize_chunk
+    quantize.restype, quantize.argtypes = (
+        c_size_t,
+        [*(c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)],
+    )
+    importance, weights, stored = _importance(task), dict[str, Tensor](), 0
+    for name, layer in task.layers():
+        rows = np.ascontiguousarray(layer.weight.detach().cpu().float().numpy())
+        o, i = rows.shape
+        kind = GGMLQuantizationType[(SHORT_ROWS if i % 256 else K_QUANTS)[task.bits]]
+        packed, costs = np.empty(rows.nbytes, np.uint8), importance[name]
+        given = (c_float * i).from_buffer(costs)
+        size = quantize(kind, rows.ctypes.data, packed.ctypes.data, 0, o, i, given)
+        weights[name] = torch.from_numpy(dequantize(packed[:size].reshape(o, -1), kind))
+        stored += size
+    return Found(weights, stored)
+
+
+def _importance(task: Task) -> dict[str, Any]:
+    """The mean square of every input of each layer, float32."""
+    sums = {name: torch.zeros(layer.in_features) for name, layer in task.layers()}
+
+    def hook(name: str) -> Any:
+        def add(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            sums[name] += given[0].float().square().flatten(0, -2).mean(0).cpu()
+
+        return add
+
+    hooks = [layer.register_forward_pre_hook(hook(name)) for name, layer in task.layers()]
+    with torch.no_grad():
+        for row in task.ids:
+            task.model.model(row[None].to(task.model.device))
+    for handle in hooks:
+        handle.remove()
+    return {name: (total / len(task.ids)).numpy() for name, total in sums.items()}
+
+
 def _saved(save: Callable[[str], object]) -> int:
     """The bytes of the blocks' linear layers in the files of a saved model."""
     from safetensors import safe_open
@@ -177,4 +230,5 @@ PACKAGES: dict[str, tuple[Package, str]] = {
     "gptq": (gptq, "llmcompressor"),
     "awq": (awq, "llmcompressor"),
     "autoround": (autoround, "auto-round"),
+    "llamacpp": (llamacpp, "llama-cpp-python"),
 }

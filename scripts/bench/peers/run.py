@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from blr.compressor.text.reading import read_calibration
 
-PEERS = ("autoround", "awq", "gptq", "hqq", "torchao")  # the slowest first
+PEERS = ("autoround", "awq", "gptq", "llamacpp", "hqq", "torchao")  # the slowest first
 BITS = (2, 3, 4)
 SEEDS = (0, 1)
 RANK = 16
