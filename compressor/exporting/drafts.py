@@ -83,7 +83,7 @@ class Draft:
     def check_loads(self, folder: Path) -> None:
         """Raise OutputError unless the tensors in `folder`, with those shared, fill the model."""
         _, info = load_empty(model_class(self.name), folder / FOLDER)
-        lacking = set(cast("Iterable[str]", info["missing_keys"])) - set(ENDS)
+        lacking = set(cast("Iterable[str]", info["missing_keys"])) - set(ENDS if self.shared else ())
         if found := misfit({**info, "missing_keys": lacking}, "missing", "unexpected", "mismatched"):
             raise OutputError(
                 f"{folder / FOLDER}: {found} when reloaded; this is a bug in blr, keep the checkpoint"

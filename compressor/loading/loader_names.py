@@ -220,7 +220,7 @@ def meta_tensors(entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
 
 def load_empty(
     cls: Any, folder: Path | None, **options: object
-) -> tuple[PreTrainedModel, dict[str, object]]:
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model of class `cls` on the meta device, and the loader's `output_loading_info`."""
     with quiet_transformers():
         model, info = cls.from_pretrained(

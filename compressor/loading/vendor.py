@@ -59,12 +59,13 @@ class Contents:
     """What an export holds, which decides on the kernels that it needs.
 
     structures: names of its specs. quantized: whether weights are in few bits. rows: sequences decoded
-    at once, 0 for a model that generates nothing.
+    at once, 0 for a model that generates nothing. drafted: whether a smaller model makes proposals.
     """
 
     structures: frozenset[str]
     quantized: bool = False
     rows: int = 1
+    drafted: bool = False
 
     def left_out(self) -> frozenset[str]:
         """Modules and packages that the export does without."""
@@ -76,8 +77,10 @@ class Contents:
             absent.add("decode.skinny")
         if "blast" not in self.structures:
             absent.add("decode.skinny.mix")
-        runtime = set() if self.rows else {"blr.compressor.runtime"}
-        return frozenset({f"blr.kernels.{name}" for name in absent} | runtime)
+        others = set() if self.rows else {"blr.compressor.runtime"}
+        if not self.drafted:
+            others |= {"blr.compressor.runtime.drafted", "blr.compressor.modeling.drafts"}
+        return frozenset({f"blr.kernels.{name}" for name in absent} | others)
 
 
 def contents_of(specs: Iterable[Spec], settings: ExportSettings) -> Contents:
@@ -87,6 +90,7 @@ def contents_of(specs: Iterable[Spec], settings: ExportSettings) -> Contents:
         structures=frozenset(name for spec in specs for name in families(spec)),
         quantized=bool(settings.quantize or settings.head) or any(spec.quantized for spec in specs),
         rows=0 if settings.context is None else max(settings.batch, SEVERAL * bool(settings.draft)),
+        drafted=settings.draft is not None,
     )
 
 

@@ -16,7 +16,6 @@ from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.modeling.cache_key import held_for
-from blr.compressor.modeling.drafts import load_draft
 from blr.compressor.modeling.modeling_blr import Mixin
 from blr.compressor.modeling.requests import Request, read_request
 from blr.compressor.modeling.settings import ExportSettings, export_settings, warn_once
@@ -113,17 +112,14 @@ def _make_decoder(model: PreTrainedModel, settings: ExportSettings) -> object:
     from blr.compressor.runtime.decoder import Decoder
 
     assert settings.context is not None  # as every export that generates has it
-    options: dict[str, Any] = {
-        "batch": settings.batch,
-        "context": settings.context,
-        "cache": settings.cache,
-    }
-    draft = None if settings.draft is None else load_draft(model, settings.draft)
-    if draft is None:
-        return Decoder(model, **options)
-    from blr.compressor.runtime.drafted import DraftedDecoder
+    options: dict[str, Any] = {n: getattr(settings, n) for n in ("batch", "context", "cache")}
+    if settings.draft is not None:
+        from blr.compressor.modeling.drafts import load_draft
+        from blr.compressor.runtime.drafted import DraftedDecoder
 
-    return DraftedDecoder(model, draft, **options)
+        if (draft := load_draft(model, settings.draft)) is not None:
+            return DraftedDecoder(model, draft, **options)
+    return Decoder(model, **options)
 
 
 def _decode(decoder: Any, request: Request, streamer: BaseStreamer | None) -> Tensor:

@@ -101,7 +101,8 @@ def gpus() -> dict[str, Gpu]:
 
 
 def dense_time(in_features: int, out_features: int, tokens: int, gpu: Gpu, launch: bool = True) -> float:
-    return _total([_matmul(tokens, in_features, out_features)], gpu, launch)
+    weights, read = in_features * out_features, tokens * (in_features + out_features)
+    return _total([Kernel(read + weights, tokens * weights)], gpu, launch)
 
 
 def layer_time(spec: Spec, tokens: int, gpu: Gpu, launch: bool = True) -> float:
@@ -160,10 +161,6 @@ def _packed(found: list[Kernel], spec: Spec) -> Iterator[Kernel]:
     whole = sum(kernel.moved for kernel in found)
     spared = spec.parameters - spec.stored_bits() / (8 * ELEMENT)
     yield from (replace(k, moved=round(k.moved * (1 - spared / whole))) for k in found)
-
-
-def _matmul(tokens: int, i: int, o: int) -> Kernel:
-    return Kernel(tokens * i + i * o + tokens * o, tokens * i * o)
 
 
 def _total(steps: list[Kernel], gpu: Gpu, launch: bool) -> float:

@@ -68,7 +68,7 @@ for name in sys.argv[2:]:
 """
 SUPPORT = Path(bare.__file__).parent
 IDS = torch.arange(2, 26).view(2, 12)
-EVERYTHING = Contents(frozenset(SPECS), quantized=True, rows=16)
+EVERYTHING = Contents(frozenset(SPECS), quantized=True, rows=16, drafted=True)
 Made = Callable[[], dict[str, bytes]]
 FILES: dict[str, Made] = {
     "checkpoint": code_files,

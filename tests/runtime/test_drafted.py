@@ -13,10 +13,11 @@ from torch import Tensor
 
 from blr.compressor import register
 from blr.compressor.base.errors import NumericsError
+from blr.compressor.runtime.acceptance import accept
 from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.runtime.drafted import DRAFTS, Acceptance
 from blr.compressor.runtime.drafted import DraftedDecoder as Drafted
-from blr.compressor.runtime.sampling import Collector, Sampler, accept
+from blr.compressor.runtime.sampling import Collector, Sampler
 from blr.kernels.common.available import has_triton
 
 register()

@@ -50,12 +50,10 @@ class Point:
 
     @property
     def options(self) -> list[str]:
-        found = [part for setting in self.settings for part in _option(*setting)]
+        found: list[str] = []
+        for name, value in self.settings:
+            found += [f"--{name}", _shown(value) if isinstance(value, float) else str(value)]
         return found + ([f"--heal={_shown(self.heal)}"] if self.heal else [])
-
-
-def _option(name: str, value: object) -> list[str]:
-    return [f"--{name}", _shown(value) if isinstance(value, float) else str(value)]
 
 
 def _shown(number: float) -> str:

@@ -273,7 +273,7 @@ def tile_of(s: AnySegment, shape: dict[str, int], order: Order = None) -> Skinny
         *(bits, group, shape["BR"], shape["STEP"], shape["SPLIT"], shape["STAGES"]),
         BIAS=s.bias is not None,
         FULL=(width_of(s) if bits == PLAIN else -(-width_of(s) // group)) % shape["STEP"] == 0,
-        ASM=not interpreted() and _has_asm(s.x.device),
+        ASM=not interpreted() and torch.cuda.get_device_capability(s.x.device) >= (9, 0),
         RANKS=max(power_of_two(ranks), 16) if ranks else 0,
         LOW=16 if order is None else PLANES[order[0]][0],
         LOW_GROUP=0 if order is None else order[1],
@@ -285,7 +285,3 @@ def tile_of(s: AnySegment, shape: dict[str, int], order: Order = None) -> Skinny
 def low_of(s: AnySegment) -> int:
     """Bits of the lowest plane of packed weights, 16 of plain ones."""
     return PLANES[s.bits][0] if isinstance(s, QuantizedSegment) else 16
-
-
-def _has_asm(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)

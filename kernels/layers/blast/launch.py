@@ -25,7 +25,8 @@ def mix(
     out = z.new_empty(len(s), *z.shape[1:]) if out is None else out
     if z.numel() == 0:
         return out
-    on_cuda = (cores or default_cores(z.shape[0])) == "cuda"
+    few = z.shape[0] in (1, 2, 4, 8)  # blocks, which the CUDA cores hold in registers
+    on_cuda = few if cores is None else cores == "cuda"
     (_on_cuda_cores if on_cuda else _on_tensor_cores)(z, s, out, config)
     return out
 
@@ -55,8 +56,3 @@ def _on_tensor_cores(z: Tensor, s: Tensor, out: Tensor, config: dict[str, Any]) 
     }
     arguments = (z, s, out, tokens, ranks, blocks, *strides)
     launch(mix_dot_kernel, grid, arguments, constants, num_warps=config["num_warps"])
-
-
-def default_cores(blocks: int) -> str:
-    """Few blocks: the CUDA cores hold them all in registers."""
-    return "cuda" if blocks in (1, 2, 4, 8) else "tensor"
