@@ -59,7 +59,8 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", GEMMA),
 }
 # KL: of formats that an engine has exactly; of llama.cpp, which rounds activations to 8 bits; of it on
-# SmolLM2 without a calibration, whose int2 it changes most
+# SmolLM2 without a calibration, whose int2 it changes most, and with K-quants, whose inputs share a
+# scale for 256 numbers
 EXACT, ROUNDED, ROUNDED_FURTHER = 1e-4, 2e-3, 5e-2
 SMOLLM2 = os.environ.get("BLR_SMOLLM")  # a folder that scripts/fetch_smollm2.sh made
 NAMES = ["tiny", *TYPES, *(["smollm2"] if SMOLLM2 else [])]
@@ -163,7 +164,8 @@ def test_engines_compute_what_we_do(
     expected = logits_of(ours, ids)
     for kind, model in found.items():
         compare(expected, logits_of(model, ids), EXACT, (name, format, kind))
-    limit = ROUNDED_FURTHER if name == "smollm2" else ROUNDED
+    coarse = name == "smollm2" or "_k" in format
+    limit = ROUNDED_FURTHER if coarse else ROUNDED
     check_llama_cpp(expected, ids, source, tmp_path, (name, format), limit)
 
 
