@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}  # of the OpenMP of GCC, and of Intel's
@@ -41,14 +42,25 @@ def use_threads(asked: int | None = None, sharing: int = 1) -> int:
 
 def on_one_thread(items: Sequence[str], compute: Callable[[str], None]) -> None:
     """Compute each item on one thread, as many at once as torch has threads, which results do not
-    depend on. Threads that share small products spend longer on waking each other."""
+    depend on. Threads that share small products spend longer on waking each other. Behind an item that
+    fails none begins, and its error is raised."""
     import torch
 
-    number = torch.get_num_threads()
+    number, failed = torch.get_num_threads(), Event()
+
+    def attempt(item: str) -> None:
+        if failed.is_set():
+            return
+        try:
+            compute(item)
+        except BaseException:
+            failed.set()
+            raise
+
     torch.set_num_threads(1)  # also of threads that begin from here on
     try:
         with ThreadPoolExecutor(number) as pool:
-            list(pool.map(compute, items))
+            list(pool.map(attempt, items))
     finally:
         torch.set_num_threads(number)
 

@@ -21,6 +21,8 @@ WITHOUT_DEFAULT = {
     *(
         "rank",
         "bpw",
+        "bits",
+        "draft",
         "tokens_per_second",
         "include",
         "exclude",

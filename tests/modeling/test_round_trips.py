@@ -132,7 +132,7 @@ def rebuilt(work: Path, name: str, method: str) -> Any:
             tensors = {name: stored.get_tensor(f"{module}.{name}") for name in spec.stored()}
             weight = restored(spec, tensors, torch.float64).float()
             target = modules[module_names(model, [module])[module]].weight
-            target.copy_(weight if target.shape == weight.shape else weight.T)
+            target.copy_(weight.T if planned.layer.transposed and not planned.layer.stack else weight)
     return model
 
 
