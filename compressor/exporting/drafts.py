@@ -27,7 +27,7 @@ from blr.compressor.workspace.shards import Slot
 MAX_BATCH = 8  # sequences of which a pass takes two tokens each, its draft and one more
 DRAFTS = 4  # tokens that another engine lets it propose
 SECTION = """ The smaller model in `{folder}/` proposes tokens, and this one checks several in one
-pass. What is generated is what this model alone would say.
+pass. It keeps those that it would choose itself. On a GPU rounding can part the text from its own.
 
 Other engines take the same two models, each from its own folder:
 

@@ -82,10 +82,10 @@ class Work:
     def each(self, specs: Mapping[str, Spec], compute: Callable[[str], None]) -> None:
         """Fit the layer under each key in this process, several small ones at once on a CPU."""
         cpu = self.target.type == "cpu"
-        small = [key for key, spec in specs.items() if cpu and spec.dense_parameters <= SMALL]
-        on_one_thread(small, compute)
+        small = {key: cpu and spec.dense_parameters <= SMALL for key, spec in specs.items()}
+        on_one_thread([key for key in specs if small[key]], compute)
         for key in specs:
-            if key not in small:
+            if not small[key]:
                 compute(key)
 
 

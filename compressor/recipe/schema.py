@@ -147,8 +147,7 @@ class Recipe(RecipeFields):
         method (--method, -m): Structure of the replaced layers: {values}. ks is Kronecker-sparse; dense
             changes only the storage. [svd; dense for --quantize alone]
         cf: Make the replaced layers this many times smaller, counted in parameters. [2]
-        model_cf: Make the whole model this many times smaller, counted in bytes, in place of --cf.
-            [none]
+        model_cf: Make the whole model this many times smaller, in bytes, in place of --cf. [none]
         rank: Give every replaced layer this rank, in place of --cf.
         blocks: Divide Monarch and BLAST layers into this many blocks. [4 for Monarch, 16 for BLAST]
         pattern: Factors of Kronecker-sparse layers: '(1,192,48,2)(2,48,192,1)' or butterfly.
@@ -160,7 +159,7 @@ class Recipe(RecipeFields):
         kv_quantize: Cache these ranks in int8, or in int4 all but the most important quarter. [none]
         quantize: Store dense weights, or the factors of --method, in int8, int4, int3, int2 or fp8.
             [not; corrections by --base in int4]
-        group: Let this many numbers share a scale: 128, 64 or 32. [128; a row for fp8]
+        group: Let this many numbers share a scale: 128, 64 or 32. [128; 32 on q2_k, q3_k; a row for fp8]
         grid: Space the levels of int3 wider outwards (curved), or all alike (uniform); or round int2 or
             int3 to what llama.cpp holds as Q2_K or Q3_K (q2_k, q3_k). [curved]
         base: Store the dense weights in int2, int3, int4 or int8, and let --method correct them. [none]

@@ -195,20 +195,16 @@ def takes_few(x: Tensor, packed: Tensor, bits: int, group: int) -> bool:
 def few_product(
     x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, u: Tensor | None = None,
     v: Tensor | None = None, counter: Tensor | None = None, *, bits: int, group: int,
-    curved: bool = True, each: int | None = None,
+    curved: bool = True,
 ) -> Tensor:  # fmt: skip
-    """`product` of 2 to 16 tokens by one kernel, and one before it for a correction.
-
-    Args:
-        counter: `zero_counters`, one for `FEW_ROWS` rows, or None: zeros are made.
-        each: groups of a program, in place of what is chosen.
-    """
+    """`product` of 2 to 16 tokens by one kernel, and one before it for a correction. counter: of
+    `zero_counters`, one for `FEW_ROWS` rows, or None: zeros are made."""
     from blr.kernels.layers.packed.few import few_kernel
     from blr.kernels.layers.packed.prepare import prepare, whole_ranks
 
     (tokens, K), rows = x.shape, len(packed)
     tiles, steps, slots = -(-rows // FEW_ROWS), K // group, 8 if tokens <= 8 else 16
-    each = each or (4 if group == 128 and (slots == 8 or tiles > 128) else 8)
+    each = 4 if group == 128 and (slots == 8 or tiles > 128) else 8  # groups of a program
     split = -(-steps // each)
     y = partial = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     if split > 1:
