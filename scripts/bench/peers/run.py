@@ -84,9 +84,9 @@ PEERS = [
 ]
 CLOSED_FORMS = [Output(said, f"CF {CF}", package=package, size=CF) for package, said in CLOSED.items()]
 OURS = [  # the most wanted first
-    *(row for bits, rank in ((2, 16), (2, 0), (3, 0), (3, 16)) for row in ours(bits, rank)),
-    *(row for rank in (0, 16) for row in ours(3, rank, "uniform")),
-    *(row for bits, rank in ((4, 0), (4, 16)) for row in ours(bits, rank)),
+    *(row for grid in ("curved", "uniform") for row in ours(3, 0, grid)),
+    *(row for bits, rank in ((2, 16), (2, 0), (3, 16)) for row in ours(bits, rank)),
+    *(row for row in (*ours(3, 16, "uniform"), *ours(4), *ours(4, 16))),
     *(*structured("svd", "low rank"), *structured("blast", "BLAST")),
     *(row for bits in (2, 3) for row in (*ours(bits, 8), *ours(bits, 16, group=128))),
 ]
@@ -109,7 +109,7 @@ class Bench:
 
     def add(self, output: Output) -> None:
         """Make, judge and keep one output; say why where that fails."""
-        folder = self.work / output.name
+        folder = (self.asked.keep or self.work) / output.name.replace(", ", "_").replace(" ", "-")
         try:
             about = self._ours(output, folder) if output.options else self._peer(output, folder)
             row = {"series": output.series, "form": output.form} | about | {"texts": self.judged(folder)}
@@ -121,7 +121,8 @@ class Bench:
             self.rows[output.name] = row
             self.asked.results.write_text(json.dumps(self.rows, indent=1) + "\n")
         print(json.dumps({output.name: row}), flush=True)
-        shutil.rmtree(folder)
+        if self.asked.keep is None:
+            shutil.rmtree(folder)
 
     def _run(self, *command: object) -> str:
         done = subprocess.run(
@@ -181,7 +182,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("results", type=Path)
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--text", action="append", required=True)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="start of rows' names, apart by semicolons")
+    parser.add_argument("--keep", type=Path, help="leave the outputs in this folder")
     for name, value in {
         "samples": 128,
         "seq-len": 512,
