@@ -147,7 +147,7 @@ class Binder:
         dtype = next((t.dtype for t in stored if is_number(t)), source.dtype)
 
         def call() -> None:
-            y = module(source.to(dtype))
+            y = module(source.to(dtype)[None])[0]  # as one sequence, which mixtures of experts expect
             target.add_(y) if phase.add else target.copy_(y)
 
         return call
