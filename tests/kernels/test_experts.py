@@ -149,23 +149,9 @@ def test_wide_loads_where_addresses_come_from_a_table(bits: int) -> None:
     form, sizes = form_of(bits), (shape["BR"], shape["BQ"], shape["T"])
     tile = QuantizedTile(*form, *sizes, ONE=form.quads(2048) <= shape["BQ"], RANKS=8, FULL=True)
     types = {"x": "*bf16", "table": "*i64", "chosen": "*i64", "z": "*fp32", "y": "*bf16"}
-    types |= {"words": "*i32"} | dict.fromkeys(
-        ("x_row", "each", "rows", "K", "w_row", "scale_row"), "i32"
-    )
-    order = (
-        "x",
-        "x_row",
-        "each",
-        "table",
-        "chosen",
-        "z",
-        "y",
-        "rows",
-        "K",
-        "w_row",
-        "scale_row",
-        "words",
-    )
+    numbers = ("x_row", "each", "rows", "K", "w_row", "scale_row")
+    types |= dict.fromkeys(numbers, "i32")
+    order = ("x", *numbers[:2], "table", "chosen", "z", "y", *numbers[2:])
     result = compile_for(
         *("blr.kernels.layers.experts.triton", "products_kernel", {name: types[name] for name in order}),
         *({"PARTS": 2, "T": tile, "PDL": True}, 90),

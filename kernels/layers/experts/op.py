@@ -122,7 +122,7 @@ def _run_products(x: Tensor, chosen: Tensor, addresses: Tensor, rows: int, K: in
     launch(
         products_kernel,
         (parts * -(-rows // tile.BR), pairs),
-        (*inputs, z, y, rows, K, w_row // tile.UNIT, -(-K // group), _words(x)),
+        (*inputs, z, y, rows, K, w_row // tile.UNIT, -(-K // group)),
         {"PARTS": parts, "T": tile, "PDL": pdl},
         num_warps=warps,
         **early,
@@ -156,16 +156,11 @@ def _run_weights(like: Tensor, ends: Tensor, addresses: Tensor, rows: int, K: in
     launch(
         plain_kernel,
         (-(-rows // ROWS), groups, experts * parts),
-        (addresses, ends, y, rows, K, groups * group * bits // 32, groups, _words(like)),
+        (addresses, ends, y, rows, K, groups * group * bits // 32, groups),
         {**constants, "BR": ROWS},
         num_warps=4,
     )
     return y
-
-
-def _words(like: Tensor) -> Tensor:
-    """A tensor of words, for the type of its pointer."""
-    return torch.empty(4, dtype=torch.int32, device=like.device)
 
 
 def _fake_products(x: Tensor, chosen: Tensor, addresses: Tensor, rows: int, *_: object) -> Tensor:

@@ -58,11 +58,11 @@ def factor_kernel(
 
 
 @triton.jit
-def products_kernel(x, x_row, each, table, chosen, z, y, rows, K, w_row, scale_row, words,
+def products_kernel(x, x_row, each, table, chosen, z, y, rows, K, w_row, scale_row,
                     PARTS: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """y [pairs, PARTS · rows]: a program has T.BR rows of one layer and a pair of token and expert.
 
-    words: a tensor of int32, for its type. T: `decode/quantized/segments.QuantizedTile`.
+    T: `decode/quantized/segments.QuantizedTile`.
     """
     if PDL:
         gdc_launch_dependents()
@@ -72,7 +72,7 @@ def products_kernel(x, x_row, each, table, chosen, z, y, rows, K, w_row, scale_r
     pair = tl.program_id(1)
     n = tl.load(chosen + pair) * PARTS + part
     row_words = w_row * T.UNIT
-    w = address(table, n, 0, words.dtype) + start.to(tl.int64) * row_words
+    w = address(table, n, 0, tl.pointer_type(tl.int32)) + start.to(tl.int64) * row_words
     scale = address(table, n, 1, x.dtype) + start.to(tl.int64) * scale_row
     places, scales = tile_places(w, row_words, scale, scale_row, rows - start, K, T)
     chunk = load_chunk(places, scales, 0, T, T.T * T.BQ)
@@ -93,7 +93,7 @@ def products_kernel(x, x_row, each, table, chosen, z, y, rows, K, w_row, scale_r
 
 @triton.jit
 def plain_kernel(
-    table, ends, y, rows, K, w_row, scale_row, words,
+    table, ends, y, rows, K, w_row, scale_row,
     PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr,
     MIDDLE: tl.constexpr, CURVED: tl.constexpr, RANKS: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +105,7 @@ def plain_kernel(
         n, group = tl.program_id(2), tl.program_id(1)
         row = tl.program_id(0) * BR + tl.arange(0, BR)
         there, column = row < rows, group * GROUP + tl.arange(0, GROUP)
-        w, scale = address(table, n, 0, words.dtype), address(table, n, 1, y.dtype)
+        w, scale = address(table, n, 0, tl.pointer_type(tl.int32)), address(table, n, 1, y.dtype)
         found = group_numbers(w, w_row, scale, scale_row, row.to(tl.int64), there, group, BITS, GROUP,
                               LOW, MIDDLE, CURVED)  # fmt: skip
         inside = there[:, None] & (column < K)[None, :]
