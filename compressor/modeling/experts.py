@@ -57,10 +57,10 @@ class KernelExperts(Experts):
 
     def __init__(self, native: Any, parts: dict[str, list[str]]) -> None:
         super().__init__(native, parts)
-        self.tables: dict[str, Table] = {}
+        self.tables: dict[tuple[str, torch.dtype], Table] = {}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        x, chosen = hidden_states.flatten(0, -2), top_k_index.flatten()
+        x, chosen = hidden_states.flatten(0, -2).contiguous(), top_k_index.flatten()
         stacks = self._stacks(x)
         few = len(chosen) <= FEW
         if not stacks or not (few or self._takes_many(x, stacks)):
@@ -115,11 +115,11 @@ class KernelExperts(Experts):
         return even and alike and small and x.dtype == torch.bfloat16
 
     def _stack(self, name: str, x: Tensor) -> Stack | None:
-        table = self.tables.get(name)
+        table = self.tables.get((name, x.dtype))
         if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None if table is None else table.stack  # nothing can be made here
         if table is None or not table.is_valid:
-            table = self.tables[name] = self._table(name, x)
+            table = self.tables[name, x.dtype] = self._table(name, x)
         return table.stack
 
     def _table(self, name: str, x: Tensor) -> Table:
@@ -155,8 +155,10 @@ def rank_of(layer: StructuredLinear) -> int | None:
 
 def form_of(layer: Any, x: Tensor) -> tuple[int, int, int, int, bool] | None:
     """Rows, width, bits, group and grid of a layer that kernels compute with; bits 0 of low rank. None
-    of another kind."""
-    sizes = layer.out_features, layer.in_features
+    of another kind, or where its tensors are elsewhere."""
+    sizes, there = (layer.out_features, layer.in_features), [*layer.buffers(), *layer.parameters()]
+    if any(t.device != x.device for t in there):
+        return None
     if type(layer) is StructuredLinear and layer.has_own_layout and layer.like().dtype == x.dtype:
         return (*sizes, 0, 0, False) if layer.has_ranks and layer.entry.get("groups", 1) == 1 else None
     base = layer.base if isinstance(layer, CorrectedLinear) and layer._is_one_operator(x) else layer
