@@ -1,41 +1,77 @@
-"""Exports of mixtures decode their experts within the graph of a token."""
+"""Experts of a mixture on a GPU: by kernels and captured, and fits of several at once."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from exporting import compress_to, export_to
+from exporting import compress_to
+from fresh import blr
+from heal_models import save_characters, write_text
 from pico import save_pico
+from tolerances import TOLERANCES
 
+from blr.compressor.base import threads
 from blr.compressor.loading.streamed import load_written
-from blr.compressor.runtime.decoder import Decoder
+from blr.compressor.modeling import experts
+from blr.compressor.modeling.experts import KernelExperts
+from blr.compressor.modeling.modeling_blr import Experts
 
 pytestmark = pytest.mark.gpu
-
-WAYS: dict[str, dict[str, Any]] = {
-    "svd": {"method": "svd", "cf": 1.5},
+METHODS: dict[str, dict[str, Any]] = {
     "int4": {"method": "dense", "quantize": "int4", "group": 32},
-    "corrected": {"method": "svd", "base": "int2", "rank": 2, "group": 32},
+    "int2 + low rank": {"method": "svd", "base": "int2", "rank": 8, "group": 32},
+    "low rank": {"method": "svd", "rank": 8},
 }
-PROMPTS = torch.arange(2, 26).reshape(2, 12)
-NEW = 24
 
 
-@pytest.mark.parametrize("way", ["dense", *WAYS])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
-def test_tokens_of_a_mixture(name: str, way: str, device: str, tmp_path: Path) -> None:
-    """One row and two, in float32: the tokens that transformers gives on a CPU without a cache."""
-    folder = save_pico(name, tmp_path / "dense")
-    if way != "dense":
-        folder = compress_to(folder, tmp_path / "out", **WAYS[way])
-    whole = {"attention_mask": torch.ones_like(PROMPTS), "pad_token_id": 0, "use_cache": False}
-    asked = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
-    expected = load_written(folder).generate(PROMPTS, **whole, **asked)[:, PROMPTS.shape[1] :]
-    model = load_written(export_to(folder, tmp_path / "export", batch=2)).to(device)
-    ours = Decoder(model, context=64, batch=2)
-    for rows in (1, 2):
-        found = ours.generate(PROMPTS[:rows].to(device), max_new_tokens=NEW)
-        assert found == expected[:rows].tolist()
+@pytest.mark.parametrize("few", [256, 0])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_block_gives_the_same_captured(
+    method: str, name: str, few: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For few tokens and for many, of which a graph serves any that choose other experts."""
+    source = save_pico(name, tmp_path / "dense")
+    model = load_written(compress_to(source, tmp_path / "out", **METHODS[method])).to(
+        "cuda", torch.bfloat16
+    )
+    found = next(m for m in model.modules() if isinstance(m, KernelExperts))
+    plain = copy.deepcopy(found)
+    plain.__class__ = Experts
+    monkeypatch.setattr(experts, "FEW", few)
+    monkeypatch.setattr(Experts, "forward", Experts.forward if few == 0 else None)
+    width = next(m for m in found.modules() if hasattr(m, "in_features")).in_features
+    x = torch.randn(6, width, device="cuda", dtype=torch.bfloat16)
+    weights, chosen = torch.rand(6, found.count, device="cuda").topk(2)
+    weights, graph = weights.to(x.dtype), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        found(x, chosen, weights)
+        with torch.cuda.graph(graph):
+            y = found(x, chosen, weights)
+        monkeypatch.undo()
+        for turn in range(2):
+            chosen.copy_((chosen + turn) % found.count)
+            graph.replay()
+            wanted = plain(x, chosen, weights)
+            assert (y - wanted).norm() <= TOLERANCES[torch.bfloat16] * wanted.norm()
+
+
+def test_fits_at_once_give_the_bytes_of_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_pico("mixtral", tmp_path / "dense")
+    save_characters(source)
+    text = write_text(tmp_path / "text.txt", 6000)
+    sizes = ("--seq-len", 32, "--samples", 16, "--refit", 0, "--force", "--device", "cuda")
+    found = []
+    for streams in (8, 1):
+        monkeypatch.setattr(threads, "STREAMS", streams)
+        output = tmp_path / f"out-{streams}"
+        method = ("--method", "svd", "--base", "int2", "--rank", 4, "--group", 32)
+        blr("compress", source, "-o", output, "--text", text, *method, *sizes)
+        found.append((output / "model.safetensors").read_bytes())
+    assert found[0] == found[1]

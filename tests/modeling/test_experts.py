@@ -129,7 +129,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen2-moe"])
 def test_an_export_decodes_its_experts(name: str, way: str, tmp_path: Path) -> None:
-    """By the runtime, one row and several: the tokens that transformers gives without a cache, for with one
+    """By the runtime, one row and several: the tokens that transformers gives without a cache. With one
     it multiplies a token with packed weights by an operator that rounds otherwise."""
     source = save_pico(name, tmp_path / "dense")
     output = compress_to(source, tmp_path / "out", **WAYS[way])
