@@ -203,7 +203,7 @@ class DraftedDecoder(Decoder):
         """Bind a round, and capture it as one CUDA graph."""
         of, phases = self.draft, self.draft.plan.phases
         bound = of.launches(rows, bucket, phases, 2), of.launches(rows, bucket, phases)
-        check = self.launches(rows, bucket, self.plan.phases, drafts + 1)
+        check = self.launches(rows, bucket, self.plan.phases, drafts + 1, alone=self.plan.plain)
         device, noise, chances = self.model.device, None, None
         if not sampler.greedy:
             vocabulary = self.state.buffers["logits"].shape[1]
