@@ -28,8 +28,8 @@ KERNELS = ("embed", "stages", "dual", "attention", "choose")
 class Binder:
     """Binds phases for the first `rows` rows of `state` and contexts of up to `bucket` slots.
 
-    tokens: of each sequence, in rows as `DecoderState` says. like: rows of a pass in which a token has the
-    same sums, bit for bit, by kernels. triton: by kernels, else by the references.
+    tokens: of each sequence, in rows as `DecoderState` says. like: rows of a pass in which a token has
+    the same sums, bit for bit, by kernels. triton: by kernels, else by the references.
     pdl: kernels start while the kernel before them ends.
     halved: slots whose numbers are in the model's dtype. ordered: slots whose numbers are also in the
     order of the packed weights that read them.

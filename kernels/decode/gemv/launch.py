@@ -163,7 +163,7 @@ def launch_options(pdl: bool) -> dict[str, bool]:
 
 
 def tokens_of(segments: Sequence[Any], most: int = 1) -> Iterator[list[Any]]:
-    """Segments of up to `most` tokens after others: what they are where no more are multiplied at once."""
+    """Segments of up to `most` tokens after others: what they are where no more are multiplied."""
     for token in range(0, len(segments[0].x), most):
         yield [s.of_tokens(slice(token, token + most)) for s in segments]
 
