@@ -17,7 +17,12 @@ pytestmark = pytest.mark.fast
 def row(kl: float, package: str = "blr", series: str = "blr", form: str = "int3") -> dict[str, Any]:
     figures = {"kl": kl, "kl_error": 0.001, "agreement": 0.5}
     about = {"package": package, "version": "1", "bits": 3.25, "seconds": 2.0}
-    return {"series": series, "form": form, **about, "texts": {"prose": figures, "other": figures | {"kl": 2 * kl}}}
+    return {
+        "series": series,
+        "form": form,
+        **about,
+        "texts": {"prose": figures, "other": figures | {"kl": 2 * kl}},
+    }
 
 
 def test_seeds_share_a_row_and_the_least_divergence_is_first() -> None:

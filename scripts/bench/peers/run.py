@@ -62,7 +62,7 @@ class Output:
 
 def ours(bits: int, rank: int = 0, grid: str = "curved", group: int = 64) -> list[Output]:
     """blr in few bits, beside them low rank where it has a rank, once for each seed."""
-    form = ("--quantize", f"int{bits}")
+    form: tuple[str, ...] = ("--quantize", f"int{bits}")
     if rank:
         form = ("--base", f"int{bits}", "--method", "svd", "--rank", str(rank))
     said = [f"rank {rank}"] * bool(rank) + [f"{grid} grid"] * (grid != "curved")
