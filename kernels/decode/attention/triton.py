@@ -14,8 +14,6 @@ except ImportError as error:
 
 MIN_CHUNK = tl.constexpr(32)  # slots of a split at least
 FEWEST = tl.constexpr(4)  # splits of the smallest bucket
-SEVERAL = tl.constexpr(16)  # splits that are merged at once where there are more
-MAX_SPLITS = tl.constexpr(64)
 
 
 @triton.jit
@@ -101,15 +99,13 @@ def finish(
         arrived = tl.atomic_add(counter, 1, sem="acq_rel")
         if arrived == last - first:
             tl.store(counter, 0)
-            # By the number of splits that there are: so their order is the same whatever SPLITS is
+            # By the code for as many as there are: so their order is the same whatever SPLITS is
             if last - first < FEWEST:
                 combine(partial, state, out, first, last, d, D, G, FEWEST)
-            if SPLITS > FEWEST:
-                if (last - first >= FEWEST) & (last - first < SEVERAL):
-                    combine(partial, state, out, first, last, d, D, G, SEVERAL)
-                if SPLITS > SEVERAL:
-                    if last - first >= SEVERAL:
-                        combine(partial, state, out, first, last, d, D, G, MAX_SPLITS)
+            for level in tl.static_range(3, 7):
+                if (1 << level) <= SPLITS:
+                    if (last - first >= (1 << level) // 2) & (last - first < (1 << level)):
+                        combine(partial, state, out, first, last, d, D, G, 1 << level)
 
 
 @triton.jit
