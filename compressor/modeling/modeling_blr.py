@@ -528,7 +528,7 @@ class DenseWeight(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func in FACTS or func is Tensor.__len__:
             with torch._C.DisableTorchFunctionSubclass():
@@ -645,7 +645,7 @@ class LoudModel(Mixin):
         return model
 
 
-def misloaded(model: PreTrainedModel, info: Mapping[str, Any]) -> str:
+def misloaded(model: PreTrainedModel, info: Mapping[str, Iterable[str | tuple[str, ...]]]) -> str:
     """Names the tensors that a loaded model lacks or has no place for; empty if there are none. A model
     of another class than its configuration names may lack a head or leave one over."""
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -735,7 +735,7 @@ def config_class(name: str) -> type[Any]:
     """Make the configuration class ``Blr<Native>Config``. It has no plan of tensor parallelism, for the
     native one cuts ``weight`` matrices that a structured layer has not."""
     native: Any = getattr(transformers, native_name(name))
-    members: dict[str, Any] = {"__module__": __name__, "blr": None, "base_model_tp_plan": None}
+    members: dict[str, object] = {"__module__": __name__, "blr": None, "base_model_tp_plan": None}
     members |= {"__annotations__": {"blr": "dict | None"}, "__doc__": f"{native.__name__} with `blr`."}
     members |= {"model_type": ModelType(f"{PREFIX.lower()}_{native.model_type}", native.model_type)}
     for mapping in auto_tables("_MAPPING"):  # of tokenizers and processors, by class
@@ -759,7 +759,7 @@ class StructuredModel(LoudModel):
 
     make_layer: Callable[..., nn.Module] = staticmethod(linear_of)
     make_model: Callable[[str], type]
-    made_of: type[Any]
+    made_of: type[PreTrainedModel]
 
     def __init__(self, config: object, *arguments: object, **options: object) -> None:
         # Give AutoModel the class of what is inside this one, unless it has one for the configuration:

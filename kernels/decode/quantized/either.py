@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -17,11 +17,25 @@ from blr.kernels.decode.quantized.segments import QuantizedSegment
 
 AnySegment = Segment | QuantizedSegment
 Run = Callable[[], object]
+
+
+class LaunchOptions(TypedDict, total=False):
+    """Options of `grouped` for all stages of a launch."""
+
+    gain: Tensor | None
+    eps: float
+    pdl: bool
+
+
 LONG = 4096  # columns of rows in int4 that are not in pairs
 
 
 def stages(
-    segments: Sequence[AnySegment], *, add: bool = False, activation: str = "", **options: Any
+    segments: Sequence[AnySegment],
+    *,
+    add: bool = False,
+    activation: str = "",
+    **options: Unpack[LaunchOptions],
 ) -> Run:
     """The function that runs stages, each stored or added to its result, or with an activation
     ``act(gate) ⊙ up`` of two. options: of `grouped`.
@@ -61,7 +75,7 @@ def _long(s: AnySegment) -> bool:
     return (s.bits == 4 and s.K >= LONG) or s.correction is not None
 
 
-def _beside(segments: Sequence[AnySegment], activation: str, options: dict[str, Any]) -> Run:
+def _beside(segments: Sequence[AnySegment], activation: str, options: LaunchOptions) -> Run:
     from blr.kernels.decode.gemv.gate import gate as run
 
     y = segments[1].y
@@ -95,7 +109,7 @@ def grouped(
         launch(list(found), gain=gain, eps=eps, add=add, pdl=pdl)
 
 
-def dual(gate: AnySegment, up: AnySegment, **options: object) -> None:
+def dual(gate: AnySegment, up: AnySegment, *, activation: str, **options: Unpack[LaunchOptions]) -> None:
     """`segments.dual` of two segments of one kind. Raises ValueError for two of different kinds."""
     found = {_format(s) for s in (gate, up)}
     if len(found) != 1:
@@ -106,7 +120,7 @@ def dual(gate: AnySegment, up: AnySegment, **options: object) -> None:
         from blr.kernels.decode.gemv.grouped import dual as launch
     else:
         from blr.kernels.decode.quantized.grouped import dual as launch
-    launch(gate, up, **options)
+    launch(gate, up, activation=activation, **options)
 
 
 def _format(s: AnySegment) -> tuple[int, int]:
@@ -131,7 +145,7 @@ def _in_words(segments: Sequence[AnySegment]) -> list[QuantizedSegment]:
 
 def _bytewise(
     segments: Sequence[QuantizedSegment],
-    options: dict[str, Any],
+    options: LaunchOptions,
     add: bool = False,
     activation: str = "",
 ) -> Run:
@@ -150,6 +164,6 @@ def _bytewise(
     return partial(_in_turn, *before, partial(run, launch, add))
 
 
-def _firsts(segments: Sequence[AnySegment], options: dict[str, Any]) -> list[Run]:
+def _firsts(segments: Sequence[AnySegment], options: LaunchOptions) -> list[Run]:
     firsts = _corrections(segments)
     return [partial(grouped, firsts, **options)] if firsts else []
