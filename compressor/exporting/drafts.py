@@ -27,7 +27,8 @@ from blr.compressor.workspace.shards import Slot
 MAX_BATCH = 8  # sequences of which a pass takes two tokens each, its draft and one more
 DRAFTS = 4  # tokens that another engine lets it propose
 SECTION = """ The smaller model in `{folder}/` proposes tokens, and this one checks several in one
-pass. It keeps those that it would choose itself. On a GPU rounding can part the text from its own.
+pass. It keeps those that it would choose itself, so that the text is its own. Of weights in few bits,
+rounding can part the two on a GPU.
 
 Other engines take the same two models, each from its own folder:
 

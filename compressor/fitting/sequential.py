@@ -93,7 +93,7 @@ class BlockFit:
             module = modules[key]
             job = replace(self.run.job(module), processes=processes)
             weight = self.student.weight(module)
-            found = fit_weighted(job, weight, moments[module], metrics[module])
+            found = fit_weighted(job, weight, moments.pop(module), metrics[module])
             if processes is None or processes.first:
                 work.journal.store(key, *found)
 
@@ -104,7 +104,8 @@ class BlockFit:
                 fit(key, work.processes)
         rest = {key: job.planned.spec for key, job in jobs.items() if key not in together}
         with work.progress.timed("fits"):
-            work.share(rest, fit, calibrated=True)
+            units = {key: id(moments[modules[key]]) for key in rest}  # what a stream makes is its own
+            work.share(rest, fit, calibrated=True, units=units if group.experts else None)
         work.journal.await_all(together)
 
     def _metric(self, output: str) -> Tensor | None:

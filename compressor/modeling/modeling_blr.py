@@ -755,9 +755,11 @@ def auto_tables(ending: str) -> list[Any]:
 # 8. Models --------------------------------------------------------------------------------------------
 class StructuredModel(LoudModel):
     """Mixin of models: ``BlrLlamaForCausalLM`` is ``LlamaForCausalLM`` whose layers are replaced before
-    its weights are loaded. make_layer: makes a layer from an entry of the table."""
+    its weights are loaded. make_layer: makes a layer from an entry of the table. make_experts: makes the
+    experts of a block, of those of transformers and their parts."""
 
     make_layer: Callable[..., nn.Module] = staticmethod(linear_of)
+    make_experts: Callable[..., nn.Module] = Experts
     make_model: Callable[[str], type]
     made_of: type[PreTrainedModel]
 
@@ -785,7 +787,7 @@ class StructuredModel(LoudModel):
         pairs, modules = blr.get("pairs") or {}, dict(self.named_modules())
         stacks = stacks_apart(self, [*(blr.get("layers") or ()), *pairs])
         for name in stacks.keys() & modules.keys():
-            self.set_submodule(name, Experts(modules[name], stacks[name]))
+            self.set_submodule(name, self.make_experts(modules[name], stacks[name]))
         replace_layers(self, by_module(self, entries_of(self.config)), make)
         replace_layers(self, by_module(self, pairs), Pair)
 

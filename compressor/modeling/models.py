@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from blr.compressor.modeling.cache_names import NAMES
+from blr.compressor.modeling.experts import KernelExperts
 from blr.compressor.modeling.exported import model_class as exported_class
 from blr.compressor.modeling.float8 import prepare_float8, share_rows
 from blr.compressor.modeling.fused import fuse, fuse_activations
@@ -50,6 +51,7 @@ class KernelModel(StructuredModel):
     """Mixin of models whose layers run kernels, fast and within little memory."""
 
     make_layer = staticmethod(make_layer)
+    make_experts = KernelExperts
 
     def place_layers(self) -> None:
         """Put the layers in their places, then equip the modules around them."""

@@ -14,6 +14,7 @@ from typing import Any
 from blr.compressor.base.process_environment import share_out
 from blr.compressor.base.progress import duration
 from blr.compressor.base.tables import amount
+from blr.compressor.base.threads import STREAMS
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.planning.forecast_time import Compression, phases
 from blr.compressor.planning.plan import Plan, PlannedLayer
@@ -36,7 +37,7 @@ ALONE = ("libraries and the rest", "reading, writing and the check")  # what one
 CONTEXT = 1e9  # bytes of CUDA and its libraries
 HELD, TIGHT = 1.4, 1.1  # times what is in use that torch's cache of memory holds, and has to
 MOMENT, FACTOR = 22.0, 92.0  # bytes of a layer's fit: times i², times the factors' numbers
-ROUTED = 20.0  # bytes of the sums of an expert's inputs, times i²
+ROUTED = 24.0  # bytes of the sums of an expert's inputs and of what a batch adds, times i²
 DESCENT = 20  # vectors that BLAST's descent remembers
 TENSORS = 4  # of the logits' size in the last pass
 TRAINED = 28  # bytes of a trained number with its gradient, moments, copy and best
@@ -117,7 +118,9 @@ def room(work: Compression, gpus: int = 1) -> Room:
     if not work.calibrated:
         needed = CONTEXT + TIGHT * largest
         return Room(needed, needed, HOST_BYTES + 2 * block)
-    largest += ROUTED * sum(p.spec.in_features**2 for p in work.experts) / work.sizes.blocks
+    if work.experts:
+        largest = max(largest, STREAMS * max(_fit(layer, True) for layer in work.experts))
+        largest += ROUTED * sum(p.spec.in_features**2 for p in work.experts) / work.sizes.blocks
     base = CONTEXT + SINGLE * work.sizes.tables
     block_bytes = SINGLE * work.dense / work.sizes.blocks
     sensed = _sensed(work) if work.recipe.allocation != "uniform" else 0.0

@@ -28,7 +28,8 @@ KERNELS = ("embed", "stages", "dual", "attention", "choose")
 class Binder:
     """Binds phases for the first `rows` rows of `state` and contexts of up to `bucket` slots.
 
-    tokens: of each sequence, in rows as `DecoderState` says. triton: by kernels, else by the references.
+    tokens: of each sequence, in rows as `DecoderState` says. like: rows of a pass in which a token has
+    the same sums, bit for bit, by kernels. triton: by kernels, else by the references.
     pdl: kernels start while the kernel before them ends.
     halved: slots whose numbers are in the model's dtype. ordered: slots whose numbers are also in the
     order of the packed weights that read them.
@@ -40,6 +41,7 @@ class Binder:
     triton: bool
     pdl: bool = False
     tokens: int = 1
+    like: int = 1
     halved: set[Columns] = field(default_factory=set)
     ordered: set[Columns] = field(default_factory=set)
 
@@ -95,7 +97,7 @@ class Binder:
         self.ordered.difference_update(targets)
         from blr.kernels.decode.quantized.either import pays_twice, stages
 
-        several = self.rows >= SEVERAL and not pays_twice(segments)
+        several = self.like >= SEVERAL and not pays_twice(segments)
         run = self._tensor_cores(phase, segments, **options) if several else None
         return run or stages(segments, **options)
 
@@ -111,7 +113,7 @@ class Binder:
         dtype, order = self.state.kv.dtype, self._order(phase.parts[0])
         options["order"] = order if segments[0].y.dtype == dtype else None
         options["ordered"] = all(part.source in self.ordered for part in phase.parts)
-        run = stages(segments, SkinnyOptions(self.state.workspace, dtype, **options))
+        run = stages(segments, SkinnyOptions(self.state.workspace, dtype, like=self.like, **options))
         assert run is not None or not options["ordered"], "inputs in an order that nothing reads"
         if run is not None and options["order"] is not None:
             self.ordered.update(part.target for part in phase.parts)
@@ -121,8 +123,8 @@ class Binder:
         return self._view(phase.source), self._view(phase.target)
 
     def _view(self, slot: Columns) -> Tensor:
-        """A slot, in the model's dtype where packed weights read it or there are several rows."""
-        half = self.rows >= SEVERAL or slot in self.halved
+        """A slot, in the model's dtype where packed weights or tensor cores read it."""
+        half = self.like >= SEVERAL or slot in self.halved
         return self.state.view(slot, self.rows, self.triton and half)
 
     def _gate(self, phase: Phase) -> Run:
@@ -147,7 +149,7 @@ class Binder:
         dtype = next((t.dtype for t in stored if is_number(t)), source.dtype)
 
         def call() -> None:
-            y = module(source.to(dtype))
+            y = module(source.to(dtype)[None])[0]  # as one sequence, which mixtures of experts expect
             target.add_(y) if phase.add else target.copy_(y)
 
         return call

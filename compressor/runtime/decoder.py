@@ -239,10 +239,14 @@ class Decoder:
         runs = self.launches(rows, bucket, phases)
         return self.captured(partial(in_turn, runs), [self.state.tokens, self.state.pos], runs)
 
-    def launches(self, rows: int, bucket: int, phases: Sequence[Phase], tokens: int = 1) -> list[Run]:
-        """The functions that run `phases` for `tokens` tokens of each of `rows` rows."""
-        on_gpu = self.ops == "triton"
-        return Binder(self.state, rows * tokens, bucket, on_gpu, self.pdl, tokens).bind_all(phases)
+    def launches(
+        self, rows: int, bucket: int, phases: Sequence[Phase], tokens: int = 1, *, alone: bool = False
+    ) -> list[Run]:
+        """The functions that run `phases` for `tokens` tokens of each of `rows` rows. alone: the numbers
+        of a token are those of a pass of one token a row, bit for bit."""
+        like, on_gpu = rows if alone else rows * tokens, self.ops == "triton"
+        like = max(like, self.plan.least_rows)
+        return Binder(self.state, rows * tokens, bucket, on_gpu, self.pdl, tokens, like).bind_all(phases)
 
     def captured(self, once: Run, moved: Sequence[Tensor], held: object) -> Run:
         """`once` as `bind` gives it. moved: tensors that it changes and that are put back. held: what

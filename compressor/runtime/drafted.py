@@ -173,7 +173,7 @@ class DraftedDecoder(Decoder):
         self, logits: Tensor, sampler: Sampler, collector: Collector, steps: int, seed: int
     ) -> list[list[int]]:
         rows, device = self.rows, self.model.device
-        choices = [k for k in self.choices if (k + 1) * rows <= MAX_BATCH]
+        choices = self._possible(rows)
         self.acceptance = Acceptance()
         drafts = self.acceptance.best(choices, self.cost) if choices else NONE
         if drafts == NONE:
@@ -193,6 +193,19 @@ class DraftedDecoder(Decoder):
         check_logits(self.state.buffers["logits"][:rows])
         return collector.tokens
 
+    def capture(self) -> None:
+        """Make all greedy rounds that the prompt may want, which `proceed` makes when it wants them."""
+        bucket, last = bucket_of(self.position + 1), bucket_of(self.context)
+        while bucket <= last:
+            for drafts in self._possible(self.rows):
+                if drafts != NONE:
+                    self._round(self.rows, drafts, bucket, Sampler())
+            bucket *= 2
+
+    def _possible(self, rows: int) -> list[int]:
+        """Numbers of drafts for so many rows."""
+        return [k for k in self.choices if (k + 1) * rows <= MAX_BATCH]
+
     def _round(self, rows: int, drafts: int, bucket: int, sampler: Sampler) -> Round:
         key = rows, drafts, bucket, sampler
         if key not in self._rounds:
@@ -203,7 +216,7 @@ class DraftedDecoder(Decoder):
         """Bind a round, and capture it as one CUDA graph."""
         of, phases = self.draft, self.draft.plan.phases
         bound = of.launches(rows, bucket, phases, 2), of.launches(rows, bucket, phases)
-        check = self.launches(rows, bucket, self.plan.phases, drafts + 1)
+        check = self.launches(rows, bucket, self.plan.phases, drafts + 1, alone=self.plan.plain)
         device, noise, chances = self.model.device, None, None
         if not sampler.greedy:
             vocabulary = self.state.buffers["logits"].shape[1]

@@ -16,7 +16,7 @@ from blr.compressor.runtime.plan import Columns, Heads, Phase, StagePart, TokenP
 from blr.kernels.decode.gemv.segments import dual_fits
 from blr.kernels.decode.quantized.formats import GROUP
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -78,7 +78,7 @@ def _heads(attention: Any, config: PreTrainedConfig, index: int) -> Heads:
     window = getattr(config, "sliding_window", None)
     if hasattr(attention, "sliding_window"):
         window = attention.sliding_window
-    elif config.model_type.removeprefix("blr_") != "mistral":
+    elif config.model_type.removeprefix("blr_") not in ("mistral", "mixtral"):
         window = None
     q_gain, k_gain = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
     eps = 0.0 if q_norm is None else q_norm.variance_epsilon
@@ -102,9 +102,13 @@ def _attention(plan: TokenPlan, prefix: str, layer: Any, heads: Heads, x: Column
 
 
 def _mlp(plan: TokenPlan, prefix: str, layer: Any, activation: str, x: Columns) -> None:
-    """Add the norm, gated projections and output projection of a decoder layer."""
-    mlp, width = layer.mlp, layer.mlp.down_proj.in_features
-    inner, norm = Columns("inner", width), layer.post_attention_layernorm
+    """Add the norm, gated projections and output projection of a decoder layer, or its experts."""
+    mlp, norm = layer.mlp, layer.post_attention_layernorm
+    if hasattr(mlp, "experts"):
+        _modules(plan, prefix, {"experts": (mlp, x)}, x, norm, add=True)
+        return
+    width = mlp.down_proj.in_features
+    inner = Columns("inner", width)
     modules = [getattr(mlp, name) for name in TOGETHER["mlp"]]
     gate, up = map(stages_of, modules)
     name = f"{prefix}gate_up"

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from blr.compressor.modeling.stages import LayerStage
+from blr.compressor.modeling.stages import LayerStage, Packed
+from blr.kernels.decode.gemv.segments import SEVERAL
+
+LARGE = 300e6  # bytes of a layer of plain weights
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,20 @@ class TokenPlan:
 
     phases: list[Phase] = field(default_factory=list)
     buffers: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> bool:
+        """Whether no weights are packed."""
+        stages = [part.stage for phase in self.phases for part in phase.parts]
+        return not any(isinstance(stage.w, Packed) for stage in stages)
+
+    @property
+    def least_rows(self) -> int:
+        """As of how many rows one row at least is computed: tensor cores are as fast with large plain
+        layers, and with them a row has the same numbers beside others."""
+        layers = sum(phase.kind == "attention" for phase in self.phases)
+        size = sum(phase.bytes for phase in self.phases)
+        return SEVERAL if self.plain and size >= LARGE * layers else 1
 
     def add(self, phase: Phase) -> None:
         """Append a phase and widen the buffers for it."""

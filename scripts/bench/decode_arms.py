@@ -186,8 +186,10 @@ class SpeculativeArm(OursArm):
             self.decoder.share = share
 
     def prefill(self) -> None:
-        """As of `OursArm`."""
+        """As of `OursArm`; no graph is captured later, while steps are timed."""
         self.logits = self.decoder.prefill(self.ids)
+        with torch.no_grad():
+            self.decoder.capture()
 
     def run(self, steps: int) -> None:
         """Decode `steps` tokens after a prompt, by rounds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,13 +139,53 @@ def test_stage_added_to_its_result(name: str, tokens: int, dtype: torch.dtype) -
 
 
 STAGE = Stage(
-    *("*fp32", "i32", "*bf16", "i32", "i32", 1, "*bf16", "i32", "i32", "i32", "*bf16"),
-    *("*fp32", "i32", "i32", "i32", "i32"),
+    *("*fp32", "i32", "i32", "*bf16", "i32", "i32", 1, "*bf16", "i32", "i32", "i32", "*bf16"),
+    *("*fp32", "i32", "i32", "i32", "i32", "i32"),
 )
 SIGNATURE = {
     **dict.fromkeys(("s0", "s1", "s2"), STAGE),
     **{"programs0": "i32", "programs1": "i32", "gain": "*bf16", "eps": "fp32"},
 }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_token_has_the_same_sums_beside_others(name: str, dtype: torch.dtype) -> None:
+    """Bit for bit, with a norm, added, or of a pair: a draft's tokens are checked in one launch."""
+    from blr.kernels.decode.gemv.grouped import dual
+
+    generator = torch.Generator().manual_seed(1)
+    s = segment(name, 11, dtype, generator)
+    gain = torch.randn(s.x.shape[1], generator=generator)
+    for norm in ({}, {"gain": gain, "eps": 0.1}):
+        several, alone = (replace(s, y=torch.ones(s.y.shape)) for _ in range(2))
+        add = s.mix is None
+        grouped([several], add=add, **norm)
+        for token in range(len(s.x)):
+            grouped([alone.of_tokens(slice(token, token + 1))], add=add, **norm)
+        assert torch.equal(several.y, alone.y)
+        if s.mix is None:
+            dual(several, several, activation="silu", **norm)
+            for token in range(len(s.x)):
+                dual(*[alone.of_tokens(slice(token, token + 1))] * 2, activation="silu", **norm)
+            assert torch.equal(several.y, alone.y)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+@pytest.mark.parametrize("rows, columns", [(4096, 4096), (4096, 14336), (512, 512)])
+def test_registers_hold_tokens_in_the_order_of_one(rows: int, columns: int, tokens: int) -> None:
+    """Lanes share a row alike, and nothing spills to memory."""
+    from blr.kernels.decode.gemv.launch import rows_of, tile_shape
+
+    shape = tile_shape(rows, columns, norm=1 if rows == columns else 0)
+    tile = Tile(rows_of(shape, tokens), shape["BK"], NORM=int(rows == columns), TOKENS=tokens)
+    constants = {"COUNT": 1, "ADD": False, "PDL": True, "T0": tile, "T1": tile, "T2": tile}
+    module = "blr.kernels.decode.gemv.grouped"
+    made = compile_for(module, "grouped_kernel", SIGNATURE, constants, 90, num_warps=shape["num_warps"])
+    across = shape["BK"] // 256  # warps of a row, of 32 lanes with 8 columns each
+    layout = f"sizePerThread = [1, 8], threadsPerWarp = [1, 32], warpsPerCTA = [{{}}, {across}]"
+    assert layout.format(shape["num_warps"] // across) in made["asm"]["ttgir"]
+    assert made["spills"] == 0
 
 
 @pytest.mark.sampled(3)

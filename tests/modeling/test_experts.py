@@ -23,6 +23,7 @@ from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.loading.streamed import load_written
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
+from blr.compressor.runtime.decoder import Decoder, supports
 from blr.compressor.workspace.journal import Journal
 
 register()
@@ -116,6 +117,32 @@ def test_exports_for_other_tools_compute_the_same(name: str, tmp_path: Path) -> 
         found = load_written(tmp_path / f"as-{form}")
         assert (found(IDS).logits - expected).norm() < 1e-4 * expected.norm()
     assert found.generate(IDS[:1], max_new_tokens=4, do_sample=False).shape == (1, 16)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "svd": {"method": "svd", "cf": 1.5},
+    "int4": {"method": "dense", "quantize": "int4", "group": 32},
+    "corrected": {"method": "svd", "base": "int2", "rank": 2, "group": 32},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen2-moe"])
+def test_an_export_decodes_its_experts(name: str, way: str, tmp_path: Path) -> None:
+    """By the runtime, one row and several: the tokens that transformers gives without a cache. With one
+    it multiplies a token with packed weights by an operator that rounds otherwise."""
+    source = save_pico(name, tmp_path / "dense")
+    output = compress_to(source, tmp_path / "out", **WAYS[way])
+    export(output, tmp_path / "export", ExportOptions("out", batch=2), Progress(quiet=True))
+    model = load_written(tmp_path / "export")
+    asked = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "use_cache": False}
+    whole = {"attention_mask": torch.ones_like(IDS), "pad_token_id": 0}
+    expected = load_written(output).generate(IDS, **whole, **asked)
+    assert supports(model) is None
+    ours = Decoder(model, context=64, batch=2, ops="torch")
+    for rows in (1, 2):
+        found = ours.generate(IDS[:rows], max_new_tokens=12)
+        assert found == expected[:rows, IDS.shape[1] :].tolist()
 
 
 def test_a_run_that_is_killed_amid_experts_ends_with_the_same_bytes(

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from blr.compressor import register
 from blr.compressor.base.errors import NumericsError
+from blr.compressor.runtime import plan
 from blr.compressor.runtime.acceptance import accept
+from blr.compressor.runtime.bind import in_turn
 from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.runtime.drafted import DRAFTS, Acceptance
 from blr.compressor.runtime.drafted import DraftedDecoder as Drafted
@@ -178,6 +180,50 @@ def test_kernels_give_the_same(tmp_path: Path) -> None:
     drafted = DraftedDecoder(model, draft, choices=(2,), **options)
     expected = Decoder(model, ops="torch", **options).generate(ids, max_new_tokens=4)
     assert drafted.generate(ids, max_new_tokens=4) == expected
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "cache, rows, large", [("whole", 1, False), ("whole", 1, True), ("int8", 2, False)]
+)
+def test_a_check_has_the_numbers_of_single_tokens(
+    cache: str, rows: int, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, in any bucket, where one row is of CUDA cores and where it is of tensor cores."""
+    monkeypatch.setattr(plan, "LARGE", 0 if large else 1e9)
+    prompt, tokens = 254, 3
+    decoder = half_decoder(tmp_path, batch=rows, cache=cache)
+    state, ids = decoder.state, torch.randint(2, VOCAB, (rows, prompt + tokens))
+    decoder.prefill(ids[:, :prompt])
+    expected = torch.cat([decoder.step(ids[:, prompt + token]) for token in range(tokens)])
+    held = state.kv.data.clone()
+    decoder.prefill(ids[:, :prompt])
+    state.start[: tokens * rows] = state.start[:rows].repeat(tokens)
+    state.tokens[: tokens * rows] = ids[:, prompt:].T.flatten()
+    state.pos[: tokens * rows] = prompt + torch.arange(tokens).repeat_interleave(rows)
+    in_turn(decoder.launches(rows, 1024, decoder.plan.phases, tokens, alone=True))
+    assert torch.equal(state.buffers["logits"][: tokens * rows], expected)
+    assert torch.equal(state.kv.data, held)
+
+
+@needs_triton
+def test_a_check_has_the_tiles_of_single_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles say in which order tensor cores add; numbers are compared on a GPU (`tests/gpu`)."""
+    from blr.kernels.decode.skinny import launch
+
+    seen, shape = set(), launch.tile_shape
+    monkeypatch.setattr(launch, "tile_shape", lambda *given: seen.add(given[-1]) or shape(*given))
+    decoder = half_decoder(tmp_path, batch=5)
+    in_turn(decoder.launches(5, 128, decoder.plan.phases, 3, alone=True))
+    assert seen == {5}
+
+
+def half_decoder(folder: Path, **options: Any) -> Decoder:
+    """In half precision, of up to 16 rows and 1024 slots."""
+    place = save_pico("qwen3", folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float16).eval()
+    model.config.max_position_embeddings = 1024
+    return Decoder(model, context=1024, tokens=16, mode="eager", **options)
 
 
 def test_logits_that_are_no_numbers_are_refused(trained: Any) -> None:

@@ -30,3 +30,14 @@ SLACK = 1e-9
 # Relative errors in the norm of H below this are rounding: tr(E H Eᵀ) of an E that H annihilates
 # comes out as about 2^-53·‖E‖²‖H‖, and the error is its root.
 WEIGHTED_FLOOR = 1e-7
+
+# KL in nats a token of another engine to ours, of the same weights in float32: sums in another order.
+ENGINE_EXACT = 1e-4
+
+# The same of tiny-llama in 4 bits, whose inputs llama.cpp rounds to 8 bits: some 1e-3.
+ENGINE_ROUNDED = 2e-3
+
+# llama.cpp rounds the inputs of layers to 8 bits. Its KL is at most so many times what that rounding
+# costs our own layers. The two round apart where sums differ in the last bit, and a model broken by few
+# bits amplifies this: factors of .7 to 1.2 were seen on SmolLM2, at KL of .003 to .10.
+ENGINE_AS_ROUNDED = 2.0

@@ -70,7 +70,8 @@ def decode_attention(
     **config: int,
 ) -> Tensor:
     """`reference.decode_attention` as one kernel into `out` [B, Hq·D]. With a cache of fewer rows S,
-    row r is of sequence r modulo S and does not see what the same launch appends for others of it.
+    row r is of sequence r modulo S and does not see what the same launch appends for others of it. Its
+    sums are those that it has in a launch of S rows.
 
     Args:
         k, v: [B, Hkv, L, D] with the last two axes contiguous; scales: [B, Hkv, L] in float32, if they
@@ -96,7 +97,7 @@ def decode_attention(
     if scales is not None and not streamed:
         raise ValueError("decode_attention: int8 is only streamed")
     chunk = -(-bucket // splits) if splits else 0  # none: each row's own
-    splits = _checked_splits(splits, rows * kv_heads, bucket, STREAMING if streamed else PROGRAMS)
+    splits = _checked_splits(splits, sequences * kv_heads, bucket, STREAMING if streamed else PROGRAMS)
     none = qkv  # stands for an absent tensor: never read
     gains = (none if gain is None else gain for gain in (q_gain, k_gain))
     options = {"G": group, "DP": max(power_of_two(width), 16), "SPLITS": power_of_two(splits)}

@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+MIN_CHUNK = tl.constexpr(32)  # slots of a split at least
+FEWEST = tl.constexpr(4)  # splits of the smallest bucket
+
 
 @triton.jit
 def heads_ready(x, head, head_ok, d, D, R, cos, sin, gain, eps, NORM: tl.constexpr):
@@ -101,10 +104,17 @@ def stretch(here, zero, split, splits, window, chunk, BN: tl.constexpr, WINDOW: 
     """(begin, stop, first, last) of the token at slot `here` of a row that starts at slot `zero`:
     the slots that a split of `chunk` slots sees, and the splits that see any. With a chunk of 0 the
     slots that the token sees are shared out evenly, in whole tiles of BN, over as many of `splits` as
-    there are tiles for: none is idle, however far the bucket goes."""
+    there are tiles for, and as the bucket of `here` has: none is idle, and sums are the same, however
+    far the bucket goes."""
     lowest = zero
     if WINDOW:
         lowest = tl.maximum(zero, here - window + 1)
+    above = here | (here >> 1)
+    above |= above >> 2
+    above |= above >> 4
+    above |= above >> 8
+    above |= above >> 16
+    splits = tl.minimum(splits, tl.maximum((above + 1) // MIN_CHUNK, FEWEST))
     even = tl.cdiv(tl.cdiv(here + 1 - lowest, splits), BN) * BN
     size = tl.where(chunk == 0, even, chunk)
     origin = tl.where(chunk == 0, lowest, 0)

@@ -17,10 +17,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.common.launching import run_kernel
 from blr.kernels.decode.gemv.launch import (
+    TOKENS,
     launch_options,
     norm_kind,
     pair_tile,
     power_of_two,
+    rows_of,
     run_grouped,
     stage,
     tile_shape,
@@ -85,7 +87,9 @@ def run_segment(tile, s, gain, eps, T: tl.constexpr, ADD: tl.constexpr, WAIT: tl
         mixed_segment(tile, s, gain, eps, T.MIX, T.BR, T.BK, T.NORM, WAIT)
     else:
         found, out, ok = stage_rows(tile, s, gain, eps, T, WAIT)
-        store_rows(s, found, out, ok, ADD)
+        TOKENS: tl.constexpr = T.TOKENS
+        for token in tl.static_range(TOKENS):
+            store_rows(s.y + token * s.y_token, found[token], out, ok, ADD)
 
 
 @triton.jit
@@ -118,7 +122,9 @@ def dual_kernel(
     program = tl.program_id(0)
     gate, out, ok = stage_rows(program, s0, gain, eps, T0, PDL)
     up, out, ok = stage_rows(program, s1, gain, eps, T1, False)
-    store_rows(s1, activate(gate, ACT) * up, out, ok, False)
+    TOKENS: tl.constexpr = T1.TOKENS
+    for token in tl.static_range(TOKENS):
+        store_rows(s1.y + token * s1.y_token, activate(gate[token], ACT) * up[token], out, ok, False)
 
 
 def grouped(
@@ -133,17 +139,21 @@ def grouped(
     """`segments.grouped` in one launch.
 
     Args:
-        segments: one to three, with columns of stride 1; of several tokens one launch each.
+        segments: one to three, with columns of stride 1; of more than `TOKENS` tokens, or several that
+            are mixed, several launches.
         add: to what the results hold; of none that is mixed.
         config: BR, BK and num_warps of each segment in place of `tile_shape`'s; the launch has the
             most warps of any.
     """
-    if len(segments[0].x) > 1:
-        for token in tokens_of(segments):
-            grouped(token, gain=gain, eps=eps, add=add, pdl=pdl, config=config)
+    most = TOKENS if all(s.mix is None for s in segments) else 1
+    if len(segments[0].x) > most:
+        for some in tokens_of(segments, most):
+            grouped(some, gain=gain, eps=eps, add=add, pdl=pdl, config=config)
         return
     chosen = [segment_shape(s, gain) for s in segments]
     shapes = [{**shape, **(config[i] if config else {})} for i, shape in enumerate(chosen)]
+    warps = max(shape["num_warps"] for shape in shapes)
+    shapes = [{**s, "BR": rows_of({**s, "num_warps": warps}, len(segments[0].x))} for s in shapes]
     run_grouped(
         grouped_kernel,
         [stage(s) for s in segments],
@@ -151,7 +161,7 @@ def grouped(
         gain=gain,
         eps=eps,
         ADD=add,
-        num_warps=max(shape["num_warps"] for shape in shapes),
+        num_warps=warps,
         **launch_options(pdl),
     )
 
@@ -167,15 +177,17 @@ def dual(
     **config: Any,
 ) -> None:
     """`segments.dual` in one launch; config: BR, BK0, BK1, num_warps in place of `tile_shape`'s."""
-    if len(up.x) > 1:
-        for token in tokens_of((gate, up)):
-            dual(*token, activation=activation, gain=gain, eps=eps, pdl=pdl, **config)
+    if len(up.x) > TOKENS:
+        for some in tokens_of((gate, up), TOKENS):
+            dual(*some, activation=activation, gain=gain, eps=eps, pdl=pdl, **config)
         return
     shapes = _pair_shapes(gate, up, gain)
+    warps = config.get("num_warps", max(shape["num_warps"] for shape in shapes))
+    columns = [config.get(f"BK{i}", shape["BK"]) for i, shape in enumerate(shapes)]
     rows = config.get("BR", min(shape["BR"] for shape in shapes))
+    rows = rows_of({"BR": rows, "BK": max(columns), "num_warps": warps}, len(up.x))
     tiles = [
-        _tile(s, {"BR": rows, "BK": config.get(f"BK{i}", shapes[i]["BK"])}, gain)
-        for i, s in enumerate((gate, up))
+        _tile(s, {"BR": rows, "BK": width}, gain) for s, width in zip((gate, up), columns, strict=True)
     ]
     run_kernel(
         dual_kernel,
@@ -184,7 +196,7 @@ def dual(
         T0=tiles[0],
         T1=tiles[1],
         ACT=activation,
-        num_warps=config.get("num_warps", max(shape["num_warps"] for shape in shapes)),
+        num_warps=warps,
         **launch_options(pdl),
     )
 
@@ -211,4 +223,4 @@ def _pair_shapes(gate: Segment, up: Segment, gain: Tensor | None) -> list[dict[s
 def _tile(s: Segment, shape: dict[str, int], gain: Tensor | None) -> Tile:
     mix = 0 if s.mix is None else power_of_two(s.mix.shape[0])
     norm = norm_kind(s.x, s.w.shape[2], gain)
-    return Tile(shape["BR"], shape["BK"], norm, s.bias is not None, mix)
+    return Tile(shape["BR"], shape["BK"], norm, s.bias is not None, mix, len(s.x))

@@ -13,6 +13,8 @@ from blr.kernels.common.launching import TritonKernel, run_kernel
 from blr.kernels.decode.gemv.segments import Segment, Stage, shared_input
 
 FEW = 64  # rows of a stage that would leave most of the GPU idle
+TOKENS = 8  # of a launch at most
+HELD = 64  # sums of all tokens that a thread has in registers
 
 
 def tile_shape(
@@ -61,6 +63,15 @@ def stage_tile(width: int) -> dict[str, int]:
     return {"BR": rows, "BK": min(columns, power_of_two(width)), "num_warps": 4}
 
 
+def rows_of(shape: dict[str, int], tokens: int) -> int:
+    """BR of a shape for so many tokens: fewer rows, whose lanes share a row as those of one token do, so
+    that sums have the same order."""
+    rows, each = shape["BR"], shape["BK"] / (32 * shape["num_warps"])
+    while tokens * rows * each > HELD and rows * each >= 16:
+        rows //= 2
+    return rows
+
+
 def product(
     x: Tensor,
     w: Tensor,
@@ -95,6 +106,7 @@ def stage(s: Segment) -> Stage:
     mix_out, mix_in, mix_rank = mix_strides(s.mix)
     return Stage(
         x=s.x,
+        x_token=s.x.stride(0),
         x_block=0 if shared_input(s.x, s.w) else width,
         w=s.w,
         w_block=w_block,
@@ -106,6 +118,7 @@ def stage(s: Segment) -> Stage:
         mix_rank=mix_rank,
         bias=s.w if s.bias is None else s.bias,
         y=s.y,
+        y_token=s.y.stride(0),
         rows=rows,
         K=width,
         blocks=blocks,
@@ -149,10 +162,10 @@ def launch_options(pdl: bool) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
-def tokens_of(segments: Sequence[Any]) -> Iterator[list[Any]]:
-    """Segments of one token after the other: what several are where only one is multiplied at a time."""
-    for token in range(len(segments[0].x)):
-        yield [s.of_token(token) for s in segments]
+def tokens_of(segments: Sequence[Any], most: int = 1) -> Iterator[list[Any]]:
+    """Segments of up to `most` tokens after others: what they are where no more are multiplied."""
+    for token in range(0, len(segments[0].x), most):
+        yield [s.of_tokens(slice(token, token + most)) for s in segments]
 
 
 def norm_kind(x: Tensor, width: int, gain: Tensor | None) -> int:

@@ -30,9 +30,9 @@ class Segment:
     mix: Tensor | None = None
     part: int | None = None
 
-    def of_token(self, token: int) -> Segment:
-        """Of one token."""
-        return replace(self, x=self.x[token : token + 1], y=self.y[token : token + 1])
+    def of_tokens(self, some: slice) -> Segment:
+        """Of some of the tokens."""
+        return replace(self, x=self.x[some], y=self.y[some])
 
     def product(self, gain: Tensor | None, eps: float) -> Tensor:
         """[n, B·R] in the dtype of `x`."""
@@ -47,11 +47,13 @@ class Segment:
 class Stage(NamedTuple):
     """What kernels take of a `Segment`: pointers, strides and sizes, all in elements.
 
-    x_block: from the input of a block to the next one's, 0 where all share it. Any pointer stands for
+    x_token, y_token: from a token to the next one. x_block: from the input of a block to the next one's,
+    0 where all share it. Any pointer stands for
     an absent tensor: it is never read.
     """
 
     x: Tensor
+    x_token: int
     x_block: int
     w: Tensor
     w_block: int
@@ -63,6 +65,7 @@ class Stage(NamedTuple):
     mix_rank: int
     bias: Tensor
     y: Tensor
+    y_token: int
     rows: int
     K: int
     blocks: int
@@ -71,13 +74,15 @@ class Stage(NamedTuple):
 
 class Tile(NamedTuple):
     """What the code for a stage is specialized by: rows BR and columns BK of a program's tile,
-    `launch.norm_kind`, whether there is a bias, and the power of two of blocks that it mixes or 0."""
+    `launch.norm_kind`, whether there is a bias, the power of two of blocks that it mixes or 0, and the
+    tokens of the launch."""
 
     BR: int
     BK: int
     NORM: int = 0
     BIAS: bool = False
     MIX: int = 0
+    TOKENS: int = 1
 
 
 def dual_fits(gate: Any, up: Any) -> bool:

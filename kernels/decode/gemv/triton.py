@@ -1,4 +1,5 @@
-"""Segmented matrix-vector products for decoding: one token against weights read once.
+"""Segmented matrix-vector products for decoding: a few tokens against weights read once. The sums of a
+token are those that it has alone, in the same order.
 
 One program owns `BR` rows of one block and walks its K columns in chunks of `BK`. The first chunk
 is loaded before the program waits for the kernel that makes its input (programmatic dependent
@@ -38,9 +39,9 @@ def row_scale(x, width, eps):
 @triton.jit
 def rows_by_fma(
     s, x, width, gain, eps, w, rows, rows_ok,
-    BR: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, WAIT: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, TOKENS: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Products of `rows` with a token on the CUDA cores: [BR] in float32.
+    """Products of `rows` with tokens on the CUDA cores: [BR] in float32 of each.
 
     x: the block's columns, of the `width` ones of the stage `s`. w: first weight of the block. gain: [K]
     of an RMS norm over the width if NORM, whose scale multiplies the sums: NORM = 1 if the block takes
@@ -50,24 +51,32 @@ def rows_by_fma(
     tile = weight_tile(w, rows, rows_ok, lane, s.K, s.w_row, s.w_col)
     if WAIT:
         gdc_wait()
-    sums = tl.zeros([BR, BK], tl.float32)
-    square = tl.zeros([BK], tl.float32)
+    sums = (tl.zeros([BR, BK], tl.float32),) * TOKENS
+    squares = (tl.zeros([BK], tl.float32),) * TOKENS
     for start in range(0, s.K, BK):
         cols = start + lane
         following = weight_tile(w, rows, rows_ok, cols + BK, s.K, s.w_row, s.w_col)
-        v = input_chunk(x, cols, s.K)
-        if NORM > 0:
-            if NORM == 1:
-                square += v * v
-            v *= input_chunk(gain, cols, s.K)
-        sums += tile.to(tl.float32) * v[None, :]
+        added, squared = (), ()
+        for token in tl.static_range(TOKENS):
+            v = input_chunk(x + token * s.x_token, cols, s.K)
+            square = squares[token]
+            if NORM > 0:
+                if NORM == 1:
+                    square += v * v
+                v *= input_chunk(gain, cols, s.K)
+            added += (sums[token] + tile.to(tl.float32) * v[None, :],)
+            squared += (square,)
+        sums, squares = added, squared
         tile = following
-    found = tl.sum(sums, 1)
-    if NORM == 1:
-        found *= tl.rsqrt(tl.sum(square, 0) / width + eps)
-    if NORM == 2:
-        found *= row_scale(s.x, width, eps)
-    return found
+    results = ()
+    for token in tl.static_range(TOKENS):
+        found = tl.sum(sums[token], 1)
+        if NORM == 1:
+            found *= tl.rsqrt(tl.sum(squares[token], 0) / width + eps)
+        if NORM == 2:
+            found *= row_scale(s.x + token * s.x_token, width, eps)
+        results += (found,)
+    return results
 
 
 @triton.jit
@@ -121,7 +130,7 @@ def bias_of(s, out, ok, BIAS: tl.constexpr):
 
 @triton.jit
 def stage_rows(tile, s, gain, eps, T: tl.constexpr, WAIT: tl.constexpr):
-    """Products of tile number `tile` of a stage: (sums [BR], outputs [BR], valid).
+    """Products of tile number `tile` of a stage: (sums [BR] of every token, outputs [BR], valid).
 
     s, T: `launch.Stage` and `launch.Tile`.
     """
@@ -134,13 +143,19 @@ def stage_rows(tile, s, gain, eps, T: tl.constexpr, WAIT: tl.constexpr):
     gain += block * s.x_block
     out = outputs(s, block, rows)
     constant = bias_of(s, out, ok, T.BIAS)
-    sums = rows_by_fma(s, x, width, gain, eps, w, rows.to(tl.int64), ok, T.BR, T.BK, T.NORM, WAIT)
-    return sums + constant, out, ok
+    sums = rows_by_fma(
+        s, x, width, gain, eps, w, rows.to(tl.int64), ok, T.BR, T.BK, T.NORM, T.TOKENS, WAIT
+    )  # fmt: skip
+    TOKENS: tl.constexpr = T.TOKENS
+    found = ()
+    for token in tl.static_range(TOKENS):
+        found += (sums[token] + constant,)
+    return found, out, ok
 
 
 @triton.jit
-def store_rows(s, found, out, ok, ADD: tl.constexpr):
+def store_rows(y, found, out, ok, ADD: tl.constexpr):
     """Store results of a token, or add them to what is there."""
     if ADD:
-        found += tl.load(s.y + out, mask=ok, other=0.0).to(tl.float32)
-    tl.store(s.y + out, found.to(s.y.dtype.element_ty), mask=ok)
+        found += tl.load(y + out, mask=ok, other=0.0).to(tl.float32)
+    tl.store(y + out, found.to(y.dtype.element_ty), mask=ok)

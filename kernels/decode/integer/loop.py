@@ -105,7 +105,7 @@ def stage_tiles(first, step, s, x, gain, eps, OFFSET: tl.constexpr, T: tl.conste
         # The last tile is read twice, the second time from a cache, so that loads need no mask.
         following = tile_start(tl.minimum(tile + step, tiles - 1), s, T)
         found, row, there = tile_rows(tile, started, s, inputs, T, ASM)
-        store_rows(s, found, row, there, ADD)
+        store_rows(s.y, found, row, there, ADD)
         started = following
 
 
@@ -151,4 +151,4 @@ def pair_kernel(
         second, row, there = tile_rows(tile, ups, up, inputs, T1, ASM)
         ups = tile_start(after, up, T1)
         found = activate(first, ACT) * second
-        store_rows(up, found, row, there, False)
+        store_rows(up.y, found, row, there, False)

@@ -78,7 +78,7 @@ def tile_rows(tile, s, words, sums, quads, LOW: tl.constexpr, HIGH: tl.constexpr
     inputs = tile_inputs(words, sums, quads, T)
     more = added(started, s, T, ADD)
     found = tile_sums(started, inputs, LOW, HIGH, T, ASM) + more
-    store_rows(s, found, started[4], started[5], False)
+    store_rows(s.y, found, started[4], started[5], False)
 
 
 @triton.jit
@@ -117,4 +117,4 @@ def gated_kernel(
     one, two = added(gates, gate, T0, False), added(ups, up, T1, False)
     found = activate(tile_sums(gates, inputs, LOW, HIGH, T0, ASM) + one, ACT)
     found *= tile_sums(ups, inputs, LOW, HIGH, T1, ASM) + two
-    store_rows(up, found, ups[4], ups[5], False)
+    store_rows(up.y, found, ups[4], ups[5], False)

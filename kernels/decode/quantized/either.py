@@ -36,11 +36,11 @@ def stages(
     """The function that runs stages, each stored or added to its result, or with an activation
     ``act(gate) ⊙ up`` of two. options: of `grouped`.
 
-    Several rows run one after the other. Where products of bytes pay, it is those of
+    Several rows of packed weights run one after the other. Where products of bytes pay, it is those of
     `kernels/decode/integer`. Else corrections are added by a launch of their first stages and then of
     the layers.
     """
-    if len(segments[0].x) > 1:
+    if len(segments[0].x) > 1 and not all(isinstance(s, Segment) for s in segments):
         tokens = [stages(s, add=add, activation=activation, **options) for s in tokens_of(segments)]
         return partial(_in_turn, *tokens)
     if packed := _in_words(segments):

@@ -40,7 +40,7 @@ def run_segment(tile, s, gain, eps, T: tl.constexpr, ADD: tl.constexpr, WAIT: tl
         if WAIT:
             gdc_wait()
         found, out, ok = stage_rows(stage_products(started, s, gain, T), started, s, eps, T)
-        store_rows(s, found, out, ok, ADD)
+        store_rows(s.y, found, out, ok, ADD)
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def dual_kernel(
         gdc_wait()
     gate, out, ok = stage_rows(stage_products(started0, s0, gain, T0), started0, s0, eps, T0)
     up, out, ok = stage_rows(stage_products(started1, s1, gain, T1), started1, s1, eps, T1)
-    store_rows(s1, activate(gate, ACT) * up, out, ok, False)
+    store_rows(s1.y, activate(gate, ACT) * up, out, ok, False)
 
 
 def grouped(

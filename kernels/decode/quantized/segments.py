@@ -54,9 +54,9 @@ class Correction:
     first: Segment | QuantizedSegment
     u: Narrow
 
-    def of_token(self, token: int) -> Correction:
-        """Of one token."""
-        return Correction(self.first.of_token(token), self.u)
+    def of_tokens(self, some: slice) -> Correction:
+        """Of some of the tokens."""
+        return Correction(self.first.of_tokens(some), self.u)
 
     def product(self, dtype: torch.dtype) -> Tensor:
         """[n, B·q] of the z that is there."""
@@ -86,10 +86,9 @@ class QuantizedSegment:
     correction: Correction | None = None
     curved: bool = True
 
-    def of_token(self, token: int) -> QuantizedSegment:
-        """Of one token."""
-        some, more = slice(token, token + 1), self.correction
-        more = None if more is None else more.of_token(token)
+    def of_tokens(self, some: slice) -> QuantizedSegment:
+        """Of some of the tokens."""
+        more = None if self.correction is None else self.correction.of_tokens(some)
         return replace(self, x=self.x[some], y=self.y[some], correction=more)
 
     def dense(self) -> Segment:

@@ -34,7 +34,7 @@ class SkinnyOptions:
 
     dtype: of the model. gain, eps: of the norm of their inputs. add: to what the results hold.
     activation: of a pair. order: as of `launch.grouped`. ordered: whether inputs are there in the order
-    of these weights. pdl: see `launch_options`.
+    of these weights. pdl: see `launch_options`. like: as of `launch.grouped`.
     """
 
     workspace: PartialSums
@@ -46,6 +46,7 @@ class SkinnyOptions:
     order: Order = None
     ordered: bool = False
     pdl: bool = False
+    like: int | None = None
 
 
 def stages(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
@@ -62,7 +63,7 @@ def stages(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
     if not all(map(_correctable, segments)):
         return _corrected_after(segments, how)
     before, ready = _inputs(segments, how)
-    options: dict[str, Any] = {"order": how.order, "pdl": how.pdl}
+    options: dict[str, Any] = {"order": how.order, "pdl": how.pdl, "like": how.like}
     if how.activation:
         gate, up = ready
         run = partial(dual, gate, up, how.workspace, activation=how.activation, **options)

@@ -141,6 +141,7 @@ def grouped(
     add: bool = False,
     order: Order = None,
     pdl: bool = False,
+    like: int | None = None,
     config: dict[str, int] | None = None,
 ) -> None:
     """`segments.grouped` of one to three stages of one format in one launch, of prepared inputs.
@@ -148,7 +149,8 @@ def grouped(
     Args:
         segments: of 1 to 64 tokens. corrections: of z that are there, U in plain numbers.
         add: to what the results hold. order: bits and group of the packed weights that read the results,
-            in the order of whose fields they are stored. config: of `tile_shape`, in its place.
+            in the order of whose fields they are stored. like: tokens of a launch in which a token has
+            the same sums (None: of this one). config: of `tile_shape`, in its place.
 
     Raises:
         ValueError: too many tokens.
@@ -157,7 +159,8 @@ def grouped(
 
     tokens, form = checked_tokens(segments), bits_of(segments[0])
     total, slots = sum(rows_of(s) for s in segments), token_slots(tokens)
-    shape = tile_shape(*form, total, max(width_of(s) for s in segments), tokens) | (config or {})
+    K = max(map(width_of, segments))
+    shape = tile_shape(*form, total, K, like or tokens) | (config or {})
     shape = fitted(shape, form, slots, shared_limit(segments[0].x.device))
     tiles = [tile_of(s, shape, order) for s in segments]
     stages = [stage_of(s) for s in segments]
@@ -184,6 +187,7 @@ def dual(
     activation: str,
     order: Order = None,
     pdl: bool = False,
+    like: int | None = None,
     config: dict[str, int] | None = None,
 ) -> None:
     """`segments.dual` in one launch; arguments as of `grouped`."""
@@ -192,7 +196,8 @@ def dual(
     tokens, form = checked_tokens((gate, up)), bits_of(gate)
     slots = token_slots(tokens)
     shared = gate.x.data_ptr() == up.x.data_ptr() and gate.x.shape == up.x.shape
-    shape = tile_shape(*form, rows_of(gate), max(map(width_of, (gate, up))), tokens) | (config or {})
+    K = max(map(width_of, (gate, up)))
+    shape = tile_shape(*form, rows_of(gate), K, like or tokens) | (config or {})
     shape = fitted(shape, form, slots, shared_limit(gate.x.device), 2, 1 if shared else 2)
     tiles = [tile_of(s, shape, order) for s in (gate, up)]
     stages = [stage_of(s) for s in (gate, up)]

@@ -22,21 +22,15 @@ def number_of(code, MIDDLE: tl.constexpr):
 
 
 @triton.jit
-def dequantize_kernel(
-    words, word_row, scale, scale_row, y, y_row, rows, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr, MIDDLE: tl.constexpr,
-    CURVED: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
-    """y [rows, K] of packed words: levels times scales in float32, rounded once. A program owns BR rows
-    of one group. LOW: bits of the lowest plane."""
+def group_numbers(words, word_row, scale, scale_row, row, there, group, BITS: tl.constexpr,
+                  GROUP: tl.constexpr, LOW: tl.constexpr, MIDDLE: tl.constexpr,
+                  CURVED: tl.constexpr):  # fmt: skip
+    """The numbers [BR, GROUP] in float32 of one group of the rows `row` that are `there`: levels times
+    scales. LOW: bits of the lowest plane."""
     EACH: tl.constexpr = GROUP * LOW // 32  # words of the lowest plane
-    group = tl.program_id(1)
-    row = tl.program_id(0) * BR + tl.arange(0, BR)
-    there = row < rows
-    held = row.to(tl.int64)
-    factor = tl.load(scale + held * scale_row + group, mask=there, other=0.0).to(tl.float32)
+    factor = tl.load(scale + row * scale_row + group, mask=there, other=0.0).to(tl.float32)
     inside = tl.arange(0, GROUP)[None, :]
-    at = words + held[:, None] * word_row + group * (GROUP * BITS // 32)
+    at = words + row[:, None] * word_row + group * (GROUP * BITS // 32)
     code = tl.load(at + inside % EACH, mask=there[:, None], other=0) >> (inside // EACH * LOW)
     if BITS == 8:
         number = ((code << 24) >> 24).to(tl.float32)
@@ -49,8 +43,24 @@ def dequantize_kernel(
         number = number_of(code, MIDDLE)
     if CURVED:
         number = number * (1.0 + BEND * number * number)
-    column = group * GROUP + inside
-    found = (number * factor[:, None]).to(y.dtype.element_ty)
+    return number * factor[:, None]
+
+
+@triton.jit
+def dequantize_kernel(
+    words, word_row, scale, scale_row, y, y_row, rows, K,
+    BITS: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr, MIDDLE: tl.constexpr,
+    CURVED: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """y [rows, K] of packed words, rounded once. A program owns BR rows of one group."""
+    group = tl.program_id(1)
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    there = row < rows
+    held = row.to(tl.int64)
+    found = group_numbers(words, word_row, scale, scale_row, held, there, group, BITS, GROUP, LOW,
+                          MIDDLE, CURVED)  # fmt: skip
+    column = group * GROUP + tl.arange(0, GROUP)[None, :]
+    found = found.to(y.dtype.element_ty)
     tl.store(y + held[:, None] * y_row + column, found, mask=there[:, None] & (column < K))
 
 

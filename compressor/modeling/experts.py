@@ -1,0 +1,177 @@
+"""Experts of mixtures with kernels: few tokens take one launch for all experts that they chose.
+
+Many take grouped products with weights that are made plain for the time of the call.
+
+Else they are those of `modeling_blr.py`, which multiply by one expert after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from blr.compressor.modeling.float8 import is_float8
+from blr.compressor.modeling.layers import CorrectedLinear, QuantizedLinear, StructuredLinear
+from blr.compressor.modeling.modeling_blr import Experts
+from blr.kernels.common.available import HALF, kernel_device
+from blr.kernels.common.watching import is_traced
+from blr.kernels.layers.experts.op import (
+    Stack,
+    Weight,
+    expert_products,
+    expert_weights,
+    stack_of,
+)
+
+FEW = 256  # pairs of a token and an expert up to which each is multiplied by itself
+MOST = 1 << 29  # weights of a stack that are plain at once
+ALIGNED = 8  # numbers that rows of grouped products are a multiple of
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where the weights of a stack lie. stack: what kernels take; None where they cannot. first: one of
+    its tensors. made_of: those that plain factors of corrections were made of. marks: of `marks_of`."""
+
+    stack: Stack | None
+    first: Tensor
+    made_of: list[Tensor]
+    marks: list[int]
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether tensors are where and what they were."""
+        return marks_of(self.first, self.made_of) == self.marks
+
+
+def marks_of(first: Tensor, made_of: list[Tensor]) -> list[int]:
+    """Numbers that change where `first` moves or one of `made_of` is written to."""
+    return [first.data_ptr(), *[t._version for t in made_of]]
+
+
+class KernelExperts(Experts):
+    """Experts whose layers are in few bits, dense or with a correction, or of any other kind."""
+
+    def __init__(self, native: Any, parts: dict[str, list[str]]) -> None:
+        super().__init__(native, parts)
+        self.tables: dict[tuple[str, torch.dtype], Table] = {}
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        x, chosen = hidden_states.flatten(0, -2).contiguous(), top_k_index.flatten()
+        stacks = self._stacks(x)
+        few = len(chosen) <= FEW
+        if not stacks or not (few or self._takes_many(x, stacks)):
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        found = self._by_pair(x, chosen, stacks) if few else self._by_expert(x, chosen, stacks)
+        weighted = found.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
+        return weighted.sum(1).to(x.dtype).view_as(hidden_states)
+
+    def _by_pair(self, x: Tensor, chosen: Tensor, stacks: list[Stack]) -> Tensor:
+        first, last = stacks
+        gate_up = self._biased("gate_up_proj", expert_products(x, chosen, first), chosen)
+        gated = self.native._apply_gate(self, gate_up).contiguous()
+        return self._biased("down_proj", expert_products(gated, chosen, last), chosen)
+
+    def _by_expert(self, x: Tensor, chosen: Tensor, stacks: list[Stack]) -> Tensor:
+        order = chosen.argsort(stable=True)
+        experts = torch.arange(self.count, device=x.device)
+        ends = (chosen[:, None] == experts).sum(0).cumsum(0).to(torch.int32)
+        rows, chosen = x[order // (len(chosen) // len(x))], chosen[order]
+        for name, stack in zip(("gate_up_proj", "down_proj"), stacks, strict=True):
+            if stack.bits:
+                rows = torch._grouped_mm(rows, expert_weights(ends, stack, x).mT, offs=ends)
+            else:
+                rows = torch.cat([self._low_rank(part, rows, ends) for part in self.parts[name]], -1)
+            rows = self._biased(name, rows, chosen)
+            rows = self.native._apply_gate(self, rows).contiguous() if name == "gate_up_proj" else rows
+        return torch.empty_like(rows).index_copy_(0, order, rows)
+
+    def _low_rank(self, part: str, rows: Tensor, ends: Tensor) -> Tensor:
+        layers: Any = getattr(self, part)
+        U, V = map(torch.stack, zip(*(layer.factors_for(rows) for layer in layers), strict=True))
+        return torch._grouped_mm(torch._grouped_mm(rows, V, offs=ends), U.mT, offs=ends)
+
+    def _biased(self, name: str, y: Tensor, chosen: Tensor) -> Tensor:
+        return y + getattr(self, f"{name}_bias")[chosen] if self.has_bias else y
+
+    def _stacks(self, x: Tensor) -> list[Stack]:
+        """What kernels take of both stacks, if they compute with them for x."""
+        watched = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or is_traced()
+        if watched or x.dtype not in HALF or not len(x) or not kernel_device(x):
+            return []
+        found = [self._stack(name, x) for name in ("gate_up_proj", "down_proj")]
+        return [stack for stack in found if stack is not None] if None not in found else []
+
+    def _takes_many(self, x: Tensor, stacks: list[Stack]) -> bool:
+        """Whether many tokens are multiplied with all weights of a stack at once."""
+        sizes = [(stack.addresses.shape[1] * stack.rows, stack.K) for stack in stacks]
+        even = all(size % ALIGNED == 0 for shape in sizes for size in shape)
+        ranked = {rank_of(layer) for layer in self.modules() if isinstance(layer, StructuredLinear)}
+        alike = all(stack.bits for stack in stacks) or (len(ranked) == 1 and None not in ranked)
+        small = all(self.count * rows * K <= MOST for rows, K in sizes)
+        return even and alike and small and x.dtype == torch.bfloat16
+
+    def _stack(self, name: str, x: Tensor) -> Stack | None:
+        table = self.tables.get((name, x.dtype))
+        if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None if table is None else table.stack  # nothing can be made here
+        if table is None or not table.is_valid:
+            table = self.tables[name, x.dtype] = self._table(name, x)
+        return table.stack
+
+    def _table(self, name: str, x: Tensor) -> Table:
+        parts = [getattr(self, part) for part in self.parts.get(name, ())]
+        layers: list[list[Any]] = [list(each) for each in zip(*parts, strict=True)]
+        flat = [layer for each in layers for layer in each]
+        forms = {form_of(layer, x) for layer in flat}
+        corrected = [layer for layer in flat if isinstance(layer, CorrectedLinear)]
+        stored = [t for layer in corrected for t in layer._stored_factors() if not t.is_inference()]
+        first = next((t for layer in flat for t in (*layer.buffers(), *layer.parameters())), x)
+        stack, form = None, next(iter(forms), None)
+        if len(forms) == 1 and form is not None:
+            weights = [[weight_of(layer, x) for layer in each] for each in layers]
+            if all(weight.is_readable for each in weights for weight in each):
+                stack = stack_of(weights, *form)
+        return Table(stack, first, stored, marks_of(first, stored))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.tables = {}
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes: its tensors lie elsewhere."""
+        return {**vars(self), "tables": {}}
+
+
+def rank_of(layer: StructuredLinear) -> int | None:
+    """The ranks, with zeros behind them, if grouped products take them."""
+    spaced = layer.wide is not None and layer._is_wide() and not torch.compiler.is_compiling()
+    rank = layer.wide[0] if spaced and layer.wide else getattr(layer.spec, "rank", 1)
+    return rank if rank % ALIGNED == 0 else None
+
+
+def form_of(layer: Any, x: Tensor) -> tuple[int, int, int, int, bool] | None:
+    """Rows, width, bits, group and grid of a layer that kernels compute with; bits 0 of low rank. None
+    of another kind, or where its tensors are elsewhere."""
+    sizes, there = (layer.out_features, layer.in_features), [*layer.buffers(), *layer.parameters()]
+    if any(t.device != x.device for t in there):
+        return None
+    if type(layer) is StructuredLinear and layer.has_own_layout and layer.like().dtype == x.dtype:
+        return (*sizes, 0, 0, False) if layer.has_ranks and layer.entry.get("groups", 1) == 1 else None
+    base = layer.base if isinstance(layer, CorrectedLinear) and layer._is_one_operator(x) else layer
+    if type(base) is not QuantizedLinear or is_float8(base):
+        return None
+    w = base.packed()
+    return (*sizes, w.bits, w.group, w.curved) if w.scale.dtype == x.dtype else None
+
+
+def weight_of(layer: Any, x: Tensor) -> Weight:
+    """The weight of a layer that has a form."""
+    if isinstance(layer, StructuredLinear):
+        return Weight(None, None, layer.U, layer.V.mT)
+    corrected = isinstance(layer, CorrectedLinear)
+    w = layer.base.packed() if corrected else layer.packed()
+    return Weight(w.packed, w.scale, *(layer._plain_factors(x) if corrected else ()))

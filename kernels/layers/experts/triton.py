@@ -1,0 +1,123 @@
+"""Kernels of experts in few bits, whose weights lie wherever they were loaded.
+
+A table of addresses [E, P, 7] says where: of an expert and each of its P layers side by side the packed
+rows, the scales, the factors U and V, how many ranks they have, and how far apart their rows are.
+"""
+
+from blr.kernels.decode.quantized.triton import row_sums, rows_by_fma
+from blr.kernels.decode.quantized.words import lane_columns, load_chunk, row_quads, tile_places
+from blr.kernels.layers.packed.triton import group_numbers
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError as error:
+    raise ImportError("these kernels need triton") from error
+
+ENTRIES = 7
+COLUMNS = tl.constexpr(ENTRIES)
+
+
+@triton.jit
+def address(table, n, KIND: tl.constexpr, like):
+    """Entry KIND of row n of the table as a pointer like `like`: a multiple of 16 bytes."""
+    return tl.multiple_of(tl.load(table + n * COLUMNS + KIND).to(like), 16)
+
+
+@triton.jit
+def factor_kernel(
+    x, x_row, each, table, chosen, like, y, rows, K,
+    PARTS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """y [pairs, PARTS, rows]: a program has BR rows of a factor of one layer, and a pair of token and
+    expert. KIND: V, whose rows are ranks, or U, whose inputs are those of each layer. Ranks that a layer
+    has not are zeros. EVEN: whether rows are multiples of 8 numbers apart."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tiles = tl.cdiv(rows, BR)
+    part, pair = tl.program_id(0) // tiles, tl.program_id(1)
+    n = tl.load(chosen + pair) * PARTS + part
+    ranks, step = tl.load(table + n * COLUMNS + 4), tl.load(table + n * COLUMNS + 3 + KIND)
+    step = step // 8 * 8 if EVEN else step
+    row, lane = tl.program_id(0) % tiles * BR + tl.arange(0, BR), tl.arange(0, BK)
+    width = K if KIND == 3 else ranks
+    there = row < (ranks if KIND == 3 else rows)
+    inputs = x + (pair // each if KIND == 3 else pair * PARTS + part) * x_row + lane
+    factor = address(table, n, KIND, like.dtype) + row[:, None] * step + lane[None, :]
+    sums = tl.zeros([BR, BK], tl.float32)
+    for start in range(0, width, BK):
+        inside = start + lane < width
+        given = tl.load(inputs + start, mask=inside, other=0.0).to(tl.float32)
+        held = tl.load(factor + start, mask=there[:, None] & inside[None, :], other=0.0)
+        sums += held.to(tl.float32) * given[None, :]
+    found = tl.sum(sums, 1).to(y.dtype.element_ty)
+    tl.store(y + (pair.to(tl.int64) * PARTS + part) * rows + row, found, mask=row < rows)
+
+
+@triton.jit
+def products_kernel(x, x_row, each, table, chosen, z, y, rows, K, w_row, scale_row,
+                    PARTS: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """y [pairs, PARTS · rows]: a program has T.BR rows of one layer and a pair of token and expert.
+
+    T: `decode/quantized/segments.QuantizedTile`.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tiles = tl.cdiv(rows, T.BR)
+    part, start = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T.BR
+    pair = tl.program_id(1)
+    n = tl.load(chosen + pair) * PARTS + part
+    row_words = w_row * T.UNIT
+    w = address(table, n, 0, tl.pointer_type(tl.int32)) + start.to(tl.int64) * row_words
+    scale = address(table, n, 1, x.dtype) + start.to(tl.int64) * scale_row
+    places, scales = tile_places(w, row_words, scale, scale_row, rows - start, K, T)
+    chunk = load_chunk(places, scales, 0, T, T.T * T.BQ)
+    at = lane_columns(T.T * T.BQ, T)
+    inputs = x + pair // each * x_row + at
+    found, _ = rows_by_fma(chunk, places, scales, (inputs, inputs, at - K), row_quads(K, T), T)
+    total = row_sums(found, T.BQ)
+    row = start + tl.arange(0, T.BR)
+    if T.RANKS > 0:
+        u, held = address(table, n, 2, x.dtype), tl.load(table + n * COLUMNS + 4)
+        rank = tl.arange(0, T.RANKS)
+        there = (row < rows)[:, None] & (rank < held)[None, :]
+        left = tl.load(u + row[:, None] * held + rank[None, :], mask=there, other=0.0).to(tl.float32)
+        total += tl.sum(left * tl.load(z + (pair * PARTS + part) * T.RANKS + rank)[None, :], 1)
+    out = y + (pair.to(tl.int64) * PARTS + part) * rows + row
+    tl.store(out, total.to(y.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit
+def plain_kernel(
+    table, ends, y, rows, K, w_row, scale_row,
+    PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr,
+    MIDDLE: tl.constexpr, CURVED: tl.constexpr, RANKS: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """y [E, PARTS · rows, K], the plain weights with their corrections, of experts that have tokens:
+    `ends` [E] counts the tokens up to each. A program owns BR rows of one group."""
+    expert = tl.program_id(2) // PARTS
+    before = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    if tl.load(ends + expert) > before:
+        n, group = tl.program_id(2), tl.program_id(1)
+        row = tl.program_id(0) * BR + tl.arange(0, BR)
+        there, column = row < rows, group * GROUP + tl.arange(0, GROUP)
+        w, scale = address(table, n, 0, tl.pointer_type(tl.int32)), address(table, n, 1, y.dtype)
+        found = group_numbers(w, w_row, scale, scale_row, row.to(tl.int64), there, group, BITS, GROUP,
+                              LOW, MIDDLE, CURVED)  # fmt: skip
+        inside = there[:, None] & (column < K)[None, :]
+        if RANKS > 0:
+            held, rank = tl.load(table + n * COLUMNS + 4), tl.arange(0, RANKS)
+            u, v = address(table, n, 2, y.dtype), address(table, n, 3, y.dtype)
+            known = (rank < held)[None, :]
+            left = tl.load(
+                u + row[:, None] * held + rank[None, :], mask=there[:, None] & known, other=0.0
+            )
+            at = v + rank[:, None] * K + column[None, :]
+            right = tl.load(at, mask=(rank < held)[:, None] & (column < K)[None, :], other=0.0)
+            found = tl.dot(left, right, found)
+        at = (n.to(tl.int64) * rows + row)[:, None] * K + column[None, :]
+        tl.store(y + at, found.to(y.dtype.element_ty), mask=inside)

@@ -1,0 +1,161 @@
+"""Experts in few bits: kernels in the interpreter, and the experts of a block that run them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiling import compile_for
+from exporting import compress_to
+from pico import MORE, save_model
+from tolerances import TOLERANCES
+from torch import Tensor
+
+from blr.compressor.loading.streamed import load_written
+from blr.compressor.modeling import experts
+from blr.compressor.modeling.experts import KernelExperts
+from blr.compressor.modeling.layers import KernelLinear, StructuredLinear
+from blr.compressor.modeling.modeling_blr import Experts
+from blr.compressor.modeling.stages import Packed
+from blr.kernels.common.available import has_triton
+from blr.kernels.decode.quantized.formats import form_of
+from blr.kernels.decode.quantized.launch import complete, tile_shape
+from blr.kernels.decode.quantized.reference import dequantize, quantize
+from blr.kernels.decode.quantized.segments import QuantizedTile
+from blr.kernels.layers.experts.op import Stack, Weight, expert_products, expert_weights, stack_of
+
+E, P = 4, 2
+needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
+
+
+def made(bits: int, group: int, rows: int, K: int, ranks: int) -> tuple[Stack, Tensor, Any]:
+    """A stack of experts, its dense weights in float64, and what must live as long. The corrections of
+    experts have fewer and fewer ranks."""
+    weights, dense = [], []
+    for n in range(E * P):
+        w = torch.randn(rows, K, generator=torch.Generator().manual_seed(n))
+        packed, scale = quantize(w, bits, torch.float32, group)
+        number = max(ranks - n // P, 0)
+        u, v = torch.randn(rows, number), torch.randn(number, K)
+        weights.append(Weight(packed, scale, *((u, v) if number else ())))
+        dense.append(dequantize(packed, scale, bits, K, torch.float64, group) + u.double() @ v.double())
+    each = [weights[n : n + P] for n in range(0, E * P, P)]
+    return stack_of(each, rows, K, bits, group, True), torch.stack(dense).view(E, P * rows, K), weights
+
+
+@needs_triton
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("ranks", [0, 5])
+@pytest.mark.parametrize(("rows", "K"), [(16, 128), (19, 100)])
+@pytest.mark.parametrize(("bits", "group"), [(8, 128), (4, 64), (3, 32), (2, 32)])
+def test_products_with_the_chosen_experts(bits: int, group: int, rows: int, K: int, ranks: int) -> None:
+    """Each token is multiplied with those it chose, of one layer or several; plain weights are those of
+    experts with tokens."""
+    stack, dense, _alive = made(bits, group, rows, K, ranks)
+    x, chosen = torch.randn(3, K), torch.tensor([2, 0, 0, 3, 2, 2])
+    ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    with torch.no_grad():
+        y, plain = expert_products(x, chosen, stack), expert_weights(ends, stack, x)
+    wanted = torch.einsum("prk,pk->pr", dense[chosen], x.double().repeat_interleave(2, 0))
+    assert (y - wanted).norm() <= TOLERANCES[torch.float32] * wanted.norm()
+    some = plain[[0, 2, 3]] - dense[[0, 2, 3]]
+    assert some.norm() <= TOLERANCES[torch.float32] * dense.norm()
+    assert plain[1].isnan().all()
+
+
+def block_of(folder: Path, name: str, dtype: torch.dtype, **method: Any) -> tuple[Experts, Experts]:
+    """The experts of a model's first block, compressed, with kernels and without."""
+    config, settings, model = MORE[name]
+    save_model(config, settings, model, folder / "dense")
+    compressed = load_written(compress_to(folder / "dense", folder / "out", **method)).to(dtype)
+    for layer in compressed.modules():
+        if isinstance(layer, StructuredLinear):
+            layer.relayout_().widen_()
+    found = copy.deepcopy(next(m for m in compressed.modules() if isinstance(m, KernelExperts)))
+    plain = copy.deepcopy(found)  # copies lie at multiples of 16 bytes, what a file holds may not
+    plain.__class__ = Experts
+    return found, plain
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "int4": {"method": "dense", "quantize": "int4", "group": 32},
+    "int2 + low rank": {"method": "svd", "base": "int2", "rank": 4, "group": 32},
+    "low rank": {"method": "svd", "rank": 8},
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_block_of_experts(
+    name: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few tokens give what the experts give one after the other, also where they are copied."""
+    found, plain = block_of(tmp_path, name, torch.float16, **METHODS[method])
+    x = torch.randn(5, width_of(found)).half()
+    weights, chosen = torch.rand(5, found.count).topk(2)
+    with torch.no_grad():
+        wanted = plain(x, chosen, weights)
+        with by_kernels(monkeypatch):
+            y, copied = found(x, chosen, weights), copy.deepcopy(found)
+            for tensor in (*found.buffers(), *found.parameters()):
+                tensor.zero_()
+            assert not found(x, chosen, weights).any() and copied(x, chosen, weights).equal(y)
+    assert (y - wanted).norm() <= TOLERANCES[torch.float16] * wanted.norm()
+
+
+@contextmanager
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """While active, kernels run in the interpreter, and nothing else computes experts."""
+    with monkeypatch.context() as patched:
+        patched.setenv("BLR_KERNELS", "triton")
+        patched.setattr(Packed, "runs_kernels", lambda packed: True)
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patched.setattr(Experts, "forward", None)
+        yield
+
+
+def width_of(block: Experts) -> int:
+    return next(m.in_features for m in block.modules() if isinstance(m, KernelLinear))
+
+
+@needs_triton
+@pytest.mark.parametrize("method", ["int4", "low rank"])
+def test_many_tokens_take_grouped_products(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "FEW", 4)
+    found, plain = block_of(tmp_path, "qwen3-moe", torch.bfloat16, **METHODS[method])
+    x = torch.randn(1, 40, width_of(found)).bfloat16()
+    weights, chosen = torch.rand(40, found.count).topk(2)
+    with torch.no_grad():
+        wanted = plain(x, chosen, weights)
+        with by_kernels(monkeypatch):
+            y = found(x, chosen, weights)
+    assert (y - wanted).norm() <= TOLERANCES[torch.bfloat16] * wanted.norm()
+
+
+@needs_triton
+@pytest.mark.parametrize("bits", [4, 2])
+def test_wide_loads_where_addresses_come_from_a_table(bits: int) -> None:
+    """The compiler takes addresses for multiples of 16 bytes: a thread loads 16 at once."""
+    shape = tile_shape(768, 2048, bits, 768 * 16)
+    shape = complete(shape, shape["num_warps"])
+    form, sizes = form_of(bits), (shape["BR"], shape["BQ"], shape["T"])
+    tile = QuantizedTile(*form, *sizes, ONE=form.quads(2048) <= shape["BQ"], RANKS=8, FULL=True)
+    types = {"x": "*bf16", "table": "*i64", "chosen": "*i64", "z": "*fp32", "y": "*bf16"}
+    numbers = ("x_row", "each", "rows", "K", "w_row", "scale_row")
+    types |= dict.fromkeys(numbers, "i32")
+    order = ("x", *numbers[:2], "table", "chosen", "z", "y", *numbers[2:])
+    result = compile_for(
+        *("blr.kernels.layers.experts.triton", "products_kernel", {name: types[name] for name in order}),
+        *({"PARTS": 2, "T": tile, "PDL": True}, 90),
+        divisible=tuple(name for name in order if name not in ("each", "scale_row")),
+        num_warps=shape["num_warps"],
+    )
+    assert result["spills"] == 0 and "ld.global.v4.b32" in result["asm"]["ptx"]
