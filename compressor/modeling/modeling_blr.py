@@ -513,9 +513,8 @@ def writes(func: object, kwargs: Mapping[str, object]) -> bool:
 
 
 class DenseWeight(Tensor):
-    """The weight W [o, i] of a layer without its values. Its dtype, device and shape cost nothing; any
-    other function of torch computes the product of the factors. Writing raises: the factors would not
-    change."""
+    """The weight W [o, i] of a layer without its values. Dtype, device and shape cost nothing; all other
+    functions of torch compute the product of its factors. Writing raises: these would not change."""
 
     _is_hf_initialized = True  # `init_weights` of transformers leaves it: the factors have values
     layer: ComposedLinear
@@ -755,8 +754,7 @@ def auto_tables(ending: str) -> list[Any]:
 # 8. Models --------------------------------------------------------------------------------------------
 class StructuredModel(LoudModel):
     """Mixin of models: ``BlrLlamaForCausalLM`` is ``LlamaForCausalLM`` whose layers are replaced before
-    its weights are loaded. make_layer: makes a layer from an entry of the table. make_experts: makes the
-    experts of a block, of those of transformers and their parts."""
+    its weights are loaded. make_layer: of an entry of the table. make_experts: the experts of a block."""
 
     make_layer: Callable[..., nn.Module] = staticmethod(linear_of)
     make_experts: Callable[..., nn.Module] = Experts

@@ -14,7 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 from blr.compressor.runtime.failures import CACHES
 from blr.compressor.runtime.plan import Columns, TokenPlan
 from blr.kernels.decode.attention.launch import attention_workspace
-from blr.kernels.decode.attention.reference import pack, unpack
+from blr.kernels.decode.attention.rounded import pack, unpack
 from blr.kernels.decode.quantized.formats import GROUP
 
 WHOLE, INT8 = CACHES
