@@ -754,7 +754,7 @@ def auto_tables(ending: str) -> list[Any]:
 # 8. Models --------------------------------------------------------------------------------------------
 class StructuredModel(LoudModel):
     """Mixin of models: ``BlrLlamaForCausalLM`` is ``LlamaForCausalLM`` whose layers are replaced before
-    its weights are loaded. make_layer: of an entry of the table. make_experts: the experts of a block."""
+    its weights are loaded. make_layer: from an entry of the table. make_experts: those of a block."""
 
     make_layer: Callable[..., nn.Module] = staticmethod(linear_of)
     make_experts: Callable[..., nn.Module] = Experts
