@@ -14,14 +14,20 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.fast
 
 
-def row(kl: float, package: str = "blr") -> dict[str, Any]:
+def row(kl: float, package: str = "blr", series: str = "blr", form: str = "int3") -> dict[str, Any]:
     figures = {"kl": kl, "kl_error": 0.001, "agreement": 0.5}
     about = {"package": package, "version": "1", "bits": 3.25, "seconds": 2.0}
-    return {**about, "texts": {"prose": figures, "other": figures | {"kl": 2 * kl}}}
+    return {
+        "series": series,
+        "form": form,
+        **about,
+        "texts": {"prose": figures, "other": figures | {"kl": 2 * kl}},
+    }
 
 
 def test_seeds_share_a_row_and_the_least_divergence_is_first() -> None:
-    rows = {"hqq-3": row(0.4, "hqq"), "blr-3-16-0": row(0.1), "blr-3-16-1": row(0.2)}
+    ours = [row(kl, series="blr, rank 16") for kl in (0.1, 0.2)]
+    rows = {"HQQ, int3": row(0.4, "hqq", "HQQ"), "seed 0": ours[0], "seed 1": ours[1]}
     head, _, first, second = draw.table(rows).splitlines()
     assert "KL, top-1 on prose" in head
     assert first.startswith("| blr, rank 16, int3 |")
@@ -30,7 +36,8 @@ def test_seeds_share_a_row_and_the_least_divergence_is_first() -> None:
 
 
 def test_the_plot_has_a_line_for_each_package_on_each_text() -> None:
-    rows = {"hqq-3": row(0.4, "hqq"), "hqq-4": row(0.3, "hqq"), "blr-3-0-0": row(0.1)}
+    rows = {"3": row(0.4, "hqq", "HQQ"), "4": row(0.3, "hqq", "HQQ", "int4"), "blr": row(0.1)}
+    rows["far"] = row(0.2, series="blr, BLAST", form="CF 1.5") | {"bits": 10.7}  # in the table alone
     assert draw.drawn(rows).count("<polyline") == 4
 
 

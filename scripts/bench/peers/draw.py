@@ -19,14 +19,7 @@ from blr.compressor.output.svg import COLOURS, WIDTH, Series, chart, picture
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "scripts" / "figures"
 PAGE = ROOT / "recipes" / "README.md"
-NAMES = {
-    "autoround": "AutoRound",
-    "awq": "AWQ",
-    "gptq": "GPTQ",
-    "hqq": "HQQ",
-    "llamacpp": "llama.cpp",
-    "torchao": "torchao",
-}
+MOST = 7  # bits of points that the plot has room for
 HEIGHT = 260
 STYLE = (
     "svg{font-family:system-ui,sans-serif}text{font-size:12px;fill:var(--ink)}"
@@ -35,19 +28,11 @@ STYLE = (
 Row = dict[str, Any]
 
 
-def label(name: str) -> str:
-    """What a row is called: "blr-3-16-0" is one of "blr, rank 16"."""
-    package, _, *ours = name.split("-")
-    if package != "blr":
-        return NAMES[package]
-    return f"blr, rank {ours[0]}" if int(ours[0]) else "blr"
-
-
-def merged(rows: dict[str, Row]) -> dict[tuple[str, int], list[Row]]:
-    """The rows of one point together, which differ in their seed, by label and whole bits."""
+def merged(rows: dict[str, Row]) -> dict[tuple[str, str], list[Row]]:
+    """The rows of one point together, which differ in their seed, by series and form."""
     found = defaultdict(list)
-    for name, row in rows.items():
-        found[label(name), int(name.split("-")[1])].append(row)
+    for row in rows.values():
+        found[row["series"], row["form"]].append(row)
     return dict(sorted(found.items(), key=lambda item: (round(item[1][0]["bits"], 2), kl(item[1], 0))))
 
 
@@ -68,9 +53,8 @@ def table(rows: dict[str, Row]) -> str:
     texts = list(next(iter(rows.values()))["texts"])
     head = ["made by", "bits a weight", *(f"KL, top-1 on {text}" for text in texts), "seconds"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for (name, bits), found in merged(rows).items():
+    for (name, form), found in merged(rows).items():
         version = f"{found[0]['package']} {found[0]['version']}"
-        form = f"Q{bits}_K" if name == "llama.cpp" else f"int{bits}"
         made = f"{name}, {form}" + f" ({version})" * (found[0]["package"] != "blr")
         cells = [made, f"{found[0]['bits']:.2f}", *(cell(found, n) for n in range(len(texts)))]
         cells.append(f"{mean(row['seconds'] for row in found):.0f}")
@@ -82,7 +66,8 @@ def drawn(rows: dict[str, Row]) -> str:
     """KL against bits on each text, a line for each package."""
     lines = defaultdict(list)
     for (name, _), found in merged(rows).items():
-        lines[name].append(found)
+        if found[0]["bits"] < MOST:
+            lines[name].append(found)
     texts, body = list(next(iter(rows.values()))["texts"]), ""
     for n, text in enumerate(texts):
         series = []

@@ -1,6 +1,6 @@
 """Makes one peer's output: an ordinary folder of dequantized float32 weights, and peer.json beside it.
 
-Usage: PYTHON make.py PACKAGE BITS MODEL IDS OUT, where PYTHON is of an environment with the package, and
+Usage: PYTHON make.py PACKAGE SIZE MODEL IDS OUT, where PYTHON is of an environment with the package, and
 IDS a file of calibration tokens [n, w] that torch reads.
 """
 
@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 GROUP = 64
 
 
-def main(package: str, bits: str, folder: str, ids: str, out: str) -> None:
+def main(package: str, size: str, folder: str, ids: str, out: str) -> None:
     """Quantize, and write the folder `out`. Seconds count the package's own work alone."""
     gpu = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    task = Task(model.to("cuda" if gpu else "cpu"), tokenizer, torch.load(ids), int(bits), GROUP)
+    task = Task(model.to("cuda" if gpu else "cpu"), tokenizer, torch.load(ids), float(size), GROUP)
     numbers = sum(layer.weight.numel() for _, layer in task.layers())
     quantize, distribution = PACKAGES[package]
     start = time.perf_counter()

@@ -8,6 +8,7 @@ package's own tensors, except where a comment says that it keeps them unpacked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,14 +22,19 @@ HALF = 2  # bytes of a scale
 
 @dataclass(frozen=True)
 class Task:
-    """A `model` on its device, its `tokenizer`, calibration tokens `ids` [n, w], and the `bits` and the
-    `group` of numbers that share a scale."""
+    """A `model` on its device, its `tokenizer`, calibration tokens `ids` [n, w], the `size` in bits or
+    as a CF, and the `group` of numbers that share a scale."""
 
     model: Any
     tokenizer: Any
     ids: Tensor
-    bits: int
+    size: float
     group: int
+
+    @property
+    def bits(self) -> int:
+        """The bits of a number."""
+        return int(self.size)
 
     def layers(self) -> Iterator[tuple[str, nn.Linear]]:
         """The linear layers inside the blocks, by name."""
@@ -174,26 +180,70 @@ def llamacpp(task: Task) -> Found:
         c_size_t,
         [*(c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)],
     )
-    importance, weights, stored = _importance(task), dict[str, Tensor](), 0
-    for name, layer in task.layers():
+    importance = _means(task, lambda rows: rows.square().mean(0))
+
+    def one(named: tuple[str, nn.Linear]) -> tuple[str, Tensor, int]:
+        name, layer = named
         rows = np.ascontiguousarray(layer.weight.detach().cpu().float().numpy())
         o, i = rows.shape
         kind = GGMLQuantizationType[(SHORT_ROWS if i % 256 else K_QUANTS)[task.bits]]
-        packed, costs = np.empty(rows.nbytes, np.uint8), importance[name]
+        packed, costs = np.empty(rows.nbytes, np.uint8), importance[name].cpu().numpy()
         given = (c_float * i).from_buffer(costs)
         size = quantize(kind, rows.ctypes.data, packed.ctypes.data, 0, o, i, given)
-        weights[name] = torch.from_numpy(dequantize(packed[:size].reshape(o, -1), kind))
-        stored += size
+        return name, torch.from_numpy(dequantize(packed[:size].reshape(o, -1), kind)), size
+
+    with ThreadPoolExecutor() as pool:
+        made = list(pool.map(one, task.layers()))
+    return Found({name: weight for name, weight, _ in made}, sum(size for *_, size in made))
+
+
+def svdllm(task: Task) -> Found:
+    """As SVD-LLM (2403.07378): low rank of the weight times a Cholesky factor of its inputs' Gram
+    matrix, in closed form, without what the paper trains afterwards."""
+    grams = _means(task, lambda rows: rows.mT @ rows / len(rows))
+
+    def whitening(name: str) -> tuple[Tensor, Tensor]:
+        gram = grams[name].double()
+        some = gram.diagonal().mean() * 1e-6 * torch.eye(len(gram), device=gram.device)
+        factor: Tensor = torch.linalg.cholesky(gram + some)
+        return factor, torch.linalg.inv(factor)
+
+    return _low_rank(task, whitening)
+
+
+def asvd(task: Task) -> Found:
+    """As ASVD (2312.05821): low rank of the weight whose columns are scaled by the square root of their
+    input's mean magnitude; one rank for all layers of a shape."""
+    sizes = _means(task, lambda rows: rows.abs().mean(0))
+
+    def scaling(name: str) -> tuple[Tensor, Tensor]:
+        scale = sizes[name].double().sqrt().clamp_min(1e-6)
+        return scale.diag(), scale.reciprocal().diag()
+
+    return _low_rank(task, scaling)
+
+
+def _low_rank(task: Task, scaled: Callable[[str], tuple[Tensor, Tensor]]) -> Found:
+    weights, stored = dict[str, Tensor](), 0
+    for name, layer in task.layers():
+        scale, inverse = scaled(name)
+        o, i = layer.weight.shape
+        rank = int(o * i / task.size / (o + i))
+        u, s, v = torch.linalg.svd(layer.weight.detach().double() @ scale, full_matrices=False)
+        # both factors are stored in bf16
+        left, right = (u[:, :rank] * s[:rank].sqrt()), (s[:rank].sqrt()[:, None] * v[:rank]) @ inverse
+        weights[name] = left.bfloat16().float() @ right.bfloat16().float()
+        stored += rank * (o + i) * HALF
     return Found(weights, stored)
 
 
-def _importance(task: Task) -> dict[str, Any]:
-    """The mean square of every input of each layer, float32."""
-    sums = {name: torch.zeros(layer.in_features) for name, layer in task.layers()}
+def _means(task: Task, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """What `of` finds of every layer's inputs [n, i], its mean over the calibration."""
+    sums: dict[str, Tensor] = {}
 
     def hook(name: str) -> Any:
         def add(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-            sums[name] += given[0].float().square().flatten(0, -2).mean(0).cpu()
+            sums[name] = sums.get(name, 0) + of(given[0].float().flatten(0, -2)) / len(task.ids)
 
         return add
 
@@ -203,7 +253,7 @@ def _importance(task: Task) -> dict[str, Any]:
             task.model.model(row[None].to(task.model.device))
     for handle in hooks:
         handle.remove()
-    return {name: (total / len(task.ids)).numpy() for name, total in sums.items()}
+    return sums
 
 
 def _saved(save: Callable[[str], object]) -> int:
@@ -231,4 +281,6 @@ PACKAGES: dict[str, tuple[Package, str]] = {
     "awq": (awq, "llmcompressor"),
     "autoround": (autoround, "auto-round"),
     "llamacpp": (llamacpp, "llama-cpp-python"),
+    "svdllm": (svdllm, "torch"),
+    "asvd": (asvd, "torch"),
 }

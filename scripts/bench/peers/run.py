@@ -1,6 +1,6 @@
 """Compresses one model by blr and by other packages at the same bits, and judges every output alike.
 
-Usage: python run.py MODEL PYTHON RESULTS --calibration TEXT --text TEXT --text TEXT [--only NAME,NAME]
+Usage: python run.py MODEL PYTHON RESULTS --calibration TEXT --text TEXT --text TEXT [--only NAME;NAME]
 with `python` of the environment that has blr, and PYTHON of the one that has the peers. RESULTS is a
 JSON file: rows that it has are not made again.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +27,71 @@ from transformers import AutoTokenizer
 
 from blr.compressor.text.reading import read_calibration
 
-PEERS = ("autoround", "awq", "gptq", "llamacpp", "hqq", "torchao")  # the slowest first
+NAMES = {
+    "autoround": "AutoRound",  # the slowest first
+    "awq": "AWQ",
+    "gptq": "GPTQ",
+    "llamacpp": "llama.cpp",
+    "hqq": "HQQ",
+    "torchao": "torchao",
+}
+CLOSED = {"svdllm": "as SVD-LLM", "asvd": "as ASVD"}  # our own restatements of what they publish
 BITS = (2, 3, 4)
 SEEDS = (0, 1)
-RANK = 16
-GROUP = "64"
+CF = "1.5"
 BLR = (sys.executable, "-m", "blr.compressor")
 
 
 @dataclass(frozen=True)
 class Output:
-    """What is made: by a peer's `package`, or by blr at a `rank` and `seed` (0 and 0 for a peer)."""
+    """What is made: a line of the plot (`series`) and a `form` on it, by blr with `options` and a seed,
+    or by another `package`, which is told a `size` (bits or CF)."""
 
-    package: str
-    bits: int
-    rank: int = 0
-    seed: int = 0
+    series: str
+    form: str
+    options: tuple[str, ...] = ()
+    seed: int | None = None
+    package: str = "blr"
+    size: str = ""
 
     @property
     def name(self) -> str:
-        """What names the row, as "blr-3-16-0"."""
-        return "-".join(map(str, (self.package, self.bits, *self.ours)))
-
-    @property
-    def ours(self) -> tuple[int, ...]:
-        """The rank and the seed of an output of blr; of a peer nothing."""
-        return (self.rank, self.seed) if self.package == "blr" else ()
+        """What names the row, as "blr, rank 16, int3, seed 0"."""
+        return f"{self.series}, {self.form}" + ("" if self.seed is None else f", seed {self.seed}")
 
 
-OURS = [Output("blr", bits, rank, seed) for bits in BITS for rank in (0, RANK) for seed in SEEDS]
-OUTPUTS = [*(Output(package, bits) for package in PEERS for bits in BITS), *OURS]
+def ours(bits: int, rank: int = 0, grid: str = "curved", group: int = 64) -> list[Output]:
+    """blr in few bits, beside them low rank where it has a rank, once for each seed."""
+    form: tuple[str, ...] = ("--quantize", f"int{bits}")
+    if rank:
+        form = ("--base", f"int{bits}", "--method", "svd", "--rank", str(rank))
+    said = [f"rank {rank}"] * bool(rank) + [f"{grid} grid"] * (grid != "curved")
+    series = ", ".join(["blr", *said, *[f"groups of {group}"] * (group != 64)])
+    options = (*form, *(("--grid", grid) if grid != "curved" else ()), "--group", str(group))
+    return [Output(series, f"int{bits}", options, seed) for seed in SEEDS]
+
+
+def structured(method: str, called: str) -> list[Output]:
+    """blr by one structure in 16 bits."""
+    options = ("--method", method, "--cf", CF)
+    return [Output(f"blr, {called}", f"CF {CF}", options, seed) for seed in SEEDS]
+
+
+PEERS = [
+    Output(said, f"Q{n}_K" if package == "llamacpp" else f"int{n}", package=package, size=str(n))
+    for package, said in NAMES.items()
+    for n in BITS
+]
+CLOSED_FORMS = [Output(said, f"CF {CF}", package=package, size=CF) for package, said in CLOSED.items()]
+OURS = [  # the most wanted first
+    *(row for grid in ("curved", "uniform") for row in ours(3, 0, grid)),
+    *(row for bits, rank in ((2, 16), (2, 0), (3, 16)) for row in ours(bits, rank)),
+    *(row for row in (*ours(3, 16, "uniform"), *ours(4), *ours(4, 16))),
+    *(*structured("svd", "low rank"), *structured("blast", "BLAST")),
+    *(row for bits in (2, 3) for row in (*ours(bits, 8), *ours(bits, 16, group=128))),
+]
+BY_TURNS = zip_longest([*PEERS, *CLOSED_FORMS], OURS)
+OUTPUTS = [row for pair in BY_TURNS for row in pair if row is not None]
 
 
 class Bench:
@@ -72,10 +109,10 @@ class Bench:
 
     def add(self, output: Output) -> None:
         """Make, judge and keep one output; say why where that fails."""
-        folder = self.work / output.name
+        folder = (self.asked.keep or self.work) / output.name.replace(", ", "_").replace(" ", "-")
         try:
-            about = self._ours(output, folder) if output.ours else self._peer(output, folder)
-            row = about | {"texts": self.judged(folder)}
+            about = self._ours(output, folder) if output.options else self._peer(output, folder)
+            row = {"series": output.series, "form": output.form} | about | {"texts": self.judged(folder)}
         except (subprocess.SubprocessError, OSError, KeyError, ValueError) as error:
             said = getattr(error, "stderr", None) or str(error)
             print(f"{output.name}: {str(said).strip()[-600:]}", file=sys.stderr, flush=True)
@@ -83,8 +120,9 @@ class Bench:
         with self.lock:
             self.rows[output.name] = row
             self.asked.results.write_text(json.dumps(self.rows, indent=1) + "\n")
-        found = " ".join(f"{text['kl']:.4f}" for text in row["texts"].values())
-        print(f"{output.name:16} {row['bits']:.3f} bits, KL {found}, {row['seconds']:.0f} s", flush=True)
+        print(json.dumps({output.name: row}), flush=True)
+        if self.asked.keep is None:
+            shutil.rmtree(folder)
 
     def _run(self, *command: object) -> str:
         done = subprocess.run(
@@ -97,27 +135,24 @@ class Bench:
         return done.stdout
 
     def _peer(self, output: Output, folder: Path) -> dict[str, Any]:
-        make = Path(__file__).with_name("make.py")
-        self._run(
-            self.asked.python, make, output.package, output.bits, self.asked.model, self.ids, folder
-        )
-        return dict(json.loads((folder / "peer.json").read_text()))
+        make, command = Path(__file__).with_name("make.py"), (output.package, output.size)
+        self._run(self.asked.python, make, *command, self.asked.model, self.ids, folder)
+        about = dict(json.loads((folder / "peer.json").read_text()))
+        return about | {"command": "make.py " + " ".join(command)}
 
     def _ours(self, output: Output, folder: Path) -> dict[str, Any]:
-        form = ["--quantize", f"int{output.bits}"]
-        if output.rank:
-            form = ["--base", f"int{output.bits}", "--method", "svd", "--rank", str(output.rank)]
-        text = ["--text", self.asked.calibration, "--samples", self.asked.samples]
-        text += ["--seq-len", self.asked.seq_len, "--seed", output.seed, "--group", GROUP, "--force"]
+        text = ["--samples", self.asked.samples, "--seq-len", self.asked.seq_len, "--seed", output.seed]
+        form = list(map(str, (*output.options, *text, "--text", self.asked.calibration, "--force")))
         start = time.perf_counter()
         said = self._run(
-            *BLR, "compress", self.asked.model, *form, *text, "-o", folder, "--format", "json", "--quiet"
+            *BLR, "compress", self.asked.model, *form, "-o", folder, "--format", "json", "--quiet"
         )
         seconds = time.perf_counter() - start  # with libraries, the check and the loss
         return {"package": "blr", "version": "0.2.0", "bits": json.loads(said)["bits"]} | {
             "seconds": seconds,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "tokens": torch.load(self.ids).numel(),
+            "command": "blr compress " + " ".join(form),
         }
 
     def judged(self, folder: Path) -> dict[str, Any]:
@@ -147,7 +182,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("results", type=Path)
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--text", action="append", required=True)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="start of rows' names, apart by semicolons")
+    parser.add_argument("--keep", type=Path, help="leave the outputs in this folder")
     for name, value in {
         "samples": 128,
         "seq-len": 512,
@@ -162,7 +198,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     asked = parsed()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    only = tuple(filter(None, asked.only.split(",")))
+    only = tuple(filter(None, asked.only.split(";")))
     with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(asked.jobs) as pool:
         bench = Bench(asked, Path(work))
         bench.judged(asked.model)  # keeps the dense model's states for the outputs
