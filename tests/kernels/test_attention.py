@@ -123,8 +123,7 @@ def test_reference_of_int8_equals_float64(shape: str) -> None:
     """What was there counts as what it stands for, what is new as what it is kept as."""
     given = packed_inputs(shape)
     whole = {
-        n: rounded.unpack(given[n], s, torch.float32)
-        for n, s in zip("kv", given["scales"], strict=True)
+        n: rounded.unpack(given[n], s, torch.float32) for n, s in zip("kv", given["scales"], strict=True)
     }
     plain = {n: v for n, v in given.items() if n != "scales"}
     _, keys, values = expected({**plain, **whole})
@@ -135,8 +134,7 @@ def test_reference_of_int8_equals_float64(shape: str) -> None:
         new = new[rows, :, given["pos"]]
         assert ((kept - new).abs() <= new.abs().amax(-1, keepdim=True) / 253).all()
     found = {
-        n: rounded.unpack(given[n], s, torch.float64)
-        for n, s in zip("kv", given["scales"], strict=True)
+        n: rounded.unpack(given[n], s, torch.float64) for n, s in zip("kv", given["scales"], strict=True)
     }
     truth = whole_attention(given, found["k"], found["v"], heads)
     assert (out - truth).norm() <= TOLERANCES[torch.float32] * truth.norm()
