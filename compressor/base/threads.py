@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
 
 COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}  # of the OpenMP of GCC, and of Intel's
@@ -57,7 +60,9 @@ def on_one_thread(items: Sequence[str], compute: Callable[[str], None]) -> None:
         torch.set_num_threads(number)
 
 
-def on_streams(units: Sequence[Sequence[str]], compute: Callable[[str], None], device: Any) -> None:
+def on_streams(
+    units: Sequence[Sequence[str]], compute: Callable[[str], None], device: torch.device
+) -> None:
     """Compute the items of each unit in turn, several units at once, each on a stream of the GPU
     `device`: small fits wait more for one another's steps than they compute. The first goes alone, for
     kernels that are not compiled yet."""
