@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from blr.compressor.recipe.architectures import SIBLINGS
+# What families of transformers call layers of one block that read the same input
+SIBLINGS = (
+    {"q_proj", "k_proj", "v_proj"},
+    {"query", "key", "value"},
+    {"q_lin", "k_lin", "v_lin"},
+    {"gate_proj", "up_proj"},
+)
 
 
 def siblings(model: nn.Module) -> Iterator[list[nn.Module]]:
