@@ -248,6 +248,12 @@ def test_more_drafts_where_more_are_accepted() -> None:
     assert found.best([1, 2, 3, 5, 7], 0.2) == 1 and found.best([0, 1, 2], 0.2) == 0
 
 
+def test_a_check_of_one_row_costs_more_for_each_token(trained: Any) -> None:
+    """Of small layers: they are multiplied on CUDA cores, those of several rows on tensor cores."""
+    drafted = Drafted(trained, trained, context=60, batch=2, ops="torch")
+    assert drafted._cost_of(1) > drafted._cost_of(2) == drafted.cost
+
+
 def test_a_draft_that_does_not_pay_is_not_asked(trained: Any, text: Tensor) -> None:
     drafted = Drafted(trained, trained, context=60, ops="torch")
     found = drafted.generate(text[:, :12], max_new_tokens=20)
