@@ -5,12 +5,9 @@ and values before it waits for the kernel that makes the new queries (they were 
 tokens), and the split that arrives last adds up the others in their order. Derivation: README.md.
 """
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MIN_CHUNK = tl.constexpr(32)  # slots of a split at least
 FEWEST = tl.constexpr(4)  # splits of the smallest bucket
