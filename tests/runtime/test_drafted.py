@@ -219,10 +219,10 @@ def test_a_check_has_the_tiles_of_single_tokens(tmp_path: Path, monkeypatch: pyt
 
 
 def half_decoder(folder: Path, **options: Any) -> Decoder:
-    """In half precision, of up to 16 rows and 1024 slots."""
+    """One layer in half precision, of up to 16 rows and 1024 slots."""
     place = save_pico("qwen3", folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float16).eval()
-    model.config.max_position_embeddings = 1024
+    model.config.update({"max_position_embeddings": 1024, "num_hidden_layers": 1})
     return Decoder(model, context=1024, tokens=16, mode="eager", **options)
 
 

@@ -100,7 +100,7 @@ def finish(
             if last - first < FEWEST:
                 combine(partial, state, out, first, last, d, D, G, FEWEST)
             for level in tl.static_range(3, 7):
-                if (1 << level) <= SPLITS:  # noqa: SIM102 (known when compiled, the rest is not)
+                if (1 << level) <= SPLITS:  # noqa: SIM102 (known when compiled)
                     if (last - first >= (1 << level) // 2) & (last - first < (1 << level)):
                         combine(partial, state, out, first, last, d, D, G, 1 << level)
 
