@@ -14,16 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    import torch
 
 COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}  # of the OpenMP of GCC, and of Intel's
 ROOT = Path("/")
-STREAMS = 8  # of a GPU that compute at once
-Item = TypeVar("Item")
 
 
 def use_threads(asked: int | None = None, sharing: int = 1) -> int:
@@ -52,42 +46,9 @@ def on_one_thread(items: Sequence[str], compute: Callable[[str], None]) -> None:
     fails none begins, and its error is raised."""
     import torch
 
-    number = torch.get_num_threads()
-    torch.set_num_threads(1)  # also of threads that begin from here on
-    try:
-        _at_once(items, compute, number)
-    finally:
-        torch.set_num_threads(number)
+    number, failed = torch.get_num_threads(), Event()
 
-
-def on_streams(
-    units: Sequence[Sequence[str]], compute: Callable[[str], None], device: torch.device
-) -> None:
-    """Compute the items of each unit in turn, several units at once, each on a stream of the GPU
-    `device`: small fits wait more for one another's steps than they compute. The first goes alone, for
-    kernels that are not compiled yet."""
-    import torch
-
-    streams = [torch.cuda.Stream(device) for _ in range(STREAMS)]
-
-    def attempt(unit: Sequence[str]) -> None:
-        stream = streams.pop()
-        with torch.cuda.stream(stream):
-            for item in unit:
-                compute(item)
-        streams.append(stream)
-
-    torch.cuda.synchronize(device)
-    _at_once(units[:1], attempt, 1)
-    _at_once(units[1:], attempt, STREAMS)
-    torch.cuda.synchronize(device)
-
-
-def _at_once(items: Sequence[Item], compute: Callable[[Item], None], number: int) -> None:
-    """Compute so many items at once in threads. Behind one that fails none begins."""
-    failed = Event()
-
-    def attempt(item: Item) -> None:
+    def attempt(item: str) -> None:
         if failed.is_set():
             return
         try:
@@ -96,8 +57,12 @@ def _at_once(items: Sequence[Item], compute: Callable[[Item], None], number: int
             failed.set()
             raise
 
-    with ThreadPoolExecutor(number) as pool:
-        list(pool.map(attempt, items))
+    torch.set_num_threads(1)  # also of threads that begin from here on
+    try:
+        with ThreadPoolExecutor(number) as pool:
+            list(pool.map(attempt, items))
+    finally:
+        torch.set_num_threads(number)
 
 
 def _from_environment() -> int | None:

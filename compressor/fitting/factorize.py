@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from blr.compressor.base.process_environment import share_out
 from blr.compressor.base.processes import Processes
 from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import first_line
-from blr.compressor.base.threads import on_one_thread, on_streams
+from blr.compressor.base.threads import on_one_thread
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.rounding import plain_fit, round_layer
@@ -70,22 +69,13 @@ class Work:
         return self.processes.told(lacking)
 
     def share(
-        self,
-        specs: Mapping[str, Spec],
-        compute: Callable[[str], None],
-        calibrated: bool = False,
-        units: Mapping[str, int] | None = None,
+        self, specs: Mapping[str, Spec], compute: Callable[[str], None], calibrated: bool = False
     ) -> None:
         """Fit the layer under each key, divided over the processes by predicted cost, and wait until the
-        journal has all. units: a GPU fits the layers of one in turn, beside others; None: all."""
+        journal has all."""
         costs = [predicted_cost(spec, calibrated) for spec in specs.values()]
         owners = zip(specs, share_out(costs, self.processes.count), strict=True)
-        mine = {key: specs[key] for key, owner in owners if owner == self.processes.rank}
-        if units is None or self.target.type == "cpu":
-            self.each(mine, compute)
-        else:
-            ordered = groupby(sorted(mine, key=units.__getitem__), key=units.__getitem__)
-            on_streams([list(keys) for _, keys in ordered], compute, self.target)
+        self.each({key: specs[key] for key, owner in owners if owner == self.processes.rank}, compute)
         self.processes.wait()
         self.journal.await_all(list(specs))
 

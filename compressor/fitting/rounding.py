@@ -15,9 +15,10 @@ training goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,6 +123,41 @@ def round_layer(
     return {n: factor.to(dtype).contiguous() for n, factor in factors.items() if n in spec.shapes()}
 
 
+def round_layers(
+    weights: Sequence[Tensor],
+    spec: Spec,
+    metrics: Sequence[Metric],
+    dtype: torch.dtype,
+    fits: Sequence[FitFactors],
+) -> list[dict[str, Tensor]]:
+    """`round_layer` of layers of one spec. Dense weights in few bits are rounded by the same launches,
+    of which one fit has thousands."""
+    base = spec.base if isinstance(spec, CorrectedSpec) else spec
+    packing = base.packing
+    if len(weights) == 1 or packing is None or packing.fp8 or packing.structure != DenseSpec.structure:
+        each = zip(weights, metrics, fits, strict=True)
+        return [round_layer(weight, spec, metric, dtype, fit) for weight, metric, fit in each]
+    wide = torch.float32 if weights[0].is_cuda else torch.float64
+    root = torch.stack([metric.root.to(wide) for metric in metrics])
+
+    def rounded(matrices: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        stored, latent = _compensated(torch.stack([*matrices]).to(root), root, "weight", packing, dtype)
+        found = stored | {latent_name("weight"): latent}
+        return [{name: t[n] for name, t in found.items()} for n in range(len(weights))]
+
+    if not isinstance(spec, CorrectedSpec):
+        return rounded(weights)
+    added = [torch.zeros_like(weight) for weight in weights]
+    tried = []
+    for _ in range(ROUNDS):
+        bases = rounded([weight - a for weight, a in zip(weights, added, strict=True)])
+        given = zip(weights, bases, metrics, fits, strict=True)
+        made = [_correction(w, base, spec, metric, fit, dtype) for w, base, metric, fit in given]
+        added = [each.added for each in made]
+        tried.append(made)
+    return [min(rounds, key=lambda one: one.missed).tensors for rounds in zip(*tried, strict=True)]
+
+
 def round_factors(
     factors: dict[str, Tensor], spec: QuantizedSpec, metric: Metric | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
@@ -190,18 +226,39 @@ def _corrected(
     weight: Tensor, spec: CorrectedSpec, metric: Metric | None, dtype: torch.dtype, fit: FitFactors
 ) -> dict[str, Tensor]:
     """Round a weight and fit its correction in turn, each to what is left; the best round."""
-    best, kept = float("inf"), dict[str, Tensor]()
-    added, gram = torch.zeros_like(weight), None if metric is None else metric.gram.to(weight)
+    best, added = float("inf"), torch.zeros_like(weight)
     for _ in range(ROUNDS):
         base = round_layer(weight - added, spec.base, metric, dtype, fit)
-        left = weight - restored(spec.base, base, weight.dtype)
-        correction = round_layer(left, spec.correction, metric, dtype, partial(_start, fit))
-        added = restored(spec.correction, correction, weight.dtype)
-        missed = weighted_norm_squared(left - added, gram)
-        if missed < best:
-            named = {f"base.{n}": t for n, t in base.items()}
-            best, kept = missed, named | {f"correction.{n}": t for n, t in correction.items()}
+        made = _correction(weight, base, spec, metric, fit, dtype)
+        added = made.added
+        if made.missed < best:
+            best, kept = made.missed, made.tensors
     return kept
+
+
+class Corrected(NamedTuple):
+    """A corrected layer: the plain weight of its correction, the squared error, and what is stored."""
+
+    added: Tensor
+    missed: float
+    tensors: dict[str, Tensor]
+
+
+def _correction(
+    weight: Tensor,
+    base: dict[str, Tensor],
+    spec: CorrectedSpec,
+    metric: Metric | None,
+    fit: FitFactors,
+    dtype: torch.dtype,
+) -> Corrected:
+    """Fit a correction to what a rounded base leaves."""
+    left = weight - restored(spec.base, base, weight.dtype)
+    correction = round_layer(left, spec.correction, metric, dtype, partial(_start, fit))
+    added = restored(spec.correction, correction, weight.dtype)
+    missed = weighted_norm_squared(left - added, None if metric is None else metric.gram.to(weight))
+    named = {f"base.{n}": t for n, t in base.items()}
+    return Corrected(added, missed, named | {f"correction.{n}": t for n, t in correction.items()})
 
 
 def _start(fit: FitFactors, weight: Tensor, spec: Spec) -> Mapping[str, Tensor]:
@@ -269,8 +326,14 @@ def _by_compensation(
     matrix = matrix.float() if matrix.is_cuda else matrix
     if spec.fp8:
         return _float8(name, spec, matrix, metric.float8, dtype), matrix
-    grid = spec.curved, spec.superblocks
-    found = gptq(matrix, metric.root.to(matrix), spec.bits, spec.group, dtype, *grid)
+    return _compensated(matrix, metric.root.to(matrix), name, spec, dtype)
+
+
+def _compensated(
+    matrix: Tensor, root: Tensor, name: str, spec: QuantizedSpec, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The same with the root of the metric."""
+    found = gptq(matrix, root, spec.bits, spec.group, dtype, spec.curved, spec.superblocks)
     padded = torch.nn.functional.pad(found.levels, (0, -matrix.shape[-1] % spec.group))
     packed = pack(padded, spec.bits, spec.group)
     stored = dict(zip(stored_names(name), (packed, found.scale.to(dtype)), strict=True))

@@ -27,12 +27,22 @@ from blr.compressor.fitting.refit import Errors, Refitting
 from blr.compressor.fitting.routing import Sums, expert_moments, routed
 from blr.compressor.fitting.sensitivity import HIDDEN
 from blr.compressor.fitting.student import FitRun, Student, train_and_keep
-from blr.compressor.fitting.weighted import Moments, fit_weighted, fitted_together, metric_for, products
+from blr.compressor.fitting.weighted import (
+    Moments,
+    WeightedFit,
+    fit_together,
+    fit_weighted,
+    fitted_together,
+    metric_for,
+    products,
+)
+from blr.compressor.planning.experts import AT_ONCE
 from blr.compressor.planning.forecast_time import predicted_cost
 from blr.compressor.recipe.architectures import Group
 from blr.compressor.workspace.journal import layer_key
 
 REFIT = 6  # to be raised when the refit's results change
+ON_CPU = 1  # experts that a CPU fits at once: a thread has each
 CACHE_BYTES = 4 << 30  # most bytes of a block's dense inputs that the CPU keeps
 
 
@@ -77,13 +87,26 @@ class BlockFit:
         if members:
             advance(*keys, there=[module for module, key in keys.items() if key not in missing])
         if missing:
-            self._fit({key: module for module, key in keys.items() if key in missing}, group)
+            units = [unit for unit in self._units(keys, group) if missing.intersection(unit)]
+            wanted = {key for unit in units for key in unit}
+            self._fit({key: module for module, key in keys.items() if key in wanted}, units, group)
         for name, module in members.items():
             self.student.install(name, keys[module])
         self.run.prefix = layer_key(prefix=self.run.prefix, done=sorted(keys.values()))
 
-    def _fit(self, modules: dict[str, str], group: Group) -> None:
-        """Make sure that the journal has the factors of `modules` (by key)."""
+    def _units(self, keys: dict[str, str], group: Group) -> list[list[str]]:
+        """The keys of a group's layers, by module, in units that are fitted by the same launches: on a
+        GPU some experts of a type. They do not depend on what is there, as the last bits may on them."""
+        number = ON_CPU if self.run.model.device.type == "cpu" else AT_ONCE
+        alike: dict[object, list[str]] = {}
+        for module, key in keys.items():
+            planned = self.run.planned[module]
+            kind = planned.layer.type, planned.spec, planned.layer.entry.dtype
+            alike.setdefault(kind if group.experts else key, []).append(key)
+        return [each[n : n + number] for each in alike.values() for n in range(0, len(each), number)]
+
+    def _fit(self, modules: dict[str, str], units: list[list[str]], group: Group) -> None:
+        """Make sure that the journal has the factors of `modules` (by key), the layers of `units`."""
         work = self.run.work
         with work.progress.timed("inputs"):
             moments = self._moments(group)
@@ -93,7 +116,7 @@ class BlockFit:
             module = modules[key]
             job = replace(self.run.job(module), processes=processes)
             weight = self.student.weight(module)
-            found = fit_weighted(job, weight, moments.pop(module), metrics[module])
+            found = fit_weighted(job, weight, moments[module], metrics[module])
             if processes is None or processes.first:
                 work.journal.store(key, *found)
 
@@ -102,11 +125,22 @@ class BlockFit:
         for key in together:
             with work.progress.timed("fits by all"):
                 fit(key, work.processes)
-        rest = {key: job.planned.spec for key, job in jobs.items() if key not in together}
+        parts = {unit[0]: unit for unit in units if unit[0] not in together}
+
+        def fit_part(first: str) -> None:
+            if len(parts[first]) == 1:
+                return fit(first)
+            names = [modules[key] for key in parts[first]]
+            given = [
+                (self.run.job(m), self.student.weight(m), moments.pop(m), metrics[m]) for m in names
+            ]
+            found = fit_together([WeightedFit(*each) for each in given])
+            for key, kept in zip(parts[first], found, strict=True):
+                work.journal.store(key, *kept)
+
         with work.progress.timed("fits"):
-            units = {key: id(moments[modules[key]]) for key in rest}  # what a stream makes is its own
-            work.share(rest, fit, calibrated=True, units=units if group.experts else None)
-        work.journal.await_all(together)
+            work.share({first: jobs[first].planned.spec for first in parts}, fit_part, calibrated=True)
+        work.journal.await_all(list(jobs))
 
     def _metric(self, output: str) -> Tensor | None:
         """The cost of errors in an output, in the form that a layer's fit takes; None without

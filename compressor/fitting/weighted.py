@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from blr.compressor.base.device import moved
 from blr.compressor.fitting.factorize import LayerJob, keep_factors, layer_errors
-from blr.compressor.fitting.rounding import Metric, is_latent, round_layer
+from blr.compressor.fitting.rounding import Metric, is_latent, round_layers
 from blr.compressor.structures.base import Fit, FitOptions, relative_error
 from blr.compressor.structures.blast import is_shared
 from blr.compressor.structures.linalg import (
@@ -31,6 +32,7 @@ from blr.compressor.structures.specs import (
 
 RIDGE = 0.01  # added to H, relative to its mean diagonal: without it targets grow thirty-fold
 CPU_ROUNDS = 40  # default of BLAST on a CPU: 100 take twice the time for 3% of perplexity
+Kept = tuple[dict[str, Tensor], dict[str, object]]  # the tensors of a layer, and its record
 OUTPUT_RIDGE = 1e-3  # added to the output metric, relative to its mean diagonal
 
 
@@ -107,26 +109,46 @@ def fit_weighted(
     """Fit one layer in the norm of its inputs' `moments` and of its outputs' `metric` (as `metric_for`
     gives it, or None). Returns what is stored, with the numbers before rounding, on the CPU; and the
     record, in which `weighted_error` is the relative error of the outputs."""
-    work = moved(weight, job.device, torch.float64)
-    work = work.mT.contiguous() if job.layer.transposed else work
-    target = moments.target(work)
-    outputs = None if metric is None else Outputs(metric.to(job.device, torch.float64))
-    notes, dtype = dict[str, None](), job.stored_dtype(weight)
+    return fit_together([WeightedFit(job, weight, moments, metric)])[0]
 
-    def fit(matrix: Tensor, spec: Spec) -> dict[str, Tensor]:
-        found = _fit(job, spec, matrix, moments.metric.gram, outputs)
-        notes.update(dict.fromkeys(found.notes))
+
+class WeightedFit:
+    """One layer to fit, as `fit_weighted` takes it."""
+
+    def __init__(self, job: LayerJob, weight: Tensor, moments: Moments, metric: Tensor | None) -> None:
+        work = moved(weight, job.device, torch.float64)
+        work = work.mT.contiguous() if job.layer.transposed else work
+        self.job, self.weight, self.moments = job, weight, moments
+        self.target = moments.target(work)
+        self.outputs = None if metric is None else Outputs(metric.to(job.device, torch.float64))
+        self.notes = dict[str, None]()
+
+    def fit(self, matrix: Tensor, spec: Spec) -> dict[str, Tensor]:
+        """The factors of a plain structure."""
+        found = _fit(self.job, spec, matrix, self.moments.metric.gram, self.outputs)
+        self.notes.update(dict.fromkeys(found.notes))
         return found.tensors
 
+    def kept(self, found: Mapping[str, Tensor], notes: list[str]) -> Kept:
+        """What is stored of fitted factors, with those before rounding, and the record."""
+        job, dtype, target = self.job, self.job.stored_dtype(self.weight), self.target
+        tensors, record = keep_factors(job, self.weight, found, {"notes": [*self.notes, *notes]})
+        latents = {n: t.to("cpu", dtype).contiguous() for n, t in found.items() if is_latent(n)}
+        moved = {n: t.to(target.device) for n, t in tensors.items()}
+        back = restored(job.planned.spec, moved, target.dtype)
+        record["weighted_error"] = relative_error(target, back, self.moments.metric.gram)
+        if self.moments.tokens is not None:
+            record["tokens"] = self.moments.tokens
+        return tensors | latents, record
+
+
+def fit_together(fits: Sequence[WeightedFit]) -> list[Kept]:
+    """Fit layers of one spec, shape and dtype, as `fit_weighted` does each."""
+    job, dtype = fits[0].job, fits[0].job.stored_dtype(fits[0].weight)
     with layer_errors(job), recorded_fallbacks() as fallbacks:
-        found = round_layer(target, job.planned.spec, moments.metric, dtype, fit)
-        tensors, record = keep_factors(job, weight, found, {"notes": [*notes, *fallbacks]})
-    latents = {n: t.to("cpu", dtype).contiguous() for n, t in found.items() if is_latent(n)}
-    back = restored(job.planned.spec, {n: t.to(work.device) for n, t in tensors.items()}, work.dtype)
-    record["weighted_error"] = relative_error(target, back, moments.metric.gram)
-    if moments.tokens is not None:
-        record["tokens"] = moments.tokens
-    return tensors | latents, record
+        given = [fit.target for fit in fits], job.planned.spec, [fit.moments.metric for fit in fits]
+        found = round_layers(*given, dtype, [fit.fit for fit in fits])
+        return [fit.kept(each, fallbacks) for fit, each in zip(fits, found, strict=True)]
 
 
 def _fit(job: LayerJob, spec: Spec, target: Tensor, gram: Tensor, outputs: Outputs | None) -> Fit:

@@ -18,6 +18,7 @@ from blr.compressor.checkpoint.source import Source
 STACKS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 STACKS |= {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 PAIRED = {"expert_up_proj", "expert_w3"}  # types that read what another layer of the expert reads
+AT_ONCE = 16  # experts that a GPU fits by the same launches
 TRANSPOSED = {"gpt_oss"}  # model types whose stacks are [E, i, o]
 _ONE = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 _LAYER = re.compile(r"(.+\.experts)\.(\w+)\.(\d+)")

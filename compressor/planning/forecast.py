@@ -14,8 +14,8 @@ from typing import Any
 from blr.compressor.base.process_environment import share_out
 from blr.compressor.base.progress import duration
 from blr.compressor.base.tables import amount
-from blr.compressor.base.threads import STREAMS
 from blr.compressor.checkpoint.source import Source
+from blr.compressor.planning.experts import AT_ONCE
 from blr.compressor.planning.forecast_time import Compression, phases
 from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.planning.roofline import Gpu
@@ -119,7 +119,7 @@ def room(work: Compression, gpus: int = 1) -> Room:
         needed = CONTEXT + TIGHT * largest
         return Room(needed, needed, HOST_BYTES + 2 * block)
     if work.experts:
-        largest = max(largest, STREAMS * max(_fit(layer, True) for layer in work.experts))
+        largest = max(largest, AT_ONCE * max(_fit(layer, True) for layer in work.experts))
         largest += ROUTED * sum(p.spec.in_features**2 for p in work.experts) / work.sizes.blocks
     base = CONTEXT + SINGLE * work.sizes.tables
     block_bytes = SINGLE * work.dense / work.sizes.blocks

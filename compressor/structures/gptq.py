@@ -11,7 +11,6 @@ there costs. Columns are taken as they are stored: taking the costly ones first 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -97,15 +96,7 @@ def _rounding(part: Tensor) -> Rounding:
         return round_group
     from blr.kernels.decode.quantized import compensate
 
-    return compensate.round_group if part.dim() == 2 else partial(_one_by_one, compensate.round_group)
-
-
-def _one_by_one(
-    rounding: Rounding, parts: Tensor, roots: Tensor, scales: Tensor, *form: object
-) -> tuple[Tensor, ...]:
-    """Round every matrix of a batch by `rounding`, which takes one."""
-    found = [rounding(*each, *form) for each in zip(parts, roots, scales, strict=True)]
-    return tuple(torch.stack(kind) for kind in zip(*found, strict=True))
+    return compensate.round_group
 
 
 def round_group(

@@ -32,7 +32,7 @@ def test_it_is_rounding_by_torch(bits: int, curved: bool, columns: int) -> None:
 @pytest.mark.parametrize("bits", [2, 3])
 def test_it_stays_in_registers(bits: int) -> None:
     floats = dict.fromkeys(("part", "root", "scale", "latent", "missed"), "*fp32")
-    numbers = dict.fromkeys(("rows", "columns", "part_row"), "i32")
+    numbers = dict.fromkeys(("rows", "columns", "part_row", "part_matrix"), "i32")
     found = compile_for(
         "blr.kernels.decode.quantized.compensate",
         "round_columns",

@@ -5,6 +5,8 @@ tile by a sum over the lanes, rounded, and its error times its row of R subtract
 launch a group, where torch needs twenty a column.
 """
 
+from math import prod
+
 import torch
 import triton
 import triton.language as tl
@@ -37,17 +39,20 @@ def nearest_level(unit, BITS: tl.constexpr, OFF: tl.constexpr, CURVED: tl.conste
 
 @triton.jit
 def round_columns(
-    part, root, scale, levels, latent, missed, rows, columns, part_row,
+    part, root, scale, levels, latent, missed, rows, columns, part_row, part_matrix,
     BITS: tl.constexpr, OFF: tl.constexpr, CURVED: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
     """part [rows, columns] of a row stride, root [columns, columns] and scale [rows] in float32; levels
-    int8, latent and missed [rows, columns] are written."""
+    int8, latent and missed [rows, columns] are written; the same of each matrix of a batch."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    matrix = tl.program_id(1).to(tl.int64)
+    part += matrix * part_matrix
+    root += matrix * columns * columns
     column = tl.arange(0, BG)
     inside, there = column < columns, row < rows
     ok = there[:, None] & inside[None, :]
     tile = tl.load(part + row[:, None] * part_row + column[None, :], mask=ok, other=0.0)
-    step = tl.load(scale + row, mask=there, other=0.0)
+    step = tl.load(scale + matrix * rows + row, mask=there, other=0.0)
     inverse = tl.where(step == 0, 0.0, 1 / tl.where(step == 0, 1.0, step))
     found, errors = tl.zeros_like(tile), tl.zeros_like(tile)
     for j in range(0, columns):
@@ -60,7 +65,7 @@ def round_columns(
         tile -= error[:, None] * behind[None, :]
         found = tl.where(here, level[:, None], found)
         errors = tl.where(here, error[:, None], errors)
-    out = row[:, None] * columns + column[None, :]
+    out = (matrix * rows + row)[:, None] * columns + column[None, :]
     tl.store(levels + out, found.to(tl.int8), mask=ok)
     tl.store(latent + out, tile, mask=ok)
     tl.store(missed + out, errors, mask=ok)
@@ -69,17 +74,18 @@ def round_columns(
 def round_group(
     part: Tensor, root: Tensor, scale: Tensor, bits: int, curved: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels of the columns of `part` [o, g] in turn, what was rounded, and the errors over the
-    diagonal of `root` [g, g]; `scale` [o, 1]. All float32."""
-    (rows, columns), grid = part.shape, grid_of(bits, curved)
-    levels = torch.empty(rows, columns, dtype=torch.int8, device=part.device)
+    """Levels of the columns of `part` [..., o, g] in turn, what was rounded, and the errors over the
+    diagonal of `root` [..., g, g]; `scale` [..., o, 1]. All float32."""
+    (*batch, rows, columns), grid = part.shape, grid_of(bits, curved)
+    levels = torch.empty(*batch, rows, columns, dtype=torch.int8, device=part.device)
     latent, missed = (
         torch.empty_like(levels, dtype=part.dtype),
         torch.empty_like(levels, dtype=part.dtype),
     )
-    part = part if part.stride(1) == 1 else part.contiguous()
+    part = part.flatten(0, -3) if len(batch) > 1 else part
+    part = part if part.stride(-1) == 1 else part.contiguous()
     with torch.cuda.device_of(part):
-        round_columns[(triton.cdiv(rows, ROWS),)](
+        round_columns[(triton.cdiv(rows, ROWS), prod(batch))](
             part,
             root.contiguous(),
             scale.to(part.dtype).contiguous(),
@@ -88,7 +94,8 @@ def round_group(
             missed,
             rows,
             columns,
-            part.stride(0),
+            part.stride(-2),
+            part.stride(0) if batch else 0,
             BITS=bits,
             OFF=grid.shift,
             CURVED=grid.curve,
