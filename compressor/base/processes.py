@@ -41,7 +41,7 @@ class Processes:
         self.device = pick_device(device)
         self.wire = torch.device("cpu")  # what messages travel from
         self.notes: list[str] = []
-        self._control: Any = None
+        self._control: dist.ProcessGroup | None = None
         if self.count > 1:
             self._join(device)
 

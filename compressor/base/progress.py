@@ -7,9 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING
 
 from blr.compressor.base.quoting import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Steps of a run, by what their bars say
 READING, OWN, MEASURING, FITTING = "reading", "writing own text", "measuring sensitivity", "factorizing"
@@ -236,7 +239,7 @@ class TerminalBar:
         self.bar.complete_style = self.bar.finished_style = "red"
 
 
-def _console() -> Any:
+def _console() -> Console:
     from rich.console import Console
 
     return Console(stderr=True)

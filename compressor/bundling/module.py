@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 OURS, KEYWORDS = "blr.", (b"def ", b"class ")
+OPTIONAL = "triton"  # not there on every machine: transformers asks for what is imported unguarded
 Function = ast.FunctionDef | ast.Lambda
 Import = ast.Import | ast.ImportFrom
 
@@ -31,7 +32,8 @@ class Module:
     """A module by its name and source text.
 
     ours, others: its imports at the top, from this package and from others. guarded: imports from others
-    inside ``try: … except ImportError``. typing: imports from this package for annotations only.
+    inside ``try: … except ImportError``, and from Triton. typing: imports from this package for
+    annotations only.
     """
 
     name: str
@@ -58,7 +60,9 @@ class Module:
     def _read(self, node: ast.stmt) -> bool:
         """Record what a statement imports; returns whether a bundle leaves the statement out."""
         if isinstance(node, Import):
-            self._read_imports([node], self.ours, self.others)
+            module, name, _ = imported(node)[0]
+            optional = (module or name).partition(".")[0] == OPTIONAL
+            self._read_imports([node], self.ours, self.guarded if optional else self.others)
         elif isinstance(node, ast.Try) and isinstance(node.body[0], Import):
             self._read_imports(node.body, self.ours, self.guarded)
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":

@@ -96,8 +96,6 @@ def _layers_lines(summary: dict[str, object]) -> list[Line]:
     why = "" if chosen == ASKED else f" ({chosen})"
     use = f", batch {batch}, context {context} tokens" if context is not None else ""
     layers = f"{summary['layers']} structured, in kernel layout"
-    if summary["densified"]:
-        layers += f"; {summary['densified']} dense, faster so by the table of this GPU"
     if summary["plain"]:
         layers += f"; {summary['plain']} not quantized, which would not make them smaller"
     place = "in this folder" if summary["self_contained"] else "in the installed package blr-compress"

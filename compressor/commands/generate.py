@@ -94,7 +94,7 @@ def _text(prompt: str) -> str:
         raise UsageError(f"prompt {quote(prompt)}: found bytes that are no UTF-8; give text") from None
 
 
-def _generated(model: Any, inputs: Any, arguments: dict[str, Any]) -> torch.Tensor:
+def _generated(model: Any, inputs: dict[str, torch.Tensor], arguments: dict[str, Any]) -> torch.Tensor:
     """Token ids [1, T + new]. Raises InputError if the model's defaults ask for the impossible."""
     try:
         return model.generate(**inputs, **arguments)

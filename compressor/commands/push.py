@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -29,6 +29,9 @@ from blr.compressor.workspace.manifest import (
     with_file,
 )
 from blr.compressor.workspace.strict_json import Told, fitted
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 MAX_BYTES = 16 * 2**20  # of a card and of metrics
 MADE = "\n## Made by\n"
@@ -118,8 +121,13 @@ def send(push: Push, *, private: bool, revision: str | None, message: str) -> st
         for name, data in push.files.items()
     ]
     with _hub_errors(push.repository):
-        how: dict[str, Any] = {"commit_message": message, "parent_commit": info.sha}
-        done: Any = api.create_commit(push.repository, operations, revision=revision, **how)
+        done = api.create_commit(
+            push.repository,
+            operations,
+            commit_message=message,
+            parent_commit=info.sha,
+            revision=revision,
+        )
     return str(done.commit_url)
 
 
@@ -133,7 +141,7 @@ def _hub_errors(repository: str) -> Iterator[None]:
         raise HubError(f"{repository}: {named_line(error)}; {remedy}") from error
 
 
-def _stale(push: Push, api: Any, there: set[str], revision: str | None) -> list[str]:
+def _stale(push: Push, api: HfApi, there: set[str], revision: str | None) -> list[str]:
     """Files that an earlier output left in the repository. Raises HubError for weights of others, which
     transformers would load."""
     listed: set[str] = set()
@@ -161,7 +169,7 @@ class ToldSource(Told):
 class ToldRun(Told):
     """What it says of the command that made it; of exports and healed ones, of the libraries."""
 
-    recipe: dict[str, Any] | None = None
+    recipe: dict[str, object] | None = None
     calibration: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     heal: float | dict[str, object] | None = None  # minutes behind a compression; settings of `blr heal`
     max_shard_size: int | None = None

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class ExportSummary:
     """The result of an export. Sizes are in bytes; `seconds` is the wall time.
 
-    gpu_chosen: why `gpu` is the target. densified: how many layers are faster dense there. untied_bytes:
+    gpu_chosen: why `gpu` is the target. densified: how many layers were made dense. untied_bytes:
     the size of a quantized output head beside the embedding it was tied to. plain: how many layers
     quantization would not make smaller. errors: mean relative errors of quantization by layer type.
     check: the measured loss (`output/check.py`). elsewhere: how other engines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from blr.compressor.exporting.forward import check_pt2
 from blr.compressor.exporting.options import DEFAULT_CONTEXT, ExportOptions
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.quantizer import PackedHead, Quantizer, find_head, make_quantizer
-from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors, slower_layers
+from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors
 from blr.compressor.loading.native import native_class, native_errors, quiet_transformers, read_context
 from blr.compressor.modeling.modeling_blr import LAYOUT
 from blr.compressor.modeling.models import model_class
@@ -144,35 +144,31 @@ class ExportPlan:
 
 
 def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
-    """Plan an export with layers in kernel layout, packed or made dense as `options` and the table of
-    the GPU say. Raises BlrError for options that this model or machine has no use for, and for tensors
-    that would not load."""
+    """Plan an export with layers in kernel layout, packed as `options` say. Raises BlrError for options
+    that this model or machine has no use for, and for tensors that would not load."""
     source, kind = checkpoint.source, options.quantize_head
     head = None if kind is None else _find_head(checkpoint, kind)
-    densified = _densified(checkpoint, options, head)
-    kept = {module: spec for module, spec in checkpoint.specs.items() if module not in densified}
-    staying = replace(checkpoint, specs=kept)
     context = export_context(checkpoint, options.context, DEFAULT_CONTEXT)
     if options.kind == "pt2":
         check_pt2(source.model_type, generates=context is not None)
-    quantizer = _make_quantizer(staying, options, head)
+    quantizer = _make_quantizer(checkpoint, options, head)
     packed = {} if quantizer is None else quantizer.settings()
     cache = _cache(checkpoint, options, generates=context is not None)
     use = options.target, options.batch
-    tensors = plan_tensors(source, kept, options.dtype, quantizer, densified)
+    tensors = plan_tensors(source, checkpoint.specs, options.dtype, quantizer)
     draft = None
     if options.draft is not None:
         use_for = context or 0, tensors.shapes, options.batch
         draft = open_draft(Path(options.draft), checkpoint, *use_for)
         packed |= {"draft": draft.name}
     settings = ExportSettings(LAYOUT, *use, __version__, context, cache, **packed)
-    config = export_config(staying, settings, options.dtype, options.self_contained)
+    config = export_config(checkpoint, settings, options.dtype, options.self_contained)
     cls = check_fits(source, config, tensors.shapes)
-    files = partial(small_files, staying, config, settings, options.source_name, options.kind, draft)
+    files = partial(small_files, checkpoint, config, settings, options.source_name, options.kind, draft)
     how = (files, partial(check_loads, source, cls), config["blr"]["export"])
-    stored = checkpoint.specs, config, tensors, sorted(densified)
+    stored = checkpoint.specs, config, tensors, list[str]()
     beside = {} if draft is None else draft.beside
-    return ExportPlan(staying, *stored, *how, settings, quantizer, beside, draft=draft)
+    return ExportPlan(checkpoint, *stored, *how, settings, quantizer, beside, draft=draft)
 
 
 def _cache(checkpoint: Checkpoint, options: ExportOptions, generates: bool) -> str:
@@ -183,16 +179,6 @@ def _cache(checkpoint: Checkpoint, options: ExportOptions, generates: bool) -> s
         raise UsageError(f"--kv-quantize {asked}: this model generates no text, leave the option out")
     held = (checkpoint.source.config.get("blr") or {}).get("kv_cache")
     return INT8 if asked == INT8 or (asked is None and held in ROUNDED) else WHOLE
-
-
-def _densified(
-    checkpoint: Checkpoint, options: ExportOptions, head: PackedHead | None
-) -> dict[str, Spec]:
-    """The structured layers that run slower than dense ones, but for a head that is packed."""
-    if options.quantize:
-        return {}
-    found = slower_layers(checkpoint, options.target, options.batch, options.dtype)
-    return {module: spec for module, spec in found.items() if head is None or module != head.module}
 
 
 def _find_head(checkpoint: Checkpoint, kind: str) -> PackedHead:

@@ -18,11 +18,8 @@ from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.numerics import check_product
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.quantizer import Quantizer
 from blr.compressor.planning.experts import native_weights
-from blr.compressor.runtime.phases import FAMILIES
-from blr.compressor.structures.laid import laid_shape
 from blr.compressor.structures.restore import factors_of, restored
 from blr.compressor.structures.specs import (
     SCALE,
@@ -33,7 +30,6 @@ from blr.compressor.structures.specs import (
 from blr.compressor.workspace.shards import Slot
 from blr.kernels.common.layout import to_physical
 from blr.kernels.common.orders import Order, order_of
-from blr.kernels.common.tables import prefers_dense
 from blr.kernels.fp8.reference import LARGEST
 
 
@@ -289,25 +285,6 @@ def in_order(group: list[Slot], slots: list[Slot]) -> list[Slot]:
         return group
     position = {slot.name: n for n, slot in enumerate(slots)}
     return sorted(group, key=lambda slot: position[slot.name])
-
-
-def slower_layers(checkpoint: Checkpoint, gpu: str, batch: int, dtype: str | None) -> dict[str, Spec]:
-    """The structured modules that run faster dense when decoding 1 to `batch` tokens, by the table of
-    `gpu` that `blr tune` writes. Only models of the decoding runtime have any. dtype: torch's name of
-    the stored dtype, None for the factors' own."""
-    source = checkpoint.source
-    if source.model_type not in FAMILIES:
-        return {}
-    tokens = range(1, batch + 1)
-    found = {}
-    for module, spec in checkpoint.specs.items():
-        entry = source.entries.get(f"{module}.{next(iter(spec.stored()))}")
-        if spec.quantized or entry is None or not entry.is_float:
-            continue  # packed, or refused where the tensors are planned
-        stored = getattr(torch, dtype or TORCH_NAMES[entry.dtype])
-        if prefers_dense(spec.structure, laid_shape(spec), stored, gpu.replace("-", ""), tokens):
-            found[module] = spec
-    return found
 
 
 def dense_weight(source: Source, module: str, spec: Spec, dtype: str) -> Tensor:

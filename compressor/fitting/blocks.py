@@ -147,7 +147,7 @@ class BlockModel:
             self._learn(calibration.ids[0][:1])
         tokens = calibration.tokens // (1 if processes is None else processes.count)
         for n, (ids, mask) in enumerate(zip(calibration.ids, calibration.masks, strict=True)):
-            arguments: dict[str, Any] = {"input_ids": ids.to(self.device)}
+            arguments = {"input_ids": ids.to(self.device)}
             if not bool(mask.all()):
                 arguments["attention_mask"] = mask.to(self.device)
             batch = self.batch(arguments, mask.bool())

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from blr.compressor.checkpoint.context import context_of, of_text
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.regular import read_start
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.fitting.blocks import BlockModel
+from blr.compressor.fitting.blocks import Batch, BlockModel
 from blr.compressor.fitting.factorize import Result, Work, factorize_layers
 from blr.compressor.fitting.refit import finish_blocks, finish_epochs
 from blr.compressor.fitting.routing import few_tokens
@@ -178,7 +177,9 @@ def _read(work: Work, text: str, model: BlockModel) -> Calibration:
     return with_own_text(work, tokenizer, seq_len, found)
 
 
-def _measure(work: Work, model: BlockModel, batches: list[Any], key: str, replan: Replan) -> Sensitivity:
+def _measure(
+    work: Work, model: BlockModel, batches: list[Batch], key: str, replan: Replan
+) -> Sensitivity:
     """Measure sensitivities on the first batches that hold `SENSITIVITY_TOKENS`."""
     chosen, tokens = [], 0
     for batch in batches:

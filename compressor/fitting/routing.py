@@ -24,7 +24,9 @@ FLOOR = 0.05  # share of the layer's mean that an expert's sensitivities get
 Sums = dict[tuple[str, str], Tensor]  # by kind and layer
 
 
-def routed(student: nn.Module, dense: nn.Module, heads: Sequence[str], batch: Batch, to: Any) -> Sums:
+def routed(
+    student: nn.Module, dense: nn.Module, heads: Sequence[str], batch: Batch, to: torch.device
+) -> Sums:
     """What a batch adds to the moments of the inputs of the layers `heads` of experts, and to the number
     of their tokens. The dense experts compute with the tokens that choose those of the student."""
     home = heads[0].rsplit(".", 2)[0]
@@ -48,7 +50,7 @@ def _entering(block: nn.Module, name: str, hidden: Tensor, batch: Batch) -> tupl
     """What the module `name` is called with while the block runs: states, and the rest."""
     kept: list[tuple[Tensor, Arguments]] = []
 
-    def keep(module: nn.Module, positional: Any, named: Any) -> None:
+    def keep(module: nn.Module, positional: tuple[object, ...], named: dict[str, object]) -> None:
         kept.append(parted(positional, named))
 
     handle = block.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from blr.compressor.modeling.masks import unpacked
 from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.planning.training_sizes import CHUNK
 from blr.compressor.recipe.heal_settings import HIDDEN, HealOptions
+from blr.kernels.common.registration import ContextOf
 from blr.kernels.training.distance.op import relative_errors
 from blr.kernels.training.divergence.op import divergence_sum
 
@@ -138,7 +139,8 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, theirs: Any,
+        ctx: ContextOf[list[torch.dtype | None]], hidden: Tensor, weight: Tensor | None,
+        bias: Tensor | None, theirs: Callable[[slice], Tensor | None],
         targets: Tensor, measure: Measure,
     ) -> Tensor:  # fmt: skip
         given = (hidden, weight, bias)
@@ -159,14 +161,14 @@ class _Chunked(torch.autograd.Function):
                 (whole[at] if key == id(hidden) else whole).add_(gradient)
             total += loss.detach()
         ctx.save_for_backward(*(gradients.get(id(x)) for x in given))
-        ctx.dtypes = [None if x is None else x.dtype for x in given]
+        ctx.more = [None if x is None else x.dtype for x in given]
         return total
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[object, ...]:
+    def backward(ctx: ContextOf[list[torch.dtype | None]], g: Tensor) -> tuple[object, ...]:
         found = [
             None if x is None else (x * g).to(dtype)
-            for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            for x, dtype in zip(ctx.saved_tensors, ctx.more, strict=True)
         ]
         return (*found, None, None, None)
 

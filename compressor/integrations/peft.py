@@ -9,12 +9,13 @@ structures, and initializations that change a layer otherwise, are refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 import torch
-from peft import PeftType
+from peft import LoraConfig, PeftType
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import Linear as LoraLinear
@@ -43,7 +44,7 @@ class StructuredLora(LoraLinear):
         return module.in_features, module.out_features
 
     def update_layer(
-        self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: object
+        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: object
     ) -> None:
         """As of peft; an initialization that changes a dense weight changes the factors. Raises
         ValueError if the structure cannot follow."""
@@ -110,7 +111,7 @@ class StructuredLoraModel(LoraModel):
 
     @staticmethod
     def _create_new_module(
-        lora_config: Any, adapter_name: str, target: nn.Module, **options: Any
+        lora_config: LoraConfig, adapter_name: str, target: nn.Module, **options: Any
     ) -> nn.Module:
         layer = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
         if options.get("parameter_name") is None and isinstance(layer, Replaced):
@@ -135,11 +136,11 @@ def register() -> None:
             table.update({f"{PREFIX.lower()}_{kind}": found for kind, found in list(table.items())})
 
 
-def _refusing(inject: Any) -> object:
+def _refusing(inject: Callable[..., object]) -> object:
     """`inject_adapter` that raises ValueError if layers of blr were to be adapted and are not."""
 
     @wraps(inject)
-    def inject_adapter(self: Any, model: nn.Module, *arguments: object, **options: object) -> None:
+    def inject_adapter(self: BaseTuner, model: nn.Module, *arguments: object, **options: object) -> None:
         inject(self, model, *arguments, **options)
         modules, named = dict(model.named_modules()), self.targeted_module_names
         if left := [name for name in named if isinstance(modules.get(name), Replaced)]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
@@ -17,7 +18,7 @@ from blr.compressor.integrations.vllm_plugin import INSTEAD, ServedConfig
 class ServedModel:
     """Mixin that gives a model's layers their structures ahead of its construction."""
 
-    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+    def __init__(self: Any, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         if vllm_config.quant_config is not None:
             found = f"{vllm_config.model_config.model}: --quantization of a model of blr"
             raise CapabilityError(f"{found}; leave it out")

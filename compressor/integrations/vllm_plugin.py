@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +66,7 @@ class ServedConfig(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> ServedConfig:
+    def from_config(cls, config: dict[str, dict[str, dict[str, object]]]) -> ServedConfig:
         return cls(config["layers"], {})
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> object:
@@ -91,7 +90,7 @@ class ServedMethod(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: Any,
+        layer: LinearBase,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -115,7 +114,7 @@ class ServedMethod(LinearMethodBase):
                     f"{layer.prefix}: found a layer that leaves its sum to others; {INSTEAD}"
                 )
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
         """Lay factors as the kernels read them. Raises ValueError where any is missing."""
         for part in layer.parts:
             if missing := set(part.names) - part.loaded:
@@ -126,7 +125,7 @@ class ServedMethod(LinearMethodBase):
             for part in layer.parts:
                 part.relayout_()
 
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., i'] -> [..., Σ o']."""
         y = product(layer.parts, x, tensor_model_parallel_all_reduce)
         if getattr(layer, "summed", False) and not layer.skip_bias_add:
@@ -134,7 +133,7 @@ class ServedMethod(LinearMethodBase):
         return y if bias is None else y + bias
 
 
-def load_weights(layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
+def load_weights(layer: LinearBase, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
     """Hand tensors of a checkpoint to the parts of a layer; their names, as vLLM asks for them."""
     for name, tensor in weights:
         shard = getattr(tensor, "shard_id", None)
@@ -148,7 +147,7 @@ def load_weights(layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterable[
             yield f"parts.{index}.{layer.parts[index].path(name)}"
 
 
-def _share(layer: Any, outputs: int, width: int) -> Share:
+def _share(layer: LinearBase, outputs: int, width: int) -> Share:
     """The share of a layer here, `width` of `outputs`; several processes may hold one head."""
     if isinstance(layer, RowParallelLinear):
         return Share("in", layer.tp_rank, layer.tp_size)

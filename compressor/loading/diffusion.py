@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import Tensor
+from torch import Tensor, nn
 
 from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import CapabilityError
@@ -25,7 +25,7 @@ PREFIX = "Blr"
 LATENT, CAPTION = 16, 8  # rows and columns, tokens of text, that a model is tried on
 
 
-def load_diffusion(folder: Path, *, dtype: str | None = None, device: str = "auto") -> Any:
+def load_diffusion(folder: Path, *, dtype: str | None = None, device: str = "auto") -> nn.Module:
     """Load the model of diffusers in an output of blr, in evaluation mode, after comparing it with its
     manifest.
 
@@ -49,14 +49,14 @@ def load_written(folder: Path) -> object:
     return _structured(open_source(folder), None)
 
 
-def _structured(source: Source, dtype: str | None) -> Any:
+def _structured(source: Source, dtype: str | None) -> nn.Module:
     cls = structured_class(source.model_type, source)
     stored = getattr(torch, dtype) if dtype else stored_dtype(source)
     with native_errors(source), quiet_diffusers():
         return cls.from_pretrained(source.folder, torch_dtype=stored, local_files_only=True)
 
 
-def dense_model(source: Source, *, meta: bool = False) -> Any:
+def dense_model(source: Source, *, meta: bool = False) -> nn.Module:
     """Load the dense model in `source`, as stored; with `meta` without its weights.
 
     Raises CapabilityError without diffusers; InputError for an unknown class, or tensors of another one.
@@ -73,7 +73,7 @@ def dense_model(source: Source, *, meta: bool = False) -> Any:
     return model.eval()
 
 
-def misfit(model: Any, shapes: dict[str, tuple[int, ...]]) -> str:
+def misfit(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> str:
     """Name the tensors in which `shapes` differ from those of `model`; empty if none do."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for kind, names in (

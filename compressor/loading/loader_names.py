@@ -34,6 +34,8 @@ from blr.compressor.loading.native import (
 )
 from blr.compressor.modeling.registry import auto_classes
 
+LoadingReport = Mapping[str, Iterable[str]]  # of transformers: wrong keys by kind, as "missing_keys"
+
 REMEDY = "take config.json and weights from the same model"
 TIES = ("tie_word_embeddings", "tie_embedding")  # what configurations call it
 MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])  # steps of transformers' loader
@@ -56,7 +58,7 @@ def taken(source: Source) -> Source:
     return _tied(_placed(source, keys), model, keys)
 
 
-def _loaded(source: Source, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, dict[str, object]]:
+def _loaded(source: Source, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, LoadingReport]:
     config = made_config(source)
     with native_errors(source):
         return load_empty(cls, None, config=config, state_dict=meta_tensors(source.entries.values()))
@@ -103,7 +105,7 @@ def _left(source: Source, name: str) -> int | None:
 # --- Its tensors ----------------------------------------------------------------------------------
 
 
-def _refuse_blocks(source: Source, model: PreTrainedModel, info: dict[str, Any]) -> None:
+def _refuse_blocks(source: Source, model: PreTrainedModel, info: LoadingReport) -> None:
     """Refuse blocks beyond those that config.json counts, unless the class ignores them by name."""
     lists = {name: len(m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     for key in sorted(info["unexpected_keys"]):
@@ -220,7 +222,7 @@ def meta_tensors(entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
 
 def load_empty(
     cls: Any, folder: Path | None, **options: object
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+) -> tuple[PreTrainedModel, LoadingReport]:
     """A model of class `cls` on the meta device, and the loader's `output_loading_info`."""
     with quiet_transformers():
         model, info = cls.from_pretrained(
@@ -233,7 +235,7 @@ def load_empty(
     return model, info
 
 
-def misfit(info: dict[str, Any], *kinds: str) -> str:
+def misfit(info: LoadingReport, *kinds: str) -> str:
     """Name the first of the `kinds` ("missing", …) of wrong keys in a loader's report; empty if none."""
     for kind in kinds:
         if names := sorted(str(key) for key in info.get(f"{kind}_keys") or ()):

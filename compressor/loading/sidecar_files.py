@@ -83,7 +83,7 @@ def _read(folder: Path, name: str) -> dict[str, object]:
 
 
 TOKENIZER = "tokenizer_config.json"
-# Any of which makes a tokenizer, but for those of bytes
+# One of which makes a tokenizer, but for those of bytes
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 

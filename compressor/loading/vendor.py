@@ -69,7 +69,7 @@ class Contents:
 
     def left_out(self) -> frozenset[str]:
         """Modules and packages that the export does without."""
-        absent = {"decode.quantized.reference"}  # which no GPU runs
+        absent = {f"decode.{kind}.reference" for kind in ("attention", "gemv", "quantized")}  # no GPU's
         if not self.quantized:
             absent |= {f"decode.quantized.{part}" for part in ("grouped", "launch")}
             absent |= {f"decode.integer.{part}" for part in ("form", "launch", "looped")}

@@ -7,6 +7,7 @@ Else they are those of `modeling_blr.py`, which multiply by one expert after the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -137,11 +138,11 @@ class KernelExperts(Experts):
                 stack = stack_of(weights, *form)
         return Table(stack, first, stored, marks_of(first, stored))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.tables = {}
         return super()._apply(fn, recurse)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """What a copy takes: its tensors lie elsewhere."""
         return {**vars(self), "tables": {}}
 

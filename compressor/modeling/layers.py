@@ -138,6 +138,8 @@ class KernelLinear(modeling_blr.FormulaLinear):
                 return y
             if (y := self.cpu_product(x, bias)) is not None:
                 return y
+            if (y := self.packed_product(x, bias)) is not None:
+                return y
         if self.kernels.product is None:
             return super().product(x, bias)
         return self.kernels.product(self.spec, x, bias, *self.factors_for(x))
@@ -146,6 +148,20 @@ class KernelLinear(modeling_blr.FormulaLinear):
         """The product for one token a sequence on a CPU, by packed factors; None elsewhere."""
         packed = self.packing is not None and self.kernels.packed
         return cpu_product(self, self.kernels.packed, x, bias) if packed else None
+
+    def packed_product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The product by one packed factor after the other on a GPU; None where kernels do not take
+        them."""
+        names = self.kernels.packed
+        if not names or is_float8(self) or any(self.held[name].tile for name in names):
+            return None
+        factors = [self.packed(name) for name in names]
+        if not all(w.takes(x) for w in factors):
+            return None
+        for w in factors:
+            added = bias if w is factors[-1] else None
+            x = packed_linear(x, w.packed, w.scale, added, w.bits, w.group, w.curved)
+        return x
 
     def factors_for(self, x: Tensor) -> list[Tensor]:
         """The factors with which the product of x is computed."""
@@ -274,7 +290,7 @@ class QuantizedLinear(KernelLinear):
         w, step = self.packed(), rows_at_once(self.in_features)
         if is_float8(self) and (found := float8_product(self, x, self.bias)) is not None:
             return found
-        if not w.fp8 and x.dtype == w.scale.dtype and w.runs_kernels():
+        if not w.fp8 and w.takes(x):
             return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group, w.curved)
         if step >= self.out_features:
             return linear(x, w.dequantized(), self.bias)

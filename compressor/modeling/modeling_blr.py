@@ -513,9 +513,8 @@ def writes(func: object, kwargs: Mapping[str, object]) -> bool:
 
 
 class DenseWeight(Tensor):
-    """The weight W [o, i] of a layer without its values. Its dtype, device and shape cost nothing; any
-    other function of torch computes the product of the factors. Writing raises: the factors would not
-    change."""
+    """The weight W [o, i] of a layer without its values. Dtype, device and shape cost nothing; all other
+    functions of torch compute the product of its factors. Writing raises: these would not change."""
 
     _is_hf_initialized = True  # `init_weights` of transformers leaves it: the factors have values
     layer: ComposedLinear
@@ -528,7 +527,7 @@ class DenseWeight(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func in FACTS or func is Tensor.__len__:
             with torch._C.DisableTorchFunctionSubclass():
@@ -645,7 +644,7 @@ class LoudModel(Mixin):
         return model
 
 
-def misloaded(model: PreTrainedModel, info: Mapping[str, Any]) -> str:
+def misloaded(model: PreTrainedModel, info: Mapping[str, Iterable[str | tuple[str, ...]]]) -> str:
     """Names the tensors that a loaded model lacks or has no place for; empty if there are none. A model
     of another class than its configuration names may lack a head or leave one over."""
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -735,7 +734,7 @@ def config_class(name: str) -> type[Any]:
     """Make the configuration class ``Blr<Native>Config``. It has no plan of tensor parallelism, for the
     native one cuts ``weight`` matrices that a structured layer has not."""
     native: Any = getattr(transformers, native_name(name))
-    members: dict[str, Any] = {"__module__": __name__, "blr": None, "base_model_tp_plan": None}
+    members: dict[str, object] = {"__module__": __name__, "blr": None, "base_model_tp_plan": None}
     members |= {"__annotations__": {"blr": "dict | None"}, "__doc__": f"{native.__name__} with `blr`."}
     members |= {"model_type": ModelType(f"{PREFIX.lower()}_{native.model_type}", native.model_type)}
     for mapping in auto_tables("_MAPPING"):  # of tokenizers and processors, by class
@@ -755,13 +754,12 @@ def auto_tables(ending: str) -> list[Any]:
 # 8. Models --------------------------------------------------------------------------------------------
 class StructuredModel(LoudModel):
     """Mixin of models: ``BlrLlamaForCausalLM`` is ``LlamaForCausalLM`` whose layers are replaced before
-    its weights are loaded. make_layer: makes a layer from an entry of the table. make_experts: makes the
-    experts of a block, of those of transformers and their parts."""
+    its weights are loaded. make_layer: from an entry of the table. make_experts: those of a block."""
 
     make_layer: Callable[..., nn.Module] = staticmethod(linear_of)
     make_experts: Callable[..., nn.Module] = Experts
     make_model: Callable[[str], type]
-    made_of: type[Any]
+    made_of: type[PreTrainedModel]
 
     def __init__(self, config: object, *arguments: object, **options: object) -> None:
         # Give AutoModel the class of what is inside this one, unless it has one for the configuration:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -86,7 +86,7 @@ def auto_map(model_type: str, architectures: Sequence[str] | None = None) -> dic
     return table
 
 
-def before_saving(config: Any, folder: Path) -> None:
+def before_saving(config: PreTrainedConfig, folder: Path) -> None:
     """Enter all classes of `config` in its `auto_map`, and delete the manifest of an output that was in
     `folder`, for it describes other files."""
     config.auto_map = auto_map(config.model_type, config.architectures)

@@ -88,8 +88,8 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def by_tokens(
-    module: nn.Module, compute: Callable[[Tensor], Any], x: Tensor, width: int, limit: int
-) -> object:
+    module: nn.Module, compute: Callable[[Tensor], Tensor], x: Tensor, width: int, limit: int
+) -> Tensor:
     """``compute(x)``, for some tokens at a time. width: bytes that a token takes meanwhile."""
     tokens = x.shape[:-1].numel()
     at_once = tokens_within(limit, width)

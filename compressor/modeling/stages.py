@@ -69,6 +69,10 @@ class Packed(NamedTuple):
         form = self.bits, self.K, self.scale.dtype, self.group, self.curved
         return run(self.packed, self.scale, *form)
 
+    def takes(self, x: Tensor) -> bool:
+        """Whether kernels multiply x [..., K] with it as it is packed."""
+        return self.packed.dim() == 2 and x.dtype == self.scale.dtype and self.runs_kernels()
+
     def runs_kernels(self) -> bool:
         """Whether kernels compute with it here; torch does in traces and where scales are trained."""
         watched = self.scale.requires_grad and torch.is_grad_enabled()

@@ -6,7 +6,7 @@ import math
 import re
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blr.compressor import __version__
 from blr.compressor.base.errors import BlrError
@@ -21,6 +21,9 @@ from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.rank_caches import cache_notes
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.recipe.yaml_file import parse_mapping
+
+if TYPE_CHECKING:
+    from ruamel.yaml.representer import SafeRepresenter
 
 FENCE = "---\n"
 _HEAD = re.compile(r"\s*---[ \t]*\n(?P<head>.*?)(?:(?<=\n)---[ \t]*(?:\n|\Z))", re.DOTALL)
@@ -142,12 +145,12 @@ def _texts(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())
 
 
-def _text_node(representer: Any, text: str) -> object:
+def _text_node(representer: SafeRepresenter, text: str) -> object:
     plain = _PLAIN.fullmatch(text) is not None and text.lower() not in _WORDS
     return representer.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
 
 
-def _float_node(representer: Any, number: float) -> object:
+def _float_node(representer: SafeRepresenter, number: float) -> object:
     """A float with a point, without which YAML 1.1 takes one with an exponent for text."""
     mantissa, e, exponent = repr(number).partition("e")
     shown = mantissa + ".0" * bool(e and "." not in mantissa) + e + exponent

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
+from pydantic_core import ErrorDetails
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.globs import MAX_GLOB, MAX_GLOBS
@@ -63,7 +64,7 @@ INPUT, OURS = "Input should ", "Value error, "
 AGAIN = "; give such a value"
 
 
-def said_of(error: Any, found: str) -> str:
+def said_of(error: ErrorDetails, found: str) -> str:
     """The message for one of `ValidationError.errors()`: ``FOUND 'x', expected it to be …; give such a
     value``, or what a check of ours says. `found` is put before the value."""
     value, message = quote(repr(error["input"]), 60)[1:-1], quote(error["msg"], 240)[1:-1]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.events import (
     AliasEvent,
@@ -106,7 +107,7 @@ def explain(recipe: RecipeFile, error: ValidationError, model: type[BaseModel]) 
     return line + said_of(first, "found").removesuffix(AGAIN) + AGAIN
 
 
-def _first(error: ValidationError) -> Any:
+def _first(error: ValidationError) -> ErrorDetails:
     """The first error; if a key is missing beside an unknown one, the unknown one: it is likely
     misspelt."""
     first, *others = error.errors()

@@ -14,9 +14,7 @@ from blr.compressor.modeling.modeling_blr import is_number
 from blr.compressor.modeling.stages import Packed
 from blr.compressor.runtime.memory import CHOICE_BLOCK, DecoderState
 from blr.compressor.runtime.plan import Columns, Phase, StagePart
-from blr.kernels.decode.attention.reference import decode_attention as reference_attention
-from blr.kernels.decode.gemv.reference import ACTIVATIONS
-from blr.kernels.decode.gemv.segments import SEVERAL, Segment
+from blr.kernels.decode.gemv.segments import ACTIVATIONS, SEVERAL, Segment
 from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment, dual, grouped
 
 Run = Callable[[], object]
@@ -181,7 +179,9 @@ class Binder:
             options |= {"workspace": state.attention, "bucket": self.bucket}
             options |= {"exact": state.kv.dtype == torch.float32}
             return partial(decode_attention, *inputs, **options, out=target, pdl=pdl)
-        return lambda: target.copy_(reference_attention(*inputs, **options))
+        from blr.kernels.decode.attention.reference import decode_attention as attend
+
+        return lambda: target.copy_(attend(*inputs, **options))
 
     def _embed(self, phase: Phase) -> Run:
         tokens, table = self.state.tokens[: self.rows], phase.weight

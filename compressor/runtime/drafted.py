@@ -240,7 +240,13 @@ class DraftedDecoder(Decoder):
         return Round(drafts, result, run, noise, chances)
 
     def _propose(
-        self, first: list[Run], step: list[Run], rows: int, drafts: int, sampler: Sampler, noise: Any
+        self,
+        first: list[Run],
+        step: list[Run],
+        rows: int,
+        drafts: int,
+        sampler: Sampler,
+        noise: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens [drafts, rows] of the draft, and what it drew them from. Its first pass has the last
         two tokens: after a round without a rejected draft, it lacks the one before the last."""

@@ -14,7 +14,7 @@ Notation (`i` inputs, `o` outputs, `b` blocks, `p = i/b`, `q = o/b`, rank `r`):
 * Kronecker-sparse ``W = K_0 K_1 … K_{L-1}``          factors.n [a, b, c, d]
 * dense           ``W``                               weight [o, i]
 
-Any of them may be stored in 8, 4, 3 or 2 bits a number, or in float8 (`QuantizedSpec`), and a dense
+Each may be stored in 8, 4, 3 or 2 bits a number, or in float8 (`QuantizedSpec`), and a dense
 weight in few bits be corrected by a structure (`CorrectedSpec`).
 
 Sources: "Memory-Efficient Acceleration of Block Low-Rank Foundation Models" (section 2) and

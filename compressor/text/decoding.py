@@ -106,7 +106,7 @@ class StaticReader:
         self.cache = {cache_name(model): _cache(model, self.place, length)}
         self.placed = "position_ids" in signature(model.forward).parameters
         self.probabilities: Tensor | None = None
-        self.graphs: dict[int, Any] = {}
+        self.graphs: dict[int, Captured] = {}
         self.seen: Counter[int] = Counter()  # tokens read in a bucket
         self.pool: object = None
 

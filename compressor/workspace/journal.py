@@ -17,7 +17,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blr.compressor import __version__
 from blr.compressor.base.disk import CHUNK, Bytes, fsync_folder, scratch_for, settle
@@ -25,6 +25,9 @@ from blr.compressor.base.errors import InputError, OutputError
 from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry, read_header
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.workspace.manifest import is_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHOWN_WITHIN = 90.0  # seconds in which network file systems show what another host has written
 METADATA_KEY = "blr"  # one key only: safetensors writes several in random order
@@ -91,7 +94,7 @@ class Journal:
                 time.sleep(0.1)
                 os.listdir(self.folder)  # makes a network file system look again
 
-    def tensors(self, key: str) -> dict[str, Any]:
+    def tensors(self, key: str) -> dict[str, Tensor]:
         """What `load` found under `key`, as torch tensors on the CPU by suffix."""
         from safetensors.torch import load_file
 
@@ -104,7 +107,7 @@ class Journal:
             for start in range(entry.start, entry.end, CHUNK):
                 yield file.read(min(CHUNK, entry.end - start))
 
-    def store(self, key: str, tensors: dict[str, Any], record: dict[str, object]) -> None:
+    def store(self, key: str, tensors: dict[str, Tensor], record: dict[str, object]) -> None:
         """Keep torch `tensors` (contiguous, CPU) and a JSON `record`, durably, under `key`."""
         from safetensors.torch import save_file
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from blr.kernels.common.watching import is_traced
 
 NAMESPACE = "blr"
 Call = Callable[..., object]
+T = TypeVar("T")
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library object
 
 
@@ -33,6 +34,12 @@ class Context(Protocol):
     needs_input_grad: Sequence[bool]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+
+class ContextOf(Context, Protocol[T]):
+    """The same with `more` beside the tensors."""
+
+    more: T
 
 
 @dataclass(frozen=True)

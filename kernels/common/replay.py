@@ -14,15 +14,24 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from importlib import import_module
 from itertools import accumulate
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blr.kernels.common.launching import Grid, Launched, noting
 from blr.kernels.common.placing import is_elsewhere, on_gpu
+
+if TYPE_CHECKING:
+    from triton import JITFunction
+    from triton.backends.nvidia.driver import CudaLauncher
+    from triton.compiler import CompiledKernel
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 RAN = ("3.6",)  # releases of Triton whose launchers were called so on a GPU (scripts/log)
 ALIGNED = 15  # bits of an address that Triton specializes kernels by
@@ -36,7 +45,7 @@ class Described:
 
     __slots__ = ("address", "block_shape", "padding", "shape", "strides")
 
-    def __init__(self, address: int, like: Any) -> None:
+    def __init__(self, address: int, like: TensorDescriptor) -> None:
         self.address = address
         self.shape, self.strides = like.shape, like.strides
         self.block_shape, self.padding = like.block_shape, like.padding
@@ -246,7 +255,13 @@ class _Allocations(TorchDispatchMode):
         self.made: list[Tensor] = []
         self.foreign = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.empty.memory_format:
             self.made.append(out)
@@ -293,8 +308,8 @@ def _numbers(given: Sequence[Tensor | None], made: Sequence[Tensor], y: Any) -> 
 
 def _launch(
     spans: Sequence[tuple[int, int]],
-    kernel: Any,
-    compiled: Any,
+    kernel: JITFunction,
+    compiled: CompiledKernel,
     grid: Grid,
     args: Sequence[object],
     kwargs: Mapping[str, object],
@@ -318,7 +333,7 @@ def _launch(
     return Launch(launcher, head, function, arguments, places, inside, described)
 
 
-def _driver(launcher: Any) -> tuple[Callable[..., object], tuple[object, ...]]:
+def _driver(launcher: CudaLauncher) -> tuple[Callable[..., object], tuple[object, ...]]:
     """What hands a kernel to the driver, and what it takes behind the function: of a kernel without
     scratch memory the launch inside Triton's, which asks for that memory first."""
     scratch = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
@@ -381,9 +396,5 @@ def _is_profiled() -> bool:
 
 
 @cache
-def _triton() -> Any:
-    try:
-        import triton
-    except ImportError as error:
-        raise ImportError("these kernels need triton") from error
-    return triton
+def _triton() -> ModuleType:
+    return import_module("triton")

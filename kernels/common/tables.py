@@ -7,7 +7,7 @@ counts. A rule is a mapping of conditions, all optional, to a choice:
                 earlier versions only
     dtype       a torch dtype's name or a list of them
     inputs, outputs, features (both sizes), blocks, rank, n     [least, most], inclusive
-    variant     a key of the structure's VARIANTS, or "dense": the dense layer would be faster
+    variant     a key of the structure's VARIANTS, or, of earlier versions, "dense": skipped
     config      its keyword arguments, {} if left out
 
 The number of tokens n counts as the next power of two, from 1 to 16384, so that a ragged n never
@@ -67,23 +67,6 @@ def choose(
 def bucket(n: int) -> int:
     """The power of two, at most 16384, that n tokens are looked up under."""
     return min(1 << max(n - 1, 0).bit_length(), BUCKETS[-1])
-
-
-def prefers_dense(
-    structure: str,
-    shape: Shape,
-    dtype: torch.dtype,
-    gpu: str,
-    tokens: Sequence[int] = BUCKETS,
-) -> bool:
-    """Whether the dense layer was measured to be faster at every number of tokens asked for.
-
-    A loaded layer cannot become dense (its weight is not there): `blr export` asks, which then stores
-    the dense weight. False where nothing was measured.
-    """
-    name = FOLDERS.get(structure, structure)
-    found = [first_match(tuned_rules(gpu), name, shape, bucket(n), dtype) for n in tokens]
-    return bool(found) and all(rule is not None and rule["variant"] == DENSE for rule in found)
 
 
 def first_match(

@@ -129,7 +129,7 @@ def _product_plan(
 
 
 def _engine_plan(
-    a: Tensor, b: Tensor, by_col: Tensor, out: Tensor, tail: Any, tile: Fp8Tile, tiles: int,
+    a: Tensor, b: Tensor, by_col: Tensor, out: Tensor, tail: tuple[int, ...], tile: Fp8Tile, tiles: int,
     constants: dict[str, object],
 ) -> object:  # fmt: skip
     from blr.kernels.fp8.triton import product_tma_kernel

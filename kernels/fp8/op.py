@@ -25,7 +25,7 @@ CAPABILITY = (8, 9)  # of devices with tensor cores for float8
 STRUCTURES = ("dense", "lowrank", "monarch", "blast")
 _PLANS = Plans()
 
-RowsPlan = Callable[..., Any]  # (x, other, gain) -> (q, numbers), and what was rounded
+RowsPlan = Callable[..., tuple[Tensor, ...]]  # (x, other, gain) -> (q, numbers), and what was rounded
 ProductPlan = Callable[..., Tensor]  # (q, numbers, U, V, first, second, mix, bias) -> y
 
 
@@ -88,7 +88,7 @@ def _run_rows(
     beside = None if other is None else (other.shape, other.dtype)
     by = None if gain is None else gain.dtype
     key = (make, x.shape, x.dtype, x.device, beside, by, eps, keep)
-    run: Any = _PLANS.get(key) or _PLANS.keep(key, rows_plan(x, make, eps, keep))
+    run = _PLANS.get(key) or _PLANS.keep(key, rows_plan(x, make, eps, keep))
     found: tuple[Tensor, ...] = run(x, other, gain)
     return found
 
@@ -124,13 +124,19 @@ def rows_plan(x: Tensor, make: str, eps: float, keep: bool) -> RowsPlan:
 
 
 def _rows(
-    run: Any, make: str, eps: float, keep: bool, x: Tensor, other: Tensor | None, gain: Tensor | None
-) -> tuple[Tensor, ...]:
+    run: Callable[..., Rows],
+    make: str,
+    eps: float,
+    keep: bool,
+    x: Tensor,
+    other: Tensor | None,
+    gain: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     x = x if x.stride(-1) == 1 else x.contiguous()
     if other is not None and other.stride(-1) != 1:
         other = other.contiguous()
     made = torch.empty(x.shape, dtype=x.dtype, device=x.device) if keep else None
-    found: Rows = run(x, make, other, gain, eps, made)
+    found = run(x, make, other, gain, eps, made)
     return tuple(found) if made is None else (*found, made)
 
 
@@ -145,20 +151,26 @@ def product_plan(structure: str, n: int, U: Tensor, dtype: torch.dtype) -> Produ
     return Launches(partial(_ours, structure, dtype))
 
 
-def _plain(structure: str, dtype: torch.dtype, *given: Any) -> Tensor:
-    q, numbers, U, V, *scales, bias = given
-    weights, made = ([t for t in each if t is not None] for each in ((U, V), scales))
+def _plain(
+    structure: str, dtype: torch.dtype, q: Tensor, numbers: Tensor, U: Tensor, V: Tensor | None,
+    first: Tensor | None, by: Tensor, mix: Tensor | None, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    weights, made = ([t for t in each if t is not None] for each in ((U, V), (first, by, mix)))
     return reference.layer(structure, Rows(q, numbers), weights, made, dtype, bias)
 
 
-def _library_dense(dtype: torch.dtype, *given: Any) -> Tensor:
-    q, numbers, weight, _, _, by, _, bias = given
+def _library_dense(
+    dtype: torch.dtype, q: Tensor, numbers: Tensor, weight: Tensor, V: None, first: None, by: Tensor,
+    mix: None, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     return library.product(q, library.column(Rows(q, numbers), 0), weight, by[None], dtype, bias)
 
 
-def _halves(inner: Launches, dtype: torch.dtype, *given: Any) -> Tensor:
+def _halves(
+    inner: Launches, dtype: torch.dtype, q: Tensor, numbers: Tensor, U: Tensor, V: Tensor, first: Tensor,
+    by: Tensor, mix: None, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Low rank: our first product, the library's second."""
-    q, numbers, U, V, first, by, _, bias = given
     by_row = library.column(Rows(q, numbers), 2)
     return library.product(inner(q, numbers, V, first), by_row, U, by, dtype, bias)
 
@@ -169,12 +181,15 @@ def _inner(q: Tensor, numbers: Tensor, V: Tensor, first: Tensor) -> Tensor:
     return inner(Rows(q, numbers), V, first)
 
 
-def _ours(structure: str, dtype: torch.dtype, *given: Any) -> Tensor:
+def _ours(
+    structure: str, dtype: torch.dtype, q: Tensor, numbers: Tensor, U: Tensor, V: Tensor | None,
+    first: Tensor | None, by: Tensor, mix: Tensor | None, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     from blr.kernels.fp8.layers import LAYERS, dense
 
-    q, numbers, U, V, first, by, mix, bias = given
     if structure == "dense":
         return dense(Rows(q, numbers), U, by, dtype, bias)
+    assert V is not None
     return LAYERS[structure](Rows(q, numbers), U, V, Scales(first, by, mix), dtype, bias)
 
 

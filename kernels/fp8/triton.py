@@ -1,11 +1,8 @@
 """Activations to float8 with a scale a token, and batched products of float8 with what follows them."""
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401  (for the launcher)
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401  (for the launcher)
 
 from blr.kernels.decode.gemm.triton import grouped_tile, split
 

@@ -167,4 +167,4 @@ def _maker(made: LayerProblem, table: Mapping[str, Any], candidate: Candidate) -
 def known_candidates(tokens: Sequence[int]) -> dict[str, Candidate]:
     """Every candidate that may have been timed, by label."""
     every = (c for s in TUNED for n in tokens for c in candidates(s, n))
-    return {DENSE: Candidate(DENSE), **{candidate.label: candidate for candidate in every}}
+    return {candidate.label: candidate for candidate in every}

@@ -61,7 +61,6 @@ def rules_of(points: Sequence[TunedPoint], known: Mapping[str, Candidate]) -> li
         where |= {name: [size, size] for name, size in shape._asdict().items()}
         measured.sort(key=lambda point: point.n)
         tokens = [point.n for point in measured]
-        rules += _rules(where, tokens, map(_dense, measured), known)
         rules += _rules(where, tokens, _winners(measured), known)
     for structure, dtype in dict.fromkeys((p.structure, p.dtype) for p in points):
         same = [p for p in points if (p.structure, p.dtype) == (structure, dtype)]
@@ -89,12 +88,6 @@ def fastest(point: TunedPoint) -> tuple[str, float] | None:
     return min(times.items(), key=lambda item: item[1]) if times else None
 
 
-def _dense(point: TunedPoint) -> str | None:
-    """ "dense" where that beats every structured candidate."""
-    best, dense = fastest(point), point.times.get(DENSE)
-    return DENSE if best is not None and dense is not None and dense * MARGIN < best[1] else None
-
-
 def _winners(measured: Sequence[TunedPoint]) -> Iterator[str | None]:
     """The fastest candidates; in place of each one that is as good: a plain form above all, so that
     noise never chooses ours, then what won at fewer tokens, so that there are fewer rules, or the rule
@@ -115,7 +108,7 @@ def _winners(measured: Sequence[TunedPoint]) -> Iterator[str | None]:
 def _least_loss(points: Sequence[TunedPoint], known: Mapping[str, Candidate]) -> str | None:
     """The candidate without arguments that loses least, by the geometric mean over the shapes that
     any candidate ran; it must have run all of those. A plain form where ours is no better."""
-    free = [label for label, c in known.items() if not c.config and label != DENSE]
+    free = [label for label, c in known.items() if not c.config]
     best = [(point.times, found[1]) for point in points if (found := fastest(point))]
     losses = {
         label: fmean(log(times[label] / ms) for times, ms in best)

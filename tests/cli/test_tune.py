@@ -26,11 +26,11 @@ from blr.compressor.cli.from_fields import Format
 from blr.compressor.recipe.tuned_table import TunedRule, read_table, table_text, user_table, write_table
 from blr.compressor.structures.registry import TUNED
 from blr.kernels.common import dispatch, tables
-from blr.kernels.common.tables import BUCKETS, Shape, choose, first_match, prefers_dense
+from blr.kernels.common.tables import BUCKETS, Shape, choose, first_match
 from blr.kernels.layers.blast.reference import blast_linear
 
 SHAPE, OTHER = Shape(4096, 4096, 16, 1024), Shape(4096, 1024, 16, 256)
-CANDIDATES = ("gemv", {}), ("bmm_mix", {}), ("bmm_mix", {"chunk": 2}), ("dense", {})
+CANDIDATES = ("gemv", {}), ("bmm_mix", {}), ("bmm_mix", {"chunk": 2})
 KNOWN = {c.label: c for c in (Candidate(*terms) for terms in CANDIDATES)}
 CHUNKED = 'bmm_mix {"chunk": 2}'
 TIMES: dict[Shape, dict[int, dict[str, float]]] = {
@@ -94,14 +94,6 @@ def test_shapes_that_were_not_measured_get_what_loses_least() -> None:
     rules = rules_of(points(), KNOWN)
     assert chosen(rules, Shape(100, 100, 4, 20)) == [(1, "gemv"), (16, "bmm_mix")]
     assert chosen(rules, SHAPE, torch.float16) == [(1, None)]
-
-
-def test_where_dense_wins_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    rules = rules_of(points(), KNOWN)
-    monkeypatch.setattr(tables, "tuned_rules", lambda gpu: rules)
-    dense = [n for n in BUCKETS if prefers_dense("blast", OTHER, torch.bfloat16, "mine", (n,))]
-    assert dense == [1, 2, 4, 8, 2048, 4096, 8192, 16384]
-    assert not any(prefers_dense("blast", SHAPE, torch.bfloat16, "mine", (n,)) for n in BUCKETS)
 
 
 def test_an_older_table_keeps_what_is_not_measured_again() -> None:

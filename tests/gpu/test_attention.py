@@ -10,7 +10,7 @@ import torch
 from rows import Row, bounded, relative
 from tolerances import TOLERANCES
 
-from blr.kernels.decode.attention import launch, reference
+from blr.kernels.decode.attention import launch, reference, rounded
 
 pytestmark = pytest.mark.gpu
 Judge = Callable[[Iterable[Row]], None]
@@ -45,7 +45,7 @@ def inputs(group: int, width: int, length: int, here: int, dtype: Any, device: s
 
 def packed(given: dict[str, Any]) -> dict[str, Any]:
     """The same in int8."""
-    k, v = (reference.pack(given[name]) for name in "kv")
+    k, v = (rounded.pack(given[name]) for name in "kv")
     return {**given, "k": k[0], "v": v[0], "scales": (k[1], v[1])}
 
 

@@ -180,3 +180,26 @@ def test_few_tokens_that_are_not_finite(bits: int, tokens: int) -> None:
     infinite = expected.isinf()
     assert torch.equal(found[infinite].float(), expected[infinite])
     assert torch.isfinite(found[2:]).all()
+
+
+@pytest.mark.parametrize("bits, group", combinations((8, 4, 3, 2), (128, 32)))
+def test_low_rank_in_few_bits(bits: int, group: int) -> None:
+    """Both factors are multiplied as they are packed, forward and backward."""
+    dtype = torch.bfloat16
+    for rows, columns, rank, tokens in [(512, 384, 128, 1), (300, 1000, 96, 8), (130, 512, 60, 300)]:
+        spec = QuantizedSpec(LowRankSpec(columns, rows, rank), bits=bits, group=group)
+        layer = layer_of(spec, False).to("cuda", dtype)
+        for name, shape in {"U": (rows, rank), "V": (rank, columns)}.items():
+            made = quantize(torch.randn(shape, device="cuda"), bits, dtype, group)
+            for kept, value in zip(layer.stored(layer.held[name]), made, strict=True):
+                kept.data.copy_(value)
+        x = torch.randn(tokens, columns, device="cuda", dtype=dtype, requires_grad=True)
+        u, v = (layer.packed(name).dequantized().float() for name in "UV")
+        expected, up = x.float() @ v.T @ u.T, torch.randn(tokens, rows, device="cuda")
+        with torch.no_grad():
+            assert layer.packed_product(x, None) is not None
+        found = layer(x)
+        assert (found.float() - expected).norm() <= TOLERANCES[dtype] * expected.norm()
+        (gradient,) = torch.autograd.grad(found, x, up.to(dtype))
+        right = up @ u @ v
+        assert (gradient.float() - right).norm() <= 2 * TOLERANCES[dtype] * right.norm()

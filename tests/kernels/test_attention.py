@@ -11,7 +11,7 @@ from tolerances import TOLERANCES
 from torch import Tensor
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.decode.attention import launch, reference
+from blr.kernels.decode.attention import launch, reference, rounded
 
 # query heads, key heads, head size, rotated columns, slots, positions, starts, window
 SHAPES: dict[str, tuple[int, int, int, int, int, list[int], list[int], int | None]] = {
@@ -98,7 +98,7 @@ def packed_inputs(shape: str) -> dict[str, Any]:
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator)
 
-    cache, scales = zip(*(reference.pack(random(2, heads, length, width)) for _ in "kv"), strict=True)
+    cache, scales = zip(*(rounded.pack(random(2, heads, length, width)) for _ in "kv"), strict=True)
     pos, start = torch.tensor([here, here * 2 // 3]), torch.tensor([first, first // 2])
     for scale in scales:
         for row in range(2):
@@ -123,20 +123,18 @@ def test_reference_of_int8_equals_float64(shape: str) -> None:
     """What was there counts as what it stands for, what is new as what it is kept as."""
     given = packed_inputs(shape)
     whole = {
-        n: reference.unpack(given[n], s, torch.float32)
-        for n, s in zip("kv", given["scales"], strict=True)
+        n: rounded.unpack(given[n], s, torch.float32) for n, s in zip("kv", given["scales"], strict=True)
     }
     plain = {n: v for n, v in given.items() if n != "scales"}
     _, keys, values = expected({**plain, **whole})
     out = reference.decode_attention(**given)
     rows, heads = torch.arange(2), given["k"].shape[1]
     for held, scale, new in zip((given["k"], given["v"]), given["scales"], (keys, values), strict=True):
-        kept = reference.unpack(held, scale, torch.float32)[rows, :, given["pos"]]
+        kept = rounded.unpack(held, scale, torch.float32)[rows, :, given["pos"]]
         new = new[rows, :, given["pos"]]
         assert ((kept - new).abs() <= new.abs().amax(-1, keepdim=True) / 253).all()
     found = {
-        n: reference.unpack(given[n], s, torch.float64)
-        for n, s in zip("kv", given["scales"], strict=True)
+        n: rounded.unpack(given[n], s, torch.float64) for n, s in zip("kv", given["scales"], strict=True)
     }
     truth = whole_attention(given, found["k"], found["v"], heads)
     assert (out - truth).norm() <= TOLERANCES[torch.float32] * truth.norm()

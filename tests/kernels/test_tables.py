@@ -24,7 +24,7 @@ from blr.compressor.recipe.tuned_table import (
 )
 from blr.kernels.common import available, dispatch, tables
 from blr.kernels.common.available import gpu_name_key, kernel_device
-from blr.kernels.common.tables import BUCKETS, Shape, bucket, choose, prefers_dense
+from blr.kernels.common.tables import BUCKETS, Shape, bucket, choose
 from blr.kernels.layers.blast.variants import VARIANTS as BLAST
 from blr.kernels.layers.kronecker.variants import VARIANTS as KRONECKER
 from blr.kernels.layers.lowrank.variants import VARIANTS as LOWRANK
@@ -87,14 +87,6 @@ def test_the_first_rule_that_holds_counts(
     tuned: None, structure: str, shape: Shape, n: int, dtype: torch.dtype, expected: Any
 ) -> None:
     assert choose(structure, shape, n, dtype, "mine") == expected
-
-
-def test_dense_only_if_it_wins_for_every_number_of_tokens(tuned: None) -> None:
-    assert prefers_dense("monarch", SHAPE, BF16, "mine", (1, 3, 16))
-    assert not prefers_dense("monarch", SHAPE, BF16, "mine", (1, 17))
-    assert not prefers_dense("monarch", SHAPE, BF16, "mine")
-    assert not prefers_dense("blast", SHAPE, BF16, "mine", (1,))
-    assert not prefers_dense("monarch", SHAPE, BF16, "unheard-of", (1,))
 
 
 @pytest.mark.parametrize("gpu", ["unheard-of", *shipped_gpus()])

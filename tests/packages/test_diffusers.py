@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 import torch
 from diffusers_folders import WIDTH, save_diffusion
 from exporting import compress_to
-from patience import PATIENCE
 
 from blr.compressor.base.errors import InputError
 from blr.compressor.base.progress import Progress
@@ -102,12 +100,10 @@ def test_where_blr_is_not_installed(tmp_path: Path) -> None:
     output = compress_to(save_diffusion(tmp_path / "dit"), tmp_path / "out", method="blast", blocks=9)
     ours = load_diffusion(output, device="cpu")
     torch.save(trial_inputs(ours), tmp_path / "inputs.pt")
-    script = [sys.executable, "-c", WITHOUT_BLR, output, tmp_path / "inputs.pt", tmp_path / "result.pt"]
     given = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "PATH": ""}
     given["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    done = subprocess.run(
-        [*map(str, script)], env=given, capture_output=True, text=True, timeout=PATIENCE
-    )
+    files = output, tmp_path / "inputs.pt", tmp_path / "result.pt"
+    done = bare.run(WITHOUT_BLR, *files, cwd=tmp_path, env=given)
     assert done.returncode == 0, done.stderr
     assert distance(torch.load(tmp_path / "result.pt"), computed(ours)) < 1e-6
 

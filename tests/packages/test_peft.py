@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import bare
 import peft
 import pytest
 import torch
 from exporting import compress_to, export_to
-from patience import PATIENCE
 from peft import LoraConfig, PeftModel, get_peft_model
 from pico import VOCAB, save_pico
 from running import Invoke
@@ -173,6 +171,5 @@ def test_dense_models_are_as_before(compressed: dict[str, Path]) -> None:
 
 
 def test_peft_may_be_imported_last(compressed: dict[str, Path]) -> None:
-    command = [sys.executable, "-c", LATER, str(compressed["svd"])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    done = bare.run(LATER, compressed["svd"])
     assert done.returncode == 0, done.stderr

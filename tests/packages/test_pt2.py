@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import bare
 import pytest
 import torch
 from exporting import compress_to
@@ -48,7 +47,7 @@ def test_a_compiled_encoder_runs_with_torch_alone(
     inputs = {"input_ids": ids.contiguous(), "attention_mask": torch.ones_like(ids)}
     save_file(inputs, tmp_path / "inputs")
     files = [str(tmp_path / name) for name in ("out/model.pt2", "inputs", "results")]
-    done = subprocess.run([sys.executable, "-c", WITH_TORCH, *files], capture_output=True, text=True)
+    done = bare.run(WITH_TORCH, *files)
     assert done.returncode == 0, done.stderr
     found = load_file(tmp_path / "results")
     with torch.inference_mode():

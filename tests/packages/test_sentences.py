@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import bare
 import pytest
 import torch
 from exporting import compress_to
-from patience import PATIENCE
 from pico import VOCAB, save_model, save_pico
 from running import Invoke
 from scipy.stats import spearmanr
@@ -70,8 +67,7 @@ def test_it_loads_and_embeds_with_blr_and_without(source: Path, output: Path) ->
     assert found.shape == (len(SENTENCES), 5) and model.max_seq_length == 7
     dense = torch.from_numpy(SentenceTransformer(str(source), device="cpu").encode(SENTENCES))
     assert 0.5 < float(torch.nn.functional.cosine_similarity(found, dense).mean()) < 0.9999
-    command = [sys.executable, "-c", WITHOUT_BLR, str(output), json.dumps(SENTENCES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    done = bare.run(WITHOUT_BLR, output, json.dumps(SENTENCES))
     assert done.returncode == 0, done.stderr
     torch.testing.assert_close(torch.tensor(json.loads(done.stdout.splitlines()[-1])), found)
 
@@ -145,8 +141,7 @@ def test_the_encoder_of_a_t5(name: str, source: Path, tmp_path: Path, invoke: In
     dense, ours = (SentenceTransformer(str(f), device="cpu") for f in (tmp_path / "model", output))
     expected, found = (torch.from_numpy(model.encode(SENTENCES)) for model in (dense, ours))
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
-    command = [sys.executable, "-c", WITHOUT_BLR, str(output), json.dumps(SENTENCES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    done = bare.run(WITHOUT_BLR, output, json.dumps(SENTENCES))
     assert done.returncode == 0, done.stderr
     remote = torch.tensor(json.loads(done.stdout.splitlines()[-1]))
     torch.testing.assert_close(remote, expected, atol=1e-3, rtol=1e-3)

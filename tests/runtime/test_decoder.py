@@ -26,7 +26,7 @@ from blr.compressor.runtime.phases import FAMILIES as RUN
 from blr.compressor.runtime.phases import TOGETHER, make_plan
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common.available import has_triton
-from blr.kernels.decode.attention.reference import pack, unpack
+from blr.kernels.decode.attention.rounded import pack, unpack
 
 register()
 

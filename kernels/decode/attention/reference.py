@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LARGEST = 127.0  # magnitude in int8
-TINY = 1e-30  # least scale, of a token whose numbers are all zero
+from blr.kernels.decode.attention.rounded import pack
 
 
 def decode_attention(
@@ -30,7 +29,7 @@ def decode_attention(
     Args:
         qkv: [B, (Hq + 2·Hkv)·D], what the projections give: queries, keys, values; head major.
         k, v: [B, Hkv, L, D], of any dtype; slot ``pos[b]`` is written.
-        scales: of k and v in int8, [B, Hkv, L] each, as of `pack`.
+        scales: of k and v in int8, [B, Hkv, L] each, as of `rounded.pack`.
         cos, sin: [L, R] by position (the slot less ``start``), R ≤ D: the first R columns of a head
             turn, column d together with d ± R/2; the others stay.
         pos: [B] int64, the slot of the new token. start: [B] int64, the first slot in use.
@@ -67,19 +66,6 @@ def decode_attention(
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
     values = values.masked_fill(~seen[:, None, :, None], 0)
     return (scores.softmax(-1) @ values).flatten(1)
-
-
-def pack(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 of x [..., D] and the scale [...] in float32 of every token and head: the nearest multiples
-    of a 127th of the largest magnitude."""
-    x = x.float()
-    scale = (x.abs().amax(-1) / LARGEST).clamp_min(TINY)
-    return (x / scale[..., None]).round().to(torch.int8), scale
-
-
-def unpack(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `pack` stood for, in `dtype`."""
-    return (packed * scale[..., None]).to(dtype)
 
 
 def rms(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:

@@ -5,21 +5,18 @@ new token, which is in no tile, is met last, by the split that it belongs to. A 
 multiplied as it is: scales of keys go to their scores, those of values to the weights.
 """
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-    from blr.kernels.decode.attention.triton import (
-        finish,
-        heads_ready,
-        rotation,
-        scores_of,
-        stretch,
-        weighted,
-    )
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+from blr.kernels.decode.attention.triton import (
+    finish,
+    heads_ready,
+    rotation,
+    scores_of,
+    stretch,
+    weighted,
+)
 
 LARGEST = tl.constexpr(127.0)
 TINY = tl.constexpr(1e-30)

@@ -5,12 +5,9 @@ and values before it waits for the kernel that makes the new queries (they were 
 tokens), and the split that arrives last adds up the others in their order. Derivation: README.md.
 """
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MIN_CHUNK = tl.constexpr(32)  # slots of a split at least
 FEWEST = tl.constexpr(4)  # splits of the smallest bucket
@@ -61,11 +58,11 @@ def weighted(p, value, DOT: tl.constexpr):
 
 @triton.jit
 def combine(partial, state, out, first, last, d, D,
-            G: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
-    """Merge splits first…last: sums [SPLITS, G, D] at `partial`, maxima and totals
-    [SPLITS, 2, G] at `state`, into out [G, D]. Loads go past the first-level cache."""
-    split = tl.arange(0, SPLITS)
-    there = (split >= first) & (split <= last)
+            G: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
+    """Merge splits first…last, up to MOST of them: sums [splits, G, D] at `partial`, maxima and totals
+    [splits, 2, G] at `state`, into out [G, D]. Loads go past the first-level cache."""
+    split = first + tl.arange(0, MOST)
+    there = split <= last
     for g in tl.static_range(G):
         at = split * (2 * G) + g
         top = tl.load(state + at, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -99,7 +96,13 @@ def finish(
         arrived = tl.atomic_add(counter, 1, sem="acq_rel")
         if arrived == last - first:
             tl.store(counter, 0)
-            combine(partial, state, out, first, last, d, D, G, SPLITS)
+            # By the code for as many as there are: so their order is the same whatever SPLITS is
+            if last - first < FEWEST:
+                combine(partial, state, out, first, last, d, D, G, FEWEST)
+            for level in tl.static_range(3, 7):
+                if (1 << level) <= SPLITS:  # noqa: SIM102 (known when compiled)
+                    if (last - first >= (1 << level) // 2) & (last - first < (1 << level)):
+                        combine(partial, state, out, first, last, d, D, G, 1 << level)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ def bmm(
         a: [B, m, k], b: [B, k, n], any strides. bias: [B, n] or None.
         out: [B, m, n], its columns of stride 1; or, with `part`, [B, m, n / part, part], any strides
             but the last.
-        activation: of `gemv.reference.ACTIVATIONS`.
+        activation: of `gemv.segments.ACTIVATIONS`.
         config: BM, BN, BK, GROUP, num_warps, num_stages.
 
     Returns:

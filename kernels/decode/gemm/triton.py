@@ -1,13 +1,10 @@
 """A batch of matrix products with a bias, an activation and a permutation of columns in its epilogue."""
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401  (for the launcher)
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401  (for the launcher)
 
-    from blr.kernels.decode.gemv.triton import activate
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+from blr.kernels.decode.gemv.triton import activate
 
 
 @triton.jit

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.common.launching import run_kernel
 from blr.kernels.decode.gemv.launch import launch_options
-
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-    from blr.kernels.decode.gemv.triton import activate
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+from blr.kernels.decode.gemv.triton import activate
 
 COLUMNS = 512  # of a program
 

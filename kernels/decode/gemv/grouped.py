@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.common.launching import run_kernel
 from blr.kernels.decode.gemv.launch import (
@@ -26,15 +29,7 @@ from blr.kernels.decode.gemv.launch import (
     tokens_of,
 )
 from blr.kernels.decode.gemv.segments import Segment, Tile
-
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-    from blr.kernels.decode.gemv.triton import activate, stage_rows, store_rows
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+from blr.kernels.decode.gemv.triton import activate, stage_rows, store_rows
 
 
 @triton.jit

@@ -35,12 +35,3 @@ def gemv(
     y = torch.einsum("grk,ngk->ngr", w, x)
     y = y.unflatten(-1, (-1, part or rows)).transpose(1, 2).flatten(1)
     return y if bias is None else y + bias
-
-
-ACTIVATIONS = {
-    "": lambda y: y,
-    "silu": torch.nn.functional.silu,
-    "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": lambda y: torch.nn.functional.gelu(y, approximate="tanh"),
-    "relu": torch.relu,
-}

@@ -8,9 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blr.kernels.decode.gemv.reference import gemv
-
 SEVERAL = 2  # rows from which tensor cores multiply (`kernels/decode/skinny`)
+ACTIVATIONS = {
+    "": lambda y: y,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda y: torch.nn.functional.gelu(y, approximate="tanh"),
+    "relu": torch.relu,
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class Segment:
 
     def product(self, gain: Tensor | None, eps: float) -> Tensor:
         """[n, B·R] in the dtype of `x`."""
+        from blr.kernels.decode.gemv.reference import gemv
+
         tensors = (self.bias, self.mix, gain)
         bias, mix, gain = (None if t is None else t.to(self.x.dtype) for t in tensors)
         y = gemv(self.x, self.w.to(self.x.dtype), bias=bias, gain=gain, eps=eps, part=self.part)

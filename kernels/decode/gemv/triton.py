@@ -6,12 +6,9 @@ is loaded before the program waits for the kernel that makes its input (programm
 launch), so that the memory stays busy between kernels. Derivation: README.md.
 """
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_wait
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 WIDE = tl.constexpr(2048)  # inputs of a row that a program squares at once
 

@@ -5,16 +5,13 @@ order in which the levels of a word of weights come apart (`place_field`). An in
 bits with a scale a quad: half a step is 2^-16 of the largest of its 32 or 64 inputs.
 """
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-    from blr.kernels.decode.quantized.bytes import MAGIC, TOP, packed_bytes
-    from blr.kernels.decode.quantized.grouped import run_segment
-    from blr.kernels.decode.quantized.words import column_at
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+from blr.kernels.decode.quantized.bytes import MAGIC, TOP, packed_bytes
+from blr.kernels.decode.quantized.grouped import run_segment
+from blr.kernels.decode.quantized.words import column_at
 
 AT_ONCE = tl.constexpr(4096)  # inputs that are squared at once
 

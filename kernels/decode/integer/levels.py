@@ -5,13 +5,10 @@ times as large, so sums go from the last place to the first and are shifted betw
 their levels up in a table of eight bytes (`prmt`).
 """
 
-try:
-    import triton
-    import triton.language as tl
+import triton
+import triton.language as tl
 
-    from blr.kernels.decode.quantized.bytes import four_products
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+from blr.kernels.decode.quantized.bytes import four_products
 
 
 @triton.jit

@@ -8,18 +8,15 @@ Inputs are integers of 16 bits with a scale a quad, half a step of which is 2^-1
 32. Four of them share a word, their high bytes or their low ones, in the order of levels.
 """
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-    from blr.kernels.decode.gemv.triton import activate, bias_of, store_rows
-    from blr.kernels.decode.integer.levels import apart, byte_products
-    from blr.kernels.decode.quantized.bytes import MAGIC, TOP, packed_bytes
-    from blr.kernels.decode.quantized.triton import row_sums
-    from blr.kernels.decode.quantized.words import field_inputs, lane_columns, load_chunk, tile_places
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+from blr.kernels.decode.gemv.triton import activate, bias_of, store_rows
+from blr.kernels.decode.integer.levels import apart, byte_products
+from blr.kernels.decode.quantized.bytes import MAGIC, TOP, packed_bytes
+from blr.kernels.decode.quantized.triton import row_sums
+from blr.kernels.decode.quantized.words import field_inputs, lane_columns, load_chunk, tile_places
 
 
 @triton.jit

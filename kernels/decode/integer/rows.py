@@ -4,17 +4,14 @@ A thread has a quad of `RT` rows (`kernels/decode/quantized`) and the words of i
 what is left a weight is half an instruction of products and a quarter or two of logic.
 """
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-    from blr.kernels.decode.gemv.triton import activate, bias_of, store_rows
-    from blr.kernels.decode.integer.levels import apart, byte_products
-    from blr.kernels.decode.quantized.correction import correction
-    from blr.kernels.decode.quantized.triton import row_sums, stage_start
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+from blr.kernels.decode.gemv.triton import activate, bias_of, store_rows
+from blr.kernels.decode.integer.levels import apart, byte_products
+from blr.kernels.decode.quantized.correction import correction
+from blr.kernels.decode.quantized.triton import row_sums, stage_start
 
 
 @triton.jit

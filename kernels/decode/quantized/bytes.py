@@ -6,11 +6,8 @@ High and low bytes of four inputs each are packed in words; levels lie in bytes 
 mask apart. Derivation: README.md.
 """
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
 
 from blr.kernels.decode.quantized.words import field_inputs
 

@@ -5,15 +5,11 @@ tile by a sum over the lanes, rounded, and its error times its row of R subtract
 launch a group, where torch needs twenty a column.
 """
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("this kernel needs triton") from error
-
 from math import prod
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from blr.kernels.decode.quantized.formats import grid_of

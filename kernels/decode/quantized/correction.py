@@ -4,11 +4,8 @@ U is narrow, [o, r] in rows of levels as bytes, with scales, or of plain numbers
 read after the row of Q, whose time hides theirs.
 """
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -17,11 +17,21 @@ from blr.kernels.decode.quantized.segments import QuantizedSegment
 
 AnySegment = Segment | QuantizedSegment
 Run = Callable[[], object]
+
+
+class Norm(TypedDict, total=False):
+    """The norm of the inputs of all stages, and `pdl` as of `launch_options`."""
+
+    gain: Tensor | None
+    eps: float
+    pdl: bool
+
+
 LONG = 4096  # columns of rows in int4 that are not in pairs
 
 
 def stages(
-    segments: Sequence[AnySegment], *, add: bool = False, activation: str = "", **options: Any
+    segments: Sequence[AnySegment], *, add: bool = False, activation: str = "", **options: Unpack[Norm]
 ) -> Run:
     """The function that runs stages, each stored or added to its result, or with an activation
     ``act(gate) ⊙ up`` of two. options: of `grouped`.
@@ -61,7 +71,7 @@ def _long(s: AnySegment) -> bool:
     return (s.bits == 4 and s.K >= LONG) or s.correction is not None
 
 
-def _beside(segments: Sequence[AnySegment], activation: str, options: dict[str, Any]) -> Run:
+def _beside(segments: Sequence[AnySegment], activation: str, options: Norm) -> Run:
     from blr.kernels.decode.gemv.gate import gate as run
 
     y = segments[1].y
@@ -76,14 +86,7 @@ def _in_turn(*runs: Run) -> None:
         run()
 
 
-def grouped(
-    segments: Sequence[AnySegment],
-    *,
-    gain: Tensor | None = None,
-    eps: float = 0.0,
-    add: bool = False,
-    pdl: bool = False,
-) -> None:
+def grouped(segments: Sequence[AnySegment], *, add: bool = False, **options: Unpack[Norm]) -> None:
     """`segments.grouped` of either kind, of z that are there; neighbours of a format in one launch. add:
     to what the results hold."""
     for (bits, _), found in groupby(segments, key=_format):
@@ -92,10 +95,10 @@ def grouped(
             from blr.kernels.decode.quantized.grouped import grouped as launch
         else:
             from blr.kernels.decode.gemv.grouped import grouped as launch
-        launch(list(found), gain=gain, eps=eps, add=add, pdl=pdl)
+        launch(list(found), add=add, **options)
 
 
-def dual(gate: AnySegment, up: AnySegment, **options: object) -> None:
+def dual(gate: AnySegment, up: AnySegment, *, activation: str, **options: Unpack[Norm]) -> None:
     """`segments.dual` of two segments of one kind. Raises ValueError for two of different kinds."""
     found = {_format(s) for s in (gate, up)}
     if len(found) != 1:
@@ -106,7 +109,7 @@ def dual(gate: AnySegment, up: AnySegment, **options: object) -> None:
         from blr.kernels.decode.gemv.grouped import dual as launch
     else:
         from blr.kernels.decode.quantized.grouped import dual as launch
-    launch(gate, up, **options)
+    launch(gate, up, activation=activation, **options)
 
 
 def _format(s: AnySegment) -> tuple[int, int]:
@@ -130,10 +133,7 @@ def _in_words(segments: Sequence[AnySegment]) -> list[QuantizedSegment]:
 
 
 def _bytewise(
-    segments: Sequence[QuantizedSegment],
-    options: dict[str, Any],
-    add: bool = False,
-    activation: str = "",
+    segments: Sequence[QuantizedSegment], options: Norm, add: bool = False, activation: str = ""
 ) -> Run:
     """add: to what the results hold. activation: of a pair."""
     if segments[0].bits == 4:
@@ -150,6 +150,6 @@ def _bytewise(
     return partial(_in_turn, *before, partial(run, launch, add))
 
 
-def _firsts(segments: Sequence[AnySegment], options: dict[str, Any]) -> list[Run]:
+def _firsts(segments: Sequence[AnySegment], options: Norm) -> list[Run]:
     firsts = _corrections(segments)
     return [partial(grouped, firsts, **options)] if firsts else []

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.common.launching import run_kernel
 from blr.kernels.decode.gemv.launch import launch_options, run_grouped, tokens_of
+from blr.kernels.decode.gemv.triton import activate, store_rows
 from blr.kernels.decode.quantized.launch import (
     complete,
     mixed_shape,
@@ -20,18 +24,9 @@ from blr.kernels.decode.quantized.launch import (
     stage,
     tile_shape,
 )
+from blr.kernels.decode.quantized.mixed import mixed_segment
 from blr.kernels.decode.quantized.segments import QuantizedSegment, QuantizedTile
-
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-    from blr.kernels.decode.gemv.triton import activate, store_rows
-    from blr.kernels.decode.quantized.mixed import mixed_segment
-    from blr.kernels.decode.quantized.triton import stage_products, stage_rows, stage_start
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+from blr.kernels.decode.quantized.triton import stage_products, stage_rows, stage_start
 
 
 @triton.jit

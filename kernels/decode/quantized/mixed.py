@@ -8,12 +8,9 @@ quads of all blocks in one axis. S is in full precision.
 
 from __future__ import annotations
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_wait
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from blr.kernels.decode.quantized.triton import rows_by_fma, whole_sum
 from blr.kernels.decode.quantized.words import (

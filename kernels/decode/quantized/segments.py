@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blr.kernels.decode.gemv.reference import ACTIVATIONS
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import ACTIVATIONS, Segment
 from blr.kernels.decode.quantized.formats import GROUP
 
 

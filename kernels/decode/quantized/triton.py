@@ -7,11 +7,8 @@ first chunk and its scales are loaded before the program waits for the kernel th
 Derivation: README.md.
 """
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
 
 from blr.kernels.decode.gemv.triton import (
     bias_of,

@@ -4,11 +4,8 @@ A tile has RT rows for each of its lanes; a lane is one quad of a row: 16 bytes,
 plane, one load. Places follow from `formats.Form`, whose fields a tile T has. Derivation: README.md.
 """
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
 
 from blr.kernels.decode.quantized.formats import CURVE, grid_of
 

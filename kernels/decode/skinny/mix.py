@@ -11,19 +11,14 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.decode.gemv.launch import launch_options, power_of_two
 from blr.kernels.decode.quantized.formats import PLANES
-
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-    from blr.kernels.decode.skinny.triton import place_of
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+from blr.kernels.decode.skinny.triton import place_of
 
 PLAIN = 16  # the bits of plain weights
 MOST = 64  # blocks

@@ -7,18 +7,13 @@ With V of ``Q + U V`` among the programs that prepare the input of Q, the correc
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.decode.gemv.launch import launch_options, power_of_two
-
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-    from blr.kernels.decode.gemv.triton import input_chunk, row_scale
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+from blr.kernels.decode.gemv.triton import input_chunk, row_scale
 
 WIDEST = 2048  # inputs that a program writes
 LONGEST = 4096  # columns of a row of first factors that a program reads at once

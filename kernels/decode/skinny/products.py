@@ -1,10 +1,7 @@
 """Products of some of the columns of BR rows with tokens: plain and packed, alone and of gate and up."""
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
 
 
 @triton.jit

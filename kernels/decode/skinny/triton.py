@@ -6,12 +6,9 @@ Packed weights become numbers in registers, two an instruction, on the way to th
 multiply the sums of a group. Derivation: README.md.
 """
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.decode.gemv.triton import activate, bias_of, outputs
 from blr.kernels.decode.skinny.products import packed_pair, packed_products, plain_pair, plain_products

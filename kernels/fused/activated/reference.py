@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import linear
 
-from blr.kernels.decode.gemv.reference import ACTIVATIONS
+from blr.kernels.decode.gemv.segments import ACTIVATIONS
 
 
 def activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:

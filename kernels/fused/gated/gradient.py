@@ -3,14 +3,13 @@ not travel."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from blr.kernels.common.available import TRAINED, kernels_on
 from blr.kernels.common.launching import launch
+from blr.kernels.common.registration import ContextOf
 from blr.kernels.fused.gated.reference import GATES
 
 BLOCK = 1024  # numbers of a program: eight of half precision a thread
@@ -33,11 +32,11 @@ class _Gated(torch.autograd.Function):
     """Of tensors without gaps, which alone are kept: their rows are taken as one."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, make: str) -> Tensor:
+    def forward(ctx: ContextOf[str], gate: Tensor, up: Tensor, make: str) -> Tensor:
         from blr.kernels.fused.gated.triton import gated_kernel
 
         ctx.save_for_backward(gate, up)
-        ctx.make = make
+        ctx.more = make
         y = torch.empty_like(gate)
         constants = {"MAKE": make, "BLOCK": BLOCK}
         given = (gate, up, y, gate.numel(), 0, 0)
@@ -46,12 +45,12 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: ContextOf[str], g: Tensor) -> tuple[Tensor, Tensor, None]:
         from blr.kernels.fused.gated.triton_back import gated_back_kernel
 
         gate, up = ctx.saved_tensors
         made = torch.empty_like(gate), torch.empty_like(up)
-        constants = {"MAKE": ctx.make, "BLOCK": BLOCK}
+        constants = {"MAKE": ctx.more, "BLOCK": BLOCK}
         given = (gate, up, g.contiguous(), *made, gate.numel())
         launch(gated_back_kernel, (_programs(gate),), given, constants, num_warps=WARPS)
         return *made, None

@@ -1,10 +1,7 @@
 """The product of an MLP's gate, one kernel that reads both once: it is bound by memory alone."""
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
 
 from blr.kernels.fp8.triton import activated
 

@@ -1,11 +1,8 @@
 """Gradients of the product of an MLP's gate, one kernel that reads what it needs once: activation and
 slope are computed again."""
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
 
 from blr.kernels.fp8.triton import tanh
 

@@ -1,10 +1,7 @@
 """Layer normalization of some rows at a time, each read once: it is bound by memory alone."""
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
 
 
 @triton.jit

@@ -3,13 +3,12 @@ not travel."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from blr.kernels.common.available import TRAINED, kernels_on
+from blr.kernels.common.registration import ContextOf
 from blr.kernels.fused.rotary.launch import by_token, fits, rotated, turned_back
 from blr.kernels.fused.rotary.reference import rotate
 
@@ -29,13 +28,17 @@ class _Rotated(torch.autograd.Function):
     """`rotated`; it keeps cosines and sines alone, which all layers share."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: ContextOf[tuple[bool, bool]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        ctx.order = by_token(q), by_token(k)  # gradients go where projections take them from
+        ctx.more = by_token(q), by_token(k)  # gradients go where projections take them from
         return rotated(q, k, cos, sin)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(
+        ctx: ContextOf[tuple[bool, bool]], q: Tensor, k: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return *turned_back(q, k, cos, sin, ctx.order), None, None
+        return *turned_back(q, k, cos, sin, ctx.more), None, None

@@ -1,10 +1,7 @@
 """Queries and keys rotated by their positions, one kernel that reads both once."""
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
 
 
 @triton.jit

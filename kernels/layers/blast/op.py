@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
 
 from torch import Tensor
 
@@ -81,9 +80,9 @@ def _backward(ctx: Context, g: Tensor) -> tuple[Tensor | None, ...]:
     x, U, S, V = ctx.saved_tensors
     for_x, for_u, for_s, for_v, for_bias = ctx.needs_input_grad
     x_l, g_k = _blocks(x, V.shape[0]), _blocks(g, U.shape[0])
-    z: Any = x_l @ V if for_u or for_s else None  # [l, n, r]
-    dw: Any = g_k @ U if for_x or for_s or for_v else None  # [k, n, r]
-    dz: Any = _mix(dw, S.transpose(0, 1)) if for_x or for_v else None  # [l, n, r]
+    z = x_l @ V if for_u or for_s else g  # [l, n, r]; g stands for what nothing reads
+    dw = g_k @ U if for_x or for_s or for_v else g  # [k, n, r]
+    dz = _mix(dw, S.transpose(0, 1)) if for_x or for_v else g  # [l, n, r]
     return (
         (dz @ V.mT).transpose(0, 1).flatten(1) if for_x else None,
         g_k.mT @ _mix(z, S) if for_u else None,

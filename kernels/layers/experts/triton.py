@@ -4,16 +4,13 @@ A table of addresses [E, P, 7] says where: of an expert and each of its P layers
 rows, the scales, the factors U and V, how many ranks they have, and how far apart their rows are.
 """
 
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 from blr.kernels.decode.quantized.triton import row_sums, rows_by_fma
 from blr.kernels.decode.quantized.words import lane_columns, load_chunk, row_quads, tile_places
 from blr.kernels.layers.packed.triton import group_numbers
-
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
 
 ENTRIES = 7
 COLUMNS = tl.constexpr(ENTRIES)

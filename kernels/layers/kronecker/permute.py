@@ -11,13 +11,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import triton
+import triton.language as tl
 from torch import Tensor
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:  # callers go through kernels.common.available
-    raise ImportError("the kernels of Kronecker-sparse factors need triton") from error
 
 TILE_BYTES = 16384
 RUN_BYTES = 256  # of one row of a block, where m is as long

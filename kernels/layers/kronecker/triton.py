@@ -8,15 +8,11 @@ Source: "Fast Inference with Kronecker-Sparse Matrices", algorithm 2.
 
 from __future__ import annotations
 
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from blr.kernels.layers.kronecker.permute import cdiv, power_of_two
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:  # callers go through kernels.common.available
-    raise ImportError("the kernels of Kronecker-sparse factors need triton") from error
 
 WASTED = 1.12  # times its columns that a row's tiles may take
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
 
 from torch import Tensor
 
@@ -95,7 +94,7 @@ def _backward(ctx: Context, g: Tensor) -> Gradients:
 
 def _gradients(needed: Sequence[bool], g: Tensor, x: Tensor, U: Tensor, V: Tensor) -> Gradients:
     for_x, for_u, for_v, for_bias = needed
-    h: Any = g @ U if for_x or for_v else None  # [n, r]
+    h = g @ U if for_x or for_v else g  # [n, r]; g stands for what nothing reads
     return (
         h @ V.mT if for_x else None,
         g.mT @ (x @ V) if for_u else None,

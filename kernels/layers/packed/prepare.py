@@ -6,17 +6,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from blr.kernels.common.launching import launch
 from blr.kernels.decode.quantized.formats import PLANES
-
-try:
-    import triton
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
 
 PART = 1024  # columns that a program of `prepare_kernel` puts in order
 STEP = 128  # columns of a step of V x

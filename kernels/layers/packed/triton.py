@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from blr.kernels.common.launching import launch
 from blr.kernels.decode.quantized.formats import CURVE, PLANES, grid_of
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
 
 BEND = tl.constexpr(CURVE[3])
 WHOLE = tl.constexpr(0x4B000000)  # 2^23 in float32, whose last bit is worth 1

@@ -6,11 +6,8 @@ Loan, "Matrix Computations", section 4.2). A program has a tile of one matrix: r
 how many matrices are taken together.
 """
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
+import triton
+import triton.language as tl
 
 
 @triton.jit

@@ -4,13 +4,9 @@ Either kernel reads both states once, and no difference is made in memory: in pl
 copies of either are written and read. A program has a few rows, as they fill its threads.
 """
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("these kernels need triton") from error
-
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from blr.kernels.common.launching import run_kernel

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from blr.kernels.common.available import kernel_device
+from blr.kernels.common.registration import ContextOf
 from blr.kernels.training.divergence.reference import divergence_sum as reference
 
 
@@ -26,15 +25,15 @@ def divergence_sum(student: Tensor, teacher: Tensor, alone: bool = False) -> Ten
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, alone: bool) -> Tensor:
+    def forward(ctx: ContextOf[bool], student: Tensor, teacher: Tensor, alone: bool) -> Tensor:
         from blr.kernels.training.divergence.triton import divergence
 
         lost, gradient = divergence(student, teacher)
         ctx.save_for_backward(gradient)
-        ctx.alone = alone
+        ctx.more = alone
         return lost.sum()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: ContextOf[bool], g: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient if ctx.alone else gradient.mul_(g), None, None  # it is asked for once
+        return gradient if ctx.more else gradient.mul_(g), None, None  # it is asked for once

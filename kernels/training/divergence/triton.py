@@ -8,13 +8,9 @@ logit, normalizer, Σ e^t (t − s)), rescaled when a larger logit comes (online
 then it writes q − p.
 """
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("this kernel needs triton") from error
-
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 4096, 8
