@@ -61,7 +61,7 @@ def routed(
 
 def _routed_rows(states: Tensor, chosen: Arguments, heads: Sequence[str]) -> dict[str, Tensor]:
     """The states of the tokens that chose each expert, without running any."""
-    index: Tensor = chosen[0][0] if chosen[0] else chosen[1]["top_k_index"]
+    index = cast(Tensor, chosen[0][0] if chosen[0] else chosen[1]["top_k_index"])
     pairs, rows = index.flatten(), states.flatten(0, -2)
     each = pairs.argsort(stable=True).split(pairs.bincount(minlength=len(heads)).tolist())
     found = zip(heads, each, strict=True)
