@@ -113,9 +113,8 @@ class Assigner:
     notes: list[str]
 
     def assign(self, tasks: Sequence[Task], budget: float) -> Assigned:
-        """The specs of all tasks (none dense), which together have `budget` parameters. Raises
+        """The specs of all tasks (`shaped`, none dense), which together have `budget` parameters. Raises
         UsageError."""
-        tasks = [self._shaped(task) for task in tasks]
         self._check_bits(tasks)
         given = {task.layer.module: done for task in tasks if (done := self._given(task))}
         own: dict[str, list[Task]] = {}
@@ -138,7 +137,7 @@ class Assigner:
                 )
         return {task.layer.module: given[task.layer.module] for task in tasks}
 
-    def _shaped(self, task: Task) -> Task:
+    def shaped(self, task: Task) -> Task:
         """The task with a number of blocks that divides its layer, or of groups that keep its heads
         whole."""
         if task.structure.blocks is not None:

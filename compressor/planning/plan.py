@@ -11,6 +11,7 @@ from blr.compressor.base.device import BYTES
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.planning.assign import Assigned, Assigner, Curves, Task
+from blr.compressor.planning.bits import shared_bits
 from blr.compressor.planning.experts import check_whole
 from blr.compressor.planning.layers import Layer, find_layers, select, stored_spec
 from blr.compressor.planning.rank_caches import KINDS as CACHED_KINDS
@@ -118,8 +119,11 @@ def make_plan(
     tasks = [_task(layer, recipe, cached) for layer in layers]
     fixed, kept = _dense(tasks, notes)
     done = {p.layer.module for p in fixed} | {layer.layer.module for layer in kept}
-    structured = [task for task in tasks if task.layer.module not in done]
-    assigned = _assign(structured, fixed, kept, Assigner(recipe, curves or {}, calibrated, notes))
+    assigner = Assigner(recipe, curves or {}, calibrated, notes)
+    structured = [assigner.shaped(task) for task in tasks if task.layer.module not in done]
+    if recipe.allocation != "uniform":
+        structured = shared_bits(structured, curves or {})
+    assigned = _assign(structured, fixed, kept, assigner)
     planned = {p.layer.module: p for p in fixed}
     for task in structured:
         planned[task.layer.module] = _planned(task, *assigned[task.layer.module], notes)
@@ -147,7 +151,7 @@ def unmeasured(recipe: Recipe, calibrated: bool) -> list[str]:
     if not calibrated:
         asked = recipe.allocation == "sensitivity"
         return ["allocation: sensitivity needs calibration, these ranks are uniform"] * asked
-    shared = recipe.allocation != "uniform" and recipe.sized_by_cf
+    shared = recipe.allocation != "uniform" and (recipe.sized_by_cf or recipe.bpw is not None)
     return ["ranks are uniform here: calibration measures where they are worth most"] * shared
 
 

@@ -163,7 +163,7 @@ class Recipe(RecipeFields):
         grid: Space the levels of int3 wider outwards (curved), or all alike (uniform); or round int2 or
             int3 to what llama.cpp holds as Q2_K or Q3_K (q2_k, q3_k). [curved]
         base: Store the dense weights in int2, int3, int4 or int8, and let --method correct them. [none]
-        bpw: Bits a weight that --base and its correction take together, in place of --rank.
+        bpw: Bits a weight of --base and correction, in place of --rank; --text gives some layers more.
         tokens_per_second: Take the largest size that is predicted to decode one sequence at this speed.
         gpu: GPU that times are predicted for, a name in configs/gpus.yaml. [this machine's, else h200]
         couplings: Store the couplings of BLAST in int8, or none. [int8 in a correction]
@@ -176,7 +176,7 @@ class Recipe(RecipeFields):
         samples: Calibrate with at most this many windows or sentences. [256]
         seq_len: Tokens of a calibration window. [512]
         mix: Let the model write this share of the calibration text itself. [none]
-        allocation: Share out ranks: uniform, or by sensitivity, which needs --text.
+        allocation: Share out ranks, or --bpw: uniform, or by sensitivity, which needs --text.
             [sensitivity if it can be]
         refit: Epochs of training each block after its fits.
             [2 on a GPU, 4 of packed weights, 0 on a CPU]

@@ -17,11 +17,10 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.runtime.acceptance import accept, agreed
-from blr.compressor.runtime.bind import Run, in_turn
 from blr.compressor.runtime.decoder import MAX_BATCH, Decoder
 from blr.compressor.runtime.memory import bucket_of
 from blr.compressor.runtime.sampling import Collector, Sampler, check_logits
-from blr.kernels.decode.gemv.segments import SEVERAL
+from blr.kernels.decode.gemv.segments import SEVERAL, Run, in_turn
 
 DRAFTS = (1, 2, 3, 5, 7)  # numbers of drafts that a round may have, each a CUDA graph
 NONE = 0  # the model alone

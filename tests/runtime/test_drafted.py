@@ -15,12 +15,12 @@ from blr.compressor import register
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.runtime import plan
 from blr.compressor.runtime.acceptance import accept
-from blr.compressor.runtime.bind import in_turn
 from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.runtime.drafted import DRAFTS, Acceptance
 from blr.compressor.runtime.drafted import DraftedDecoder as Drafted
 from blr.compressor.runtime.sampling import Collector, Sampler
 from blr.kernels.common.available import has_triton
+from blr.kernels.decode.gemv.segments import in_turn
 
 register()
 

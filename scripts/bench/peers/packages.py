@@ -192,7 +192,7 @@ def llamacpp(task: Task) -> Found:
         size = quantize(kind, rows.ctypes.data, packed.ctypes.data, 0, o, i, given)
         return name, torch.from_numpy(dequantize(packed[:size].reshape(o, -1), kind)), size
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         made = list(pool.map(one, task.layers()))
     return Found({name: weight for name, weight, _ in made}, sum(size for *_, size in made))
 
