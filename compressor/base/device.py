@@ -62,15 +62,6 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
-def float_dtype(name: str) -> torch.dtype:
-    """The torch dtype of that name. Raises UsageError for one that kernels do not compute in."""
-    import torch
-
-    if name not in ("float32", "float16", "bfloat16"):
-        raise UsageError(f"dtype {name!r}: expected float32, float16 or bfloat16")
-    return getattr(torch, name)
-
-
 def working_dtype(device: torch.device) -> torch.dtype:
     """float64 where it is cheap enough to be the default: on CPU and data-center GPUs."""
     import torch

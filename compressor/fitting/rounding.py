@@ -132,7 +132,8 @@ def round_layers(
 ) -> list[dict[str, Tensor]]:
     """`round_layer` of layers of one spec. Dense weights in few bits are rounded by the same launches,
     of which one fit has thousands."""
-    base = spec.base if isinstance(spec, CorrectedSpec) else spec
+    both = spec if isinstance(spec, CorrectedSpec) else None
+    base = spec if both is None else both.base
     packing = base.packing
     if len(weights) == 1 or packing is None or packing.fp8 or packing.structure != DenseSpec.structure:
         each = zip(weights, metrics, fits, strict=True)
@@ -145,14 +146,14 @@ def round_layers(
         found = stored | {latent_name("weight"): latent}
         return [{name: t[n] for name, t in found.items()} for n in range(len(weights))]
 
-    if not isinstance(spec, CorrectedSpec):
+    if both is None:
         return rounded(weights)
     added = [torch.zeros_like(weight) for weight in weights]
     tried = []
     for _ in range(ROUNDS):
         bases = rounded([weight - a for weight, a in zip(weights, added, strict=True)])
         given = zip(weights, bases, metrics, fits, strict=True)
-        made = [_correction(w, base, spec, metric, fit, dtype) for w, base, metric, fit in given]
+        made = [_correction(w, base, both, metric, fit, dtype) for w, base, metric, fit in given]
         added = [each.added for each in made]
         tried.append(made)
     return [min(rounds, key=lambda one: one.missed).tensors for rounds in zip(*tried, strict=True)]

@@ -7,14 +7,23 @@ get the mean of the layer as if it were some more tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.fitting.block_passes import Arguments, Batch, captured_inputs, parted, run_block
+from blr.compressor.fitting.block_passes import (
+    Arguments,
+    Batch,
+    Reached,
+    captured_inputs,
+    parted,
+    run_block,
+)
 from blr.compressor.fitting.factorize import Result
 from blr.compressor.fitting.weighted import Moments, products
+from blr.compressor.modeling.modeling_blr import Experts
 from blr.compressor.planning.plan import Plan
 
 PRIOR = 0.25  # tokens of the layer's mean that an expert's moments get, a number of its input
@@ -29,16 +38,20 @@ def routed(
 ) -> Sums:
     """What a batch adds to the moments of the inputs of the layers `heads` of experts, and to the number
     of their tokens. The dense experts compute with the tokens that choose those of the student."""
-    home = heads[0].rsplit(".", 2)[0]
-    with captured_inputs(student, heads) as kept:
-        _, chosen = _entering(student, home, batch.student.to(to), batch)
+    home, part, _ = heads[0].rsplit(".", 2)
+    entered, chosen = _entering(student, home, batch.student.to(to), batch)
     x, _ = _entering(dense, home, batch.hidden.to(to), batch)
-    with captured_inputs(dense, heads) as wanted:
-        dense.get_submodule(home)(x, *chosen[0], **chosen[1])
+    experts = cast(Experts, student.get_submodule(home))
+    if part in experts.parts.get("gate_up_proj", ()):
+        kept, wanted = (_routed_rows(states, chosen, heads) for states in (entered, x))
+    else:
+        with captured_inputs(student, heads) as kept, captured_inputs(dense, heads) as wanted:
+            experts(entered, *chosen[0], **chosen[1])
+            dense.get_submodule(home)(x, *chosen[0], **chosen[1])
     found = Sums()
     for name in heads:
         rows = kept.get(name)
-        found["tokens", name] = torch.tensor([0.0 if rows is None else len(rows)], device=to)
+        found["tokens", name] = torch.full((1,), 0.0 if rows is None else len(rows), device=to)
         if rows is None:
             found["gram", name] = found["cross", name] = gram_of(kept, name, student, batch)
         else:
@@ -46,16 +59,28 @@ def routed(
     return found
 
 
+def _routed_rows(states: Tensor, chosen: Arguments, heads: Sequence[str]) -> dict[str, Tensor]:
+    """The states of the tokens that chose each expert, without running any."""
+    index = cast(Tensor, chosen[0][0] if chosen[0] else chosen[1]["top_k_index"])
+    pairs, rows = index.flatten(), states.flatten(0, -2)
+    each = pairs.argsort(stable=True).split(pairs.bincount(minlength=len(heads)).tolist())
+    found = zip(heads, each, strict=True)
+    return {name: rows[own // index.shape[-1]] for name, own in found if len(own)}
+
+
 def _entering(block: nn.Module, name: str, hidden: Tensor, batch: Batch) -> tuple[Tensor, Arguments]:
-    """What the module `name` is called with while the block runs: states, and the rest."""
+    """What the module `name` is called with when the block runs: states, and the rest. Nothing behind
+    it runs."""
     kept: list[tuple[Tensor, Arguments]] = []
 
     def keep(module: nn.Module, positional: tuple[object, ...], named: dict[str, object]) -> None:
         kept.append(parted(positional, named))
+        raise Reached
 
     handle = block.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        run_block(block, hidden, batch)
+        with suppress(Reached):
+            run_block(block, hidden, batch)
     finally:
         handle.remove()
     return kept[0]

@@ -138,7 +138,7 @@ def compose_layers(model: nn.Module, widest: int | None = None) -> None:
         if widest is not None and _width(module) > widest:
             continue
         if isinstance(module, Sum) or (
-            isinstance(module, StructuredLinear) and not isinstance(module.spec, LowRankSpec)
+            isinstance(module, StructuredLinear) and module.spec.structure != LowRankSpec.structure
         ):
             module.forward = partial(_forward, module)  # type: ignore[method-assign]
 

@@ -27,7 +27,7 @@ from blr.kernels.layers.experts.op import (
     stack_of,
 )
 
-FEW = 256  # pairs of a token and an expert up to which each is multiplied by itself
+FEW = 512  # pairs of a token and an expert up to which each is multiplied by itself
 MOST = 1 << 29  # weights of a stack that are plain at once
 ALIGNED = 8  # numbers that rows of grouped products are a multiple of
 

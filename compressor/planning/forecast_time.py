@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.planning.experts import PAIRED
+from blr.compressor.planning.experts import AT_ONCE, PAIRED
 from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.planning.roofline import Gpu
 from blr.compressor.planning.training_sizes import (
@@ -47,7 +47,7 @@ TRAINING, SENSING = 0.25, 0.2  # the same of a refit's passes and of sensitiviti
 ROUND = 2e-3  # seconds of a round of a descent, however small the layer
 EACH, CALIBRATED = 0.1, 0.02  # seconds of a layer, however small
 SENSED = 0.014  # of a layer's sensitivity, however small
-READ = 1.35e-3  # of a batch in a group of layers of a block, however small
+READ = 1.35e-3  # of a batch in a group of layers of a block, or in an expert's input, however small
 STEP = 2.1e-3  # of a block in a step of training, however small
 COLUMN = 1.8e-4  # of a column that is rounded behind compensation
 PACKED = 1.35  # times that steps take longer where weights are packed
@@ -127,6 +127,7 @@ class Compression:
             o, i = spec.out_features, spec.in_features
             least = CALIBRATED + DECOMPOSED * o * i * min(o, i) / (DOUBLE * self.rate)
         rounded = COLUMN * spec.in_features if spec.quantized and self.calibrated else 0.0
+        rounded /= AT_ONCE if layer.layer.stack else 1
         if BlastSpec.structure not in families(spec) or spec.corrected:
             return products / (DECOMPOSITION * self.rate) + least + rounded
         rounds = (ROUNDS if layer.rounds is None else layer.rounds) / ROUNDS
@@ -178,7 +179,8 @@ def _inputs(work: Compression) -> float:
     inputs."""
     sums = sum(2.5 * layer.spec.in_features**2 for layer in work.groups)
     flops = 2.0 * work.tokens * (2 * work.passed + sums)
-    return READ * work.batches * len(work.groups) + flops / (PASSES * work.rate)
+    inputs = len(work.groups) + len(work.experts)
+    return READ * work.batches * inputs + flops / (PASSES * work.rate)
 
 
 def _refits(work: Compression) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,10 +14,9 @@ from blr.compressor.modeling.modeling_blr import is_number
 from blr.compressor.modeling.stages import Packed
 from blr.compressor.runtime.memory import CHOICE_BLOCK, DecoderState
 from blr.compressor.runtime.plan import Columns, Phase, StagePart
-from blr.kernels.decode.gemv.segments import ACTIVATIONS, SEVERAL, Segment
+from blr.kernels.decode.gemv.segments import ACTIVATIONS, SEVERAL, Run, Segment, in_turn
 from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment, dual, grouped
 
-Run = Callable[[], object]
 # Kinds of phases that are kernels of ours, as the others are torch's.
 KERNELS = ("embed", "stages", "dual", "attention", "choose")
 
@@ -208,9 +207,3 @@ class Binder:
         options: dict[str, object] = {"BLOCK": CHOICE_BLOCK, "PARTS": values.shape[1], "PDL": self.pdl}
         options |= {"launch_pdl": True} if self.pdl else {}
         return lambda: choose_kernel[grid](*arguments, **options)
-
-
-def in_turn(runs: Sequence[Run]) -> None:
-    """Call `runs` one after the other."""
-    for run in runs:
-        run()

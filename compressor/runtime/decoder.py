@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.checkpoint.context import context_of
-from blr.compressor.runtime.bind import Binder, Run, in_turn
+from blr.compressor.runtime.bind import Binder
 from blr.compressor.runtime.failures import (
     CACHES,
     MODES,
@@ -36,6 +36,7 @@ from blr.compressor.runtime.sampling import Collector, Sampler, check_logits
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
 from blr.kernels.common.capturing import Captured, own_stream
 from blr.kernels.common.placing import on_gpu
+from blr.kernels.decode.gemv.segments import Run, in_turn
 
 __all__ = ["Decoder", "supports"]
 

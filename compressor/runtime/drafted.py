@@ -17,15 +17,16 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.runtime.acceptance import accept, agreed
-from blr.compressor.runtime.bind import Run, in_turn
 from blr.compressor.runtime.decoder import MAX_BATCH, Decoder
 from blr.compressor.runtime.memory import bucket_of
 from blr.compressor.runtime.sampling import Collector, Sampler, check_logits
+from blr.kernels.decode.gemv.segments import SEVERAL, Run, in_turn
 
 DRAFTS = (1, 2, 3, 5, 7)  # numbers of drafts that a round may have, each a CUDA graph
 NONE = 0  # the model alone
 BANDWIDTH, LAUNCH = 3.5e12, 2e-6  # bytes a second and seconds a launch, of the GPUs that decode fastest
 PASS = 1.1  # a pass of several tokens, as a part of a step of one
+CORES = 0.4  # what each more token of a pass adds on CUDA cores
 BETTER = 1.05  # times as fast another number of drafts must be, for its graph takes time to capture
 # The weight of a round beside the next one, and what is believed of drafts before any
 KEPT, BELIEVED, WEIGHT = 0.95, 0.8, 4.0
@@ -173,9 +174,9 @@ class DraftedDecoder(Decoder):
         self, logits: Tensor, sampler: Sampler, collector: Collector, steps: int, seed: int
     ) -> list[list[int]]:
         rows, device = self.rows, self.model.device
-        choices = self._possible(rows)
+        choices, cost = self._possible(rows), self._cost_of(rows)
         self.acceptance = Acceptance()
-        drafts = self.acceptance.best(choices, self.cost) if choices else NONE
+        drafts = self.acceptance.best(choices, cost) if choices else NONE
         if drafts == NONE:
             return super().proceed(logits, sampler, collector, steps, seed)
         generator = None if sampler.greedy else torch.Generator(device).manual_seed(seed)
@@ -185,7 +186,7 @@ class DraftedDecoder(Decoder):
         rounds = Rounds(collector, [self.position] * rows, self.acceptance)
         choices = [k for k in choices if k != NONE]  # the draft has read all so far
         while not collector.done:
-            drafts = rounds.acceptance.best(choices, self.cost, drafts)
+            drafts = rounds.acceptance.best(choices, cost, drafts)
             slots = min(max(rounds.slots) + rounds.possible + drafts + 1, self.context)
             launched = self._round(rows, drafts, bucket_of(slots), sampler).launch(generator)
             rounds.waiting.append(launched)
@@ -201,6 +202,11 @@ class DraftedDecoder(Decoder):
                 if drafts != NONE:
                     self._round(self.rows, drafts, bucket, Sampler())
             bucket *= 2
+
+    def _cost_of(self, rows: int) -> float:
+        """The cost of a draft and of its check, for so many rows."""
+        on_cores = self.plan.plain and max(rows, self.plan.least_rows) < SEVERAL
+        return self.cost + CORES * on_cores
 
     def _possible(self, rows: int) -> list[int]:
         """Numbers of drafts for so many rows."""

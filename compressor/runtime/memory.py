@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from blr.compressor.runtime.plan import Columns, TokenPlan
 from blr.kernels.decode.attention.launch import attention_workspace
 from blr.kernels.decode.attention.rounded import pack, unpack
 from blr.kernels.decode.quantized.formats import GROUP
-
-if TYPE_CHECKING:
-    from blr.kernels.decode.skinny.launch import PartialSums
 
 WHOLE, INT8 = CACHES
 # Logits that one program of the choice compares.
@@ -195,7 +192,7 @@ class DecoderState:
         }
 
     @cached_property
-    def workspace(self) -> PartialSums:
+    def workspace(self) -> Any:
         """The memory of products of several rows."""
         from blr.kernels.decode.skinny.launch import PartialSums
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from blr.compressor.modeling.modeling_blr import Experts
 from blr.compressor.modeling.stages import LayerStage, Packed, kind_of, stages_of
 from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.plan import Columns, Heads, Phase, StagePart, TokenPlan
@@ -47,8 +48,19 @@ def supports(model: PreTrainedModel) -> str | None:
         return f"{type(model).__name__} has no output embedding: expected a causal language model"
     if model.dtype not in DTYPES:
         return f"dtype {model.dtype}: expected float32, float16 or bfloat16"
+    if model.device.type == "cuda" and _waits_for_the_host(model):
+        return f"dense experts in {model.dtype}: expected bfloat16, in which they need no host"
     devices = {parameter.device for parameter in model.parameters()}
     return None if len(devices) == 1 else f"weights on {len(devices)} devices: expected one"
+
+
+def _waits_for_the_host(model: PreTrainedModel) -> bool:
+    """Whether experts of transformers' own ask the host how many tokens each has, which no CUDA graph
+    holds: torch's grouped products do, but in bfloat16, and so does its loop over experts."""
+    grouped = getattr(model.config, "_experts_implementation", None) != "eager"
+    held = [m.experts for m in model.modules() if isinstance(getattr(m, "experts", None), nn.Module)]
+    native = any(not isinstance(experts, Experts) for experts in held)
+    return native and not (grouped and model.dtype == torch.bfloat16)
 
 
 @torch.no_grad()

@@ -130,3 +130,10 @@ def poisoned(call: Callable[..., Tensor], arguments: tuple[Tensor, ...]) -> Tens
         first.fill_(float("nan"))
     del first
     return call(*arguments)
+
+
+def float_dtype(name: str) -> torch.dtype:
+    """The torch dtype of that name. Raises UsageError for one that kernels do not compute in."""
+    if name not in ("float32", "float16", "bfloat16"):
+        raise UsageError(f"dtype {name!r}: expected float32, float16 or bfloat16")
+    return getattr(torch, name)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from blr.bench.checks import WrongResult, relative_error
+from blr.bench.checks import WrongResult, float_dtype, relative_error
 from blr.bench.decode_arms import (
     HF,
     INT8,
@@ -40,7 +40,7 @@ from blr.bench.models import (
 from blr.bench.options import DecodeOptions
 from blr.bench.results import REST, BenchReport, Column, Timed, nested
 from blr.bench.timing import CudaSampler, Rotation, spread, wall_ms
-from blr.compressor.base.device import float_dtype, pick_device
+from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
 from blr.compressor.modeling.drafts import load_draft

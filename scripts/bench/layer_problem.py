@@ -21,12 +21,11 @@ from blr.bench.results import REST, TIMES, Column, Timed, nested
 from blr.bench.shapes import LayerShape
 from blr.bench.timing import Call, CpuSampler, CudaSampler, Rotation, event_ms
 from blr.compressor.base.quoting import named_line
-from blr.compressor.structures.laid import laid_rank, laid_shape
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import KroneckerSpec, Spec
 from blr.kernels.common import tables
 from blr.kernels.common.available import kernel_device
-from blr.kernels.common.layout import relaid, spaced, with_zeros
+from blr.kernels.common.layout import relaid, spaced, wide_rank, with_zeros
 from blr.kernels.common.orders import order_of
 from blr.kernels.layers.kronecker.variants import choose as choose_for_factor
 
@@ -256,3 +255,16 @@ def our_variant(spec: Spec, n: int, precision: Precision, device: torch.device) 
         given = n, precision.dtype, precision.tf32
         return " ".join(choose_for_factor(pattern, *given) for pattern in spec.patterns)
     return str(variant)
+
+
+def laid_rank(spec: Spec) -> int:
+    """The rank with the zeros behind it, as kernels see it; 0 where there is no rank."""
+    rank = int(getattr(spec, "rank", 0))
+    whole = spec.structure in ("svd", "blast") and getattr(spec, "groups", 1) == 1
+    return wide_rank(rank) if whole else rank
+
+
+def laid_shape(spec: Spec) -> tables.Shape:
+    """The sizes by which a table is asked. The blocks of a Kronecker-sparse layer are its factors."""
+    blocks = len(getattr(spec, "patterns", ())) or getattr(spec, "blocks", 1)
+    return tables.Shape(spec.in_features, spec.out_features, blocks, laid_rank(spec))

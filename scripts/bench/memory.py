@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from blr.bench.checks import relative_error
+from blr.bench.checks import float_dtype, relative_error
 from blr.bench.harness import Case, Checked, Harness, free_models
 from blr.bench.models import refuse_large
 from blr.bench.options import MemoryOptions
 from blr.bench.results import OK, REST, TIMES, BenchReport, Column, Timed, nested
 from blr.bench.timing import event_ms, settle, wall_ms
-from blr.compressor.base.device import float_dtype, pick_device
+from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
 from blr.compressor.modeling.cuda_graphs import captured

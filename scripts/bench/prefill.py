@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.bench.checks import WrongResult, relative_error
+from blr.bench.checks import WrongResult, float_dtype, relative_error
 from blr.bench.harness import Case, Checked, Harness, free_models
 from blr.bench.models import (
     CORRECTED,
@@ -36,7 +36,7 @@ from blr.bench.models import (
 from blr.bench.options import PrefillOptions
 from blr.bench.results import REST, TIMES, BenchReport, Column, Timed, nested
 from blr.bench.timing import wall_ms
-from blr.compressor.base.device import float_dtype, pick_device
+from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
 from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured

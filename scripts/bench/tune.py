@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from blr.bench.checks import find_precision
 from blr.bench.options import TuneOptions
 from blr.bench.shapes import check_structures, find_layers
+from blr.bench.tuned_files import check_table
 from blr.compressor.base.device import DTYPES
 from blr.compressor.base.errors import BlrError, UsageError
 from blr.compressor.base.quoting import printable
-from blr.compressor.recipe.tuned_table import check_table, user_table
+from blr.compressor.recipe.tuned_table import user_table
 
 if TYPE_CHECKING:
     from blr.bench.tuning import Tuning

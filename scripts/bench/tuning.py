@@ -15,14 +15,21 @@ from typing import Any
 import torch
 
 from blr.bench.harness import Arm, Case
-from blr.bench.layer_problem import KernelTimer, LayerProblem, LayerRow, our_layout, problem_of
+from blr.bench.layer_problem import (
+    KernelTimer,
+    LayerProblem,
+    LayerRow,
+    laid_shape,
+    our_layout,
+    problem_of,
+)
 from blr.bench.results import WRONG, versions
 from blr.bench.shapes import LayerShape, specs_for
+from blr.bench.tuned_files import table_text, write_table
 from blr.bench.tuning_rules import Candidate, Measured, TunedPoint, fastest, merged, rules_of
 from blr.compressor.base.device import device_name, pick_device
 from blr.compressor.base.errors import CapabilityError
-from blr.compressor.recipe.tuned_table import read_table, table_text, write_table
-from blr.compressor.structures.laid import laid_shape
+from blr.compressor.recipe.tuned_table import read_table
 from blr.compressor.structures.registry import STRUCTURES, TUNED
 from blr.compressor.structures.specs import Spec
 from blr.kernels.common.available import has_triton, kernel_device

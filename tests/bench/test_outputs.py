@@ -11,10 +11,10 @@ import pytest
 from producing import snapshot
 
 from blr.bench.results import NAME, BenchReport, Timed, check_output, save
+from blr.bench.tuned_files import HEADER, check_table, table_text, write_table
 from blr.compressor.base.errors import BlrError, OutputError, RecipeError, StorageError
 from blr.compressor.cli.bench import finish
 from blr.compressor.cli.from_fields import Format
-from blr.compressor.recipe.tuned_table import HEADER, check_table, table_text, write_table
 
 MINE = "the user's"
 TABLE = table_text("mine", "a test", [{"structure": "lowrank", "dtype": "float16", "variant": "gemm"}])

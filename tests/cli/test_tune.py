@@ -18,12 +18,13 @@ from blr.bench.harness import Case, Harness, Stopped
 from blr.bench.layer_problem import KernelTimer
 from blr.bench.results import BenchReport
 from blr.bench.shapes import LayerShape
+from blr.bench.tuned_files import table_text, write_table
 from blr.bench.tuning import Tuning
 from blr.bench.tuning_rules import Candidate, TunedPoint, merged, rules_of
 from blr.compressor.base.progress import Progress
 from blr.compressor.cli import tune as command
 from blr.compressor.cli.from_fields import Format
-from blr.compressor.recipe.tuned_table import TunedRule, read_table, table_text, user_table, write_table
+from blr.compressor.recipe.tuned_table import TunedRule, read_table, user_table
 from blr.compressor.structures.registry import TUNED
 from blr.kernels.common import dispatch, tables
 from blr.kernels.common.tables import BUCKETS, Shape, choose, first_match

@@ -12,15 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blr.bench.tuned_files import table_text, write_table
 from blr.compressor.base.errors import RecipeError
 from blr.compressor.recipe.tuned_table import (
     TunedRule,
     read_table,
-    shipped_gpus,
     shipped_table,
-    table_text,
     user_table,
-    write_table,
 )
 from blr.kernels.common import available, dispatch, tables
 from blr.kernels.common.available import gpu_name_key, kernel_device
@@ -34,6 +32,7 @@ pytestmark = pytest.mark.fast
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 VARIANTS = {"lowrank": LOWRANK, "monarch": MONARCH, "blast": BLAST, "kronecker": KRONECKER}
+SHIPPED = sorted(path.stem for path in shipped_table("any").parent.glob("*.yaml"))
 SHAPE = Shape(4096, 4096, 16, 1024)
 RULES: list[dict[str, Any]] = [
     {"structure": "blast", "inputs": [4096, 4096], "n": [1, 8], "variant": "a", "config": {"chunk": 2}},
@@ -89,7 +88,7 @@ def test_the_first_rule_that_holds_counts(
     assert choose(structure, shape, n, dtype, "mine") == expected
 
 
-@pytest.mark.parametrize("gpu", ["unheard-of", *shipped_gpus()])
+@pytest.mark.parametrize("gpu", ["unheard-of", *SHIPPED])
 @pytest.mark.parametrize("structure", VARIANTS)
 def test_every_choice_exists(gpu: str, structure: str) -> None:
     """Rules of thumb and shipped tables name variants that are there, also for odd shapes."""
@@ -143,7 +142,7 @@ def test_a_variant_that_this_version_lacks_falls_back(
 def test_the_users_rules_come_before_the_shipped_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = shipped_gpus()[0]
+    gpu = SHIPPED[0]
     shipped = read_table(shipped_table(gpu))
     mine = {"structure": "lowrank", "n": [1, 1], "variant": "gemm"}
     monkeypatch.setenv("BLR_TUNED_DIR", str(tmp_path))

@@ -15,12 +15,12 @@ from blr.compressor import register
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.runtime import plan
 from blr.compressor.runtime.acceptance import accept
-from blr.compressor.runtime.bind import in_turn
 from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.runtime.drafted import DRAFTS, Acceptance
 from blr.compressor.runtime.drafted import DraftedDecoder as Drafted
 from blr.compressor.runtime.sampling import Collector, Sampler
 from blr.kernels.common.available import has_triton
+from blr.kernels.decode.gemv.segments import in_turn
 
 register()
 
@@ -219,10 +219,10 @@ def test_a_check_has_the_tiles_of_single_tokens(tmp_path: Path, monkeypatch: pyt
 
 
 def half_decoder(folder: Path, **options: Any) -> Decoder:
-    """In half precision, of up to 16 rows and 1024 slots."""
+    """One layer in half precision, of up to 16 rows and 1024 slots."""
     place = save_pico("qwen3", folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float16).eval()
-    model.config.max_position_embeddings = 1024
+    model.config.update({"max_position_embeddings": 1024, "num_hidden_layers": 1})
     return Decoder(model, context=1024, tokens=16, mode="eager", **options)
 
 
@@ -246,6 +246,12 @@ def test_more_drafts_where_more_are_accepted() -> None:
     for _ in range(50):
         found.add(0, 5)
     assert found.best([1, 2, 3, 5, 7], 0.2) == 1 and found.best([0, 1, 2], 0.2) == 0
+
+
+def test_a_check_of_one_row_costs_more_for_each_token(trained: Any) -> None:
+    """Of small layers: they are multiplied on CUDA cores, those of several rows on tensor cores."""
+    drafted = Drafted(trained, trained, context=60, batch=2, ops="torch")
+    assert drafted._cost_of(1) > drafted._cost_of(2) == drafted.cost
 
 
 def test_a_draft_that_does_not_pay_is_not_asked(trained: Any, text: Tensor) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+Run = Callable[[], object]
 SEVERAL = 2  # rows from which tensor cores multiply (`kernels/decode/skinny`)
 ACTIVATIONS = {
     "": lambda y: y,
@@ -100,3 +102,9 @@ def dual_fits(gate: Any, up: Any) -> bool:
 def shared_input(x: Tensor, w: Tensor) -> bool:
     """Whether all blocks of `w` [B, R, K] take the whole of `x`."""
     return x.shape[1] == w.shape[2]
+
+
+def in_turn(runs: Sequence[Run]) -> None:
+    """Call `runs` one after the other."""
+    for run in runs:
+        run()

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from blr.kernels.decode.gemv.launch import tokens_of
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import Run, Segment, in_turn
 from blr.kernels.decode.quantized.segments import QuantizedSegment
 
 AnySegment = Segment | QuantizedSegment
-Run = Callable[[], object]
 
 
 class Norm(TypedDict, total=False):
@@ -42,7 +41,7 @@ def stages(
     """
     if len(segments[0].x) > 1 and not all(isinstance(s, Segment) for s in segments):
         tokens = [stages(s, add=add, activation=activation, **options) for s in tokens_of(segments)]
-        return partial(_in_turn, *tokens)
+        return partial(in_turn, tokens)
     if packed := _in_words(segments):
         return _bytewise(packed, options, add=add, activation=activation)
     if activation and any(map(_long, segments)):
@@ -52,7 +51,7 @@ def stages(
         runs.append(partial(dual, *segments, activation=activation, **options))
     else:
         runs.append(partial(grouped, segments, add=add, **options))
-    return partial(_in_turn, *runs)
+    return partial(in_turn, runs)
 
 
 def pays_twice(segments: Sequence[AnySegment]) -> bool:
@@ -78,12 +77,7 @@ def _beside(segments: Sequence[AnySegment], activation: str, options: Norm) -> R
     both = torch.empty(len(y), 2 * y.shape[1], dtype=torch.float32, device=y.device)
     halves = [replace(s, y=part) for s, part in zip(segments, both.chunk(2, 1), strict=True)]
     last = partial(run, both, y, activation=activation, pdl=options.get("pdl", False))
-    return partial(_in_turn, stages(halves, **options), last)
-
-
-def _in_turn(*runs: Run) -> None:
-    for run in runs:
-        run()
+    return partial(in_turn, [stages(halves, **options), last])
 
 
 def grouped(segments: Sequence[AnySegment], *, add: bool = False, **options: Unpack[Norm]) -> None:
@@ -147,7 +141,7 @@ def _bytewise(
     beside = beside if len(beside) == len(firsts) else []
     before = [] if beside else _firsts(segments, options)
     launch = make_launch(segments, beside, activation=activation, **options)
-    return partial(_in_turn, *before, partial(run, launch, add))
+    return partial(in_turn, [*before, partial(run, launch, add)])
 
 
 def _firsts(segments: Sequence[AnySegment], options: Norm) -> list[Run]:

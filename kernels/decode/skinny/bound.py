@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import Run, Segment, in_turn
 from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedSegment
 from blr.kernels.decode.skinny.launch import (
     AnySegment,
@@ -24,8 +24,6 @@ from blr.kernels.decode.skinny.launch import (
     low_of,
     width_of,
 )
-
-Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def stages(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
     if len(parts) > 1:
         runs = [stages(part, how) for part in parts]
         found = [run for run in runs if run is not None]
-        return in_turn(*found) if len(found) == len(runs) else None
+        return partial(in_turn, found) if len(found) == len(runs) else None
     if any(s.mix is not None for s in segments):
         return None if how.add else _mixed(segments, how)
     if not fits(segments, how.dtype):
@@ -69,7 +67,7 @@ def stages(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
         run = partial(dual, gate, up, how.workspace, activation=how.activation, **options)
     else:
         run = partial(grouped, ready, how.workspace, add=how.add, **options)
-    return in_turn(*before, run)
+    return partial(in_turn, [*before, run])
 
 
 def _mixed(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
@@ -83,7 +81,7 @@ def _mixed(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
     if (run := stages(inner, replace(how, order=None))) is None:
         return None
     layers = [(z.y, s.mix, s.y) for z, s in zip(inner, segments, strict=True) if s.mix is not None]
-    return in_turn(run, partial(mix, layers, order=how.order, pdl=how.pdl))
+    return partial(in_turn, [run, partial(mix, layers, order=how.order, pdl=how.pdl)])
 
 
 def _corrected_after(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
@@ -98,7 +96,7 @@ def _corrected_after(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run 
     runs.append(stages(bare, how))
     runs += [stages([s], replace(how, gain=None, ordered=False, add=True)) for s in seconds]
     taken = [run for run in runs if run is not None]
-    return in_turn(*taken) if len(taken) == len(runs) and not how.ordered else None
+    return partial(in_turn, taken) if len(taken) == len(runs) and not how.ordered else None
 
 
 def _gated_after(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
@@ -110,7 +108,7 @@ def _gated_after(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | No
     halves = [replace(s, y=part) for s, part in zip(segments, both.chunk(2, 1), strict=True)]
     run = stages(halves, replace(how, activation=""))
     last = partial(gate, both, y, activation=how.activation, pdl=how.pdl)
-    return None if run is None else in_turn(run, last)
+    return None if run is None else partial(in_turn, [run, last])
 
 
 def _correctable(s: AnySegment) -> bool:
@@ -209,8 +207,3 @@ def _reading(s: AnySegment, parts: Iterator[Tensor], dtype: torch.dtype) -> AnyS
         return s
     u = Narrow(s.correction.u.dense(dtype).contiguous())
     return replace(s, correction=Correction(replace(s.correction.first, y=next(parts)), u))
-
-
-def in_turn(*runs: Run) -> Run:
-    """One function that runs all of `runs` in their order."""
-    return runs[0] if len(runs) == 1 else lambda: [run() for run in runs]

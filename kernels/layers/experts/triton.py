@@ -41,6 +41,7 @@ def factor_kernel(
     step = step // 8 * 8 if EVEN else step
     row, lane = tl.program_id(0) % tiles * BR + tl.arange(0, BR), tl.arange(0, BK)
     width = K if KIND == 3 else ranks
+    edge = (width + 7) // 8 * 8 if EVEN else width  # inside a row, and known to the compiler
     there = row < (ranks if KIND == 3 else rows)
     inputs = x + (pair // each if KIND == 3 else pair * PARTS + part) * x_row + lane
     factor = address(table, n, KIND, like.dtype) + row[:, None] * step + lane[None, :]
@@ -48,7 +49,8 @@ def factor_kernel(
     for start in range(0, width, BK):
         inside = start + lane < width
         given = tl.load(inputs + start, mask=inside, other=0.0).to(tl.float32)
-        held = tl.load(factor + start, mask=there[:, None] & inside[None, :], other=0.0)
+        known = there[:, None] & (start + lane < edge)[None, :]
+        held = tl.load(factor + start, mask=known, other=0.0)
         sums += held.to(tl.float32) * given[None, :]
     found = tl.sum(sums, 1).to(y.dtype.element_ty)
     tl.store(y + (pair.to(tl.int64) * PARTS + part) * rows + row, found, mask=row < rows)
