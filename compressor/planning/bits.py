@@ -27,7 +27,7 @@ CORRECTED = 1.5  # a correction of the share x of a layer's parameters leaves ex
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerBits:
     """One way to store a layer: it takes `bits` in all, and loses about `loss`."""
 
     base: int
@@ -67,22 +67,22 @@ def _together(task: Task) -> str:
     return f"{home}.{number}"
 
 
-def _stored(task: Task, choice: Choice) -> Task:
+def _stored(task: Task, choice: LayerBits) -> Task:
     settings = task.settings
     stored = replace(settings.stored, base=choice.base, bpw=None)
     rule = f"{settings.rule}, int{choice.base} by sensitivity"
     return replace(task, settings=replace(settings, rank=choice.rank, stored=stored, rule=rule))
 
 
-def _options(tasks: Sequence[Task], curves: Curves) -> list[Choice]:
+def _options(tasks: Sequence[Task], curves: Curves) -> list[LayerBits]:
     """The ways to store these layers alike."""
-    least, options = min(tasks, key=lambda task: task.most), list[Choice]()
+    least, options = min(tasks, key=lambda task: task.most), list[LayerBits]()
     for base in (bits for bits in ROUNDING if bits >= (least.settings.stored.base or 0)):
         for rank in (rank for rank in least.corrections if rank <= LARGEST):
-            kept = [_stored(task, Choice(base, rank, 0, 0)) for task in tasks]
+            kept = [_stored(task, LayerBits(base, rank, 0, 0)) for task in tasks]
             bits = sum(task.bits(rank) * task.size for task in kept)
             loss = sum(_loss(task, base, rank, curves[task.layer.module]) for task in tasks)
-            options.append(Choice(base, rank, bits, loss))
+            options.append(LayerBits(base, rank, bits, loss))
     return options
 
 
@@ -92,10 +92,10 @@ def _loss(task: Task, base: int, rank: int, curve: Sequence[float]) -> float:
     return noise * ROUNDING[base] * exp(-CORRECTED * sqrt(rank * task.cost / task.size))
 
 
-def _chosen(options: Sequence[Sequence[Choice]], budget: float) -> list[Choice]:
+def _chosen(options: Sequence[Sequence[LayerBits]], budget: float) -> list[LayerBits]:
     """The choices of the least loss that take at most `budget` bits in all; none if there are none."""
 
-    def at(price: float) -> list[Choice]:
+    def at(price: float) -> list[LayerBits]:
         return [min(ways, key=lambda way: way.loss + price * way.bits) for ways in options]
 
     low, high = 1e-30, 1e30
