@@ -42,10 +42,11 @@ def kl(rows: list[Row], text: int) -> float:
 
 
 def cell(rows: list[Row], text: int) -> str:
-    """KL of both seeds with its standard error, and agreement of the likeliest token."""
+    """KL of both seeds, its standard error (of up to two texts) and agreement of the likeliest token."""
     figures = [list(row["texts"].values())[text] for row in rows]
     seeds = " and ".join(f"{one['kl']:.3f}" for one in figures)
-    return f"{seeds} ± {figures[0]['kl_error']:.3f}, {mean(one['agreement'] for one in figures):.1%}"
+    error = f" ± {figures[0]['kl_error']:.3f}" * (len(rows[0]["texts"]) <= 2)
+    return f"{seeds}{error}, {mean(one['agreement'] for one in figures):.1%}"
 
 
 def table(rows: dict[str, Row]) -> str:
