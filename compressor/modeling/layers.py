@@ -18,6 +18,7 @@ from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.after_import import after_import
 from blr.compressor.modeling.cpu_product import cpu_product
 from blr.compressor.modeling.float8 import float8_product, forget_scales, is_float8, prepare_layer
+from blr.compressor.modeling.packed_product import packed_product
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
 from blr.compressor.modeling.stages import Packed, packed_factor
 from blr.compressor.structures.specs import CorrectedSpec, Spec, spec_from_dict
@@ -136,9 +137,8 @@ class KernelLinear(modeling_blr.FormulaLinear):
         if self.packing is not None:
             if is_float8(self) and (y := float8_product(self, x, bias)) is not None:
                 return y
-            if (y := self.cpu_product(x, bias)) is not None:
-                return y
-            if (y := self.packed_product(x, bias)) is not None:
+            y = self.cpu_product(x, bias)
+            if y is not None or (y := packed_product(self, self.kernels.packed, x, bias)) is not None:
                 return y
         if self.kernels.product is None:
             return super().product(x, bias)
@@ -148,20 +148,6 @@ class KernelLinear(modeling_blr.FormulaLinear):
         """The product for one token a sequence on a CPU, by packed factors; None elsewhere."""
         packed = self.packing is not None and self.kernels.packed
         return cpu_product(self, self.kernels.packed, x, bias) if packed else None
-
-    def packed_product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """The product by one packed factor after the other on a GPU; None where kernels do not take
-        them."""
-        names = self.kernels.packed
-        if not names or is_float8(self) or any(self.held[name].tile for name in names):
-            return None
-        factors = [self.packed(name) for name in names]
-        if not all(w.takes(x) for w in factors):
-            return None
-        for w in factors:
-            added = bias if w is factors[-1] else None
-            x = packed_linear(x, w.packed, w.scale, added, w.bits, w.group, w.curved)
-        return x
 
     def factors_for(self, x: Tensor) -> list[Tensor]:
         """The factors with which the product of x is computed."""
@@ -285,11 +271,11 @@ class QuantizedLinear(KernelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The output [..., o] of x [..., i]; at most `WHOLE` weights are dequantized at a time."""
-        if (found := self.cpu_product(x, self.bias)) is not None:
-            return found
+        if (y := self.cpu_product(x, self.bias)) is not None:
+            return y
         w, step = self.packed(), rows_at_once(self.in_features)
-        if is_float8(self) and (found := float8_product(self, x, self.bias)) is not None:
-            return found
+        if is_float8(self) and (y := float8_product(self, x, self.bias)) is not None:
+            return y
         if not w.fp8 and w.takes(x):
             return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group, w.curved)
         if step >= self.out_features:
@@ -408,8 +394,7 @@ def _contiguous_entries(
     """Copy the entries of a state dict to contiguous memory of their own, as files hold them."""
     for name in (*module.spec.shapes(), *(module._parameters if module.wide else ())):
         tensor = state.get(prefix + name)
-        # the parameter itself is what keep_vars asks for
-        if tensor is None or isinstance(tensor, nn.Parameter):
+        if tensor is None or isinstance(tensor, nn.Parameter):  # which is what keep_vars asks for
             continue
         if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
             state[prefix + name] = tensor.clone(memory_format=torch.contiguous_format)

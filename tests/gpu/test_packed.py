@@ -9,6 +9,7 @@ import torch
 from tolerances import TOLERANCES
 
 from blr.compressor.modeling.layers import layer_of
+from blr.compressor.modeling.packed_product import packed_product
 from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, LowRankSpec, QuantizedSpec
 from blr.kernels.decode.quantized.reference import dequantize, quantize
 from blr.kernels.layers.packed import launch
@@ -197,7 +198,7 @@ def test_low_rank_in_few_bits(bits: int, group: int) -> None:
         u, v = (layer.packed(name).dequantized().float() for name in "UV")
         expected, up = x.float() @ v.T @ u.T, torch.randn(tokens, rows, device="cuda")
         with torch.no_grad():
-            assert layer.packed_product(x, None) is not None
+            assert packed_product(layer, ("V", "U"), x, None) is not None
         found = layer(x)
         assert (found.float() - expected).norm() <= TOLERANCES[dtype] * expected.norm()
         (gradient,) = torch.autograd.grad(found, x, up.to(dtype))

@@ -1,0 +1,27 @@
+"""Products with packed factors on a GPU: the weights of a layer are never plain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from blr.compressor.modeling.modeling_blr import FormulaLinear
+from blr.compressor.modeling.stages import packed_factor
+from blr.kernels.layers.packed.op import packed_linear
+
+
+def packed_product(
+    layer: FormulaLinear, names: Sequence[str], x: Tensor, bias: Tensor | None
+) -> Tensor | None:
+    """The product by the packed factors `names`, one after the other, on a GPU; None where kernels do
+    not take them."""
+    if not names or layer.entry.get("fp8") or any(layer.held[name].tile for name in names):
+        return None
+    factors = [packed_factor(layer, name) for name in names]
+    if not all(w.takes(x) for w in factors):
+        return None
+    for w in factors:
+        added = bias if w is factors[-1] else None
+        x = packed_linear(x, w.packed, w.scale, added, w.bits, w.group, w.curved)
+    return x
