@@ -24,7 +24,7 @@ from blr.kernels.decode.gemv.segments import SEVERAL, Run, in_turn
 
 DRAFTS = (1, 2, 3, 5, 7)  # numbers of drafts that a round may have, each a CUDA graph
 NONE = 0  # the model alone
-BANDWIDTH, LAUNCH = 3.5e12, 2e-6  # bytes a second and seconds a launch, of the GPUs that decode fastest
+BANDWIDTH, LAUNCH = 3.9e12, 3.5e-6  # bytes a second and seconds a launch, of an H200
 PASS = 1.1  # a pass of several tokens, as a part of a step of one
 CORES = 0.4  # what each more token of a pass adds on CUDA cores
 BETTER = 1.05  # times as fast another number of drafts must be, for its graph takes time to capture

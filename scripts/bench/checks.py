@@ -136,4 +136,6 @@ def float_dtype(name: str) -> torch.dtype:
     """The torch dtype of that name. Raises UsageError for one that kernels do not compute in."""
     if name not in ("float32", "float16", "bfloat16"):
         raise UsageError(f"dtype {name!r}: expected float32, float16 or bfloat16")
+    import torch
+
     return getattr(torch, name)
