@@ -276,7 +276,7 @@ class QuantizedLinear(KernelLinear):
         w, step = self.packed(), rows_at_once(self.in_features)
         if is_float8(self) and (y := float8_product(self, x, self.bias)) is not None:
             return y
-        if not w.fp8 and w.takes(x):
+        if not w.fp8 and x.dtype == w.scale.dtype and w.runs_kernels():
             return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group, w.curved)
         if step >= self.out_features:
             return linear(x, w.dequantized(), self.bias)

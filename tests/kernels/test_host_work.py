@@ -16,7 +16,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import KernelInterface
 
 from blr.compressor.modeling import layers, stages
-from blr.kernels.common import dispatch, tables
+from blr.kernels.common import dispatch, launching, tables
 from blr.kernels.layers.packed import launch, op
 
 INLINED = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")  # by newer Pythons
@@ -48,6 +48,7 @@ def h200(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compil
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(tables, "gpu_key", lambda device: "h200")
     monkeypatch.setattr(launch, "has_wgmma", lambda device: True)
+    monkeypatch.setattr(launching, "_compiled", {})
     for module in (dispatch, stages, op):
         monkeypatch.setattr(module, "kernel_device", lambda tensor: True)
     for kind in (InterpretedFunction, KernelInterface):

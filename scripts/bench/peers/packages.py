@@ -200,13 +200,15 @@ def llamacpp(task: Task) -> Found:
 def svdllm(task: Task) -> Found:
     """As SVD-LLM (2403.07378): low rank of the weight times a Cholesky factor of its inputs' Gram
     matrix, in closed form, without what the paper trains afterwards."""
+    from blr.compressor.structures.linalg import cholesky, solve_upper
+
     grams = _means(task, lambda rows: rows.mT @ rows / len(rows))
 
     def whitening(name: str) -> tuple[Tensor, Tensor]:
         gram = grams[name].double()
         some = gram.diagonal().mean() * 1e-6 * torch.eye(len(gram), device=gram.device)
-        factor: Tensor = torch.linalg.cholesky(gram + some)
-        return factor, torch.linalg.inv(factor)
+        root = cholesky(gram + some)
+        return root, solve_upper(root.mT, torch.eye(len(gram), device=gram.device).double()).mT
 
     return _low_rank(task, whitening)
 
@@ -224,14 +226,15 @@ def asvd(task: Task) -> Found:
 
 
 def _low_rank(task: Task, scaled: Callable[[str], tuple[Tensor, Tensor]]) -> Found:
+    from blr.compressor.structures.linalg import truncated_svd
+
     weights, stored = dict[str, Tensor](), 0
     for name, layer in task.layers():
         scale, inverse = scaled(name)
         o, i = layer.weight.shape
         rank = int(o * i / task.size / (o + i))
-        u, s, v = torch.linalg.svd(layer.weight.detach().double() @ scale, full_matrices=False)
-        # both factors are stored in bf16
-        left, right = (u[:, :rank] * s[:rank].sqrt()), (s[:rank].sqrt()[:, None] * v[:rank]) @ inverse
+        left, right = truncated_svd(layer.weight.detach().double() @ scale, rank)
+        right = right.mT @ inverse  # both factors are stored in bf16
         weights[name] = left.bfloat16().float() @ right.bfloat16().float()
         stored += rank * (o + i) * HALF
     return Found(weights, stored)

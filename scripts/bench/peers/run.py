@@ -136,7 +136,8 @@ class Bench:
 
     def _peer(self, output: Output, folder: Path) -> dict[str, Any]:
         make, command = Path(__file__).with_name("make.py"), (output.package, output.size)
-        self._run(self.asked.python, make, *command, self.asked.model, self.ids, folder)
+        python = sys.executable if output.package in CLOSED else self.asked.python
+        self._run(python, make, *command, self.asked.model, self.ids, folder)
         about = dict(json.loads((folder / "peer.json").read_text()))
         return about | {"command": "make.py " + " ".join(command)}
 
