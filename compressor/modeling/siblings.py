@@ -6,13 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-# What families of transformers call layers of one block that read the same input
-SIBLINGS = (
-    {"q_proj", "k_proj", "v_proj"},
-    {"query", "key", "value"},
-    {"q_lin", "k_lin", "v_lin"},
-    {"gate_proj", "up_proj"},
-)
+from blr.compressor.recipe.architectures import SIBLINGS
 
 
 def siblings(model: nn.Module) -> Iterator[list[nn.Module]]:

@@ -12,14 +12,8 @@ from dataclasses import dataclass, replace
 from math import exp, sqrt
 
 from blr.compressor.planning.assign import Curves, Task
+from blr.compressor.recipe.architectures import SIBLINGS
 
-# Layers of one input, as in modeling/siblings, which needs torch
-SIBLINGS = (
-    {"q_proj", "k_proj", "v_proj"},
-    {"query", "key", "value"},
-    {"q_lin", "k_lin", "v_lin"},
-    {"gate_proj", "up_proj"},
-)
 # The least mean squared error of rounding a normal number of variance 1 to so many bits (Max, 1960)
 ROUNDING = {2: 0.1175, 3: 0.03454, 4: 0.009497}
 LARGEST = 64  # rank

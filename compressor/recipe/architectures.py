@@ -10,6 +10,14 @@ from typing import Any
 
 from blr.compressor.base.globs import matches, matches_any
 
+# What families of transformers call layers of one block that read the same input
+SIBLINGS = (
+    {"q_proj", "k_proj", "v_proj"},
+    {"query", "key", "value"},
+    {"q_lin", "k_lin", "v_lin"},
+    {"gate_proj", "up_proj"},
+)
+
 
 @dataclass(frozen=True)
 class Group:

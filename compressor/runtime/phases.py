@@ -49,7 +49,7 @@ def supports(model: PreTrainedModel) -> str | None:
     if model.dtype not in DTYPES:
         return f"dtype {model.dtype}: expected float32, float16 or bfloat16"
     if model.device.type == "cuda" and _waits_for_the_host(model):
-        return f"dense experts in {model.dtype}: expected bfloat16, in which they need no host"
+        return f"dense experts in {model.dtype}: expected bfloat16, which alone a CUDA graph takes"
     devices = {parameter.device for parameter in model.parameters()}
     return None if len(devices) == 1 else f"weights on {len(devices)} devices: expected one"
 
