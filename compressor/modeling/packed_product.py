@@ -14,8 +14,11 @@ from blr.kernels.layers.packed.op import packed_linear
 def packed_product(
     layer: FormulaLinear, names: Sequence[str], x: Tensor, bias: Tensor | None
 ) -> Tensor | None:
-    """The product by the packed factors `names`, one after the other, on a GPU; None where kernels do
-    not take them."""
+    """``x Wᵀ + bias`` [..., o] of x [..., i], in the dtype of x, by one packed factor after the other.
+
+    names: of the factors, in the order in which x meets them. bias: [o] or None. Returns None where
+    kernels do not take the factors: on a CPU, of blocks, in float8 or in another dtype than x.
+    """
     if not names or layer.entry.get("fp8") or any(layer.held[name].tile for name in names):
         return None
     factors = [packed_factor(layer, name) for name in names]
