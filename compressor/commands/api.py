@@ -144,11 +144,11 @@ def export(
     use_threads(options.threads)
     check_options(options)
     progress.output = Path(output)
-    check_output(progress.output, options.overwrite, [name, *filter(None, [options.draft])])
+    check_output(progress.output, options.overwrite, [name, *filter(None, [options.small])])
     found = resolve_model(name, revision=options.revision, offline=options.offline)
     options = options.named(found.name, found.revision)
-    if options.draft is not None:
-        draft = resolve_model(options.draft, offline=options.offline).folder
+    if options.small is not None:
+        draft = resolve_model(options.small, offline=options.offline).folder
         options = replace(options, draft=str(draft))
     _check_files(options.text)
     from blr.compressor.exporting.job import export as export_folder
