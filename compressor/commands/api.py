@@ -55,12 +55,15 @@ def compress(
     """
     from blr.compressor.commands.compress import Settings
     from blr.compressor.commands.compress import compress as compress_folder
-    from blr.compressor.recipe.heal_settings import checked_minutes
+    from blr.compressor.recipe.heal_settings import MINUTES, checked_minutes
 
     asked = {name: settings.pop(name) for name in [*settings] if name in Recipe.model_fields}
     text, progress = None if calibration is None else str(calibration), progress or Progress(quiet=True)
     own = text == OWN
-    resolved = asked_recipe(recipe, asked, text is not None, effort, own)
+    drafts = bool(settings.get("for_draft"))
+    apart = ("gpu",) if drafts else ()
+    resolved = asked_recipe(recipe, asked, text is not None, effort, own, apart=apart)
+    heal = MINUTES if heal is None and drafts else heal
     options = Settings(str(model), calibration=text, heal=checked_minutes(heal), **settings)
     if text is not None:
         check_text(text, options.offline)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
+from blr.compressor.planning.pace import times_as_fast
 from blr.compressor.runtime.acceptance import accept, agreed
 from blr.compressor.runtime.decoder import MAX_BATCH, Decoder
 from blr.compressor.runtime.memory import bucket_of
@@ -33,7 +34,6 @@ from blr.kernels.decode.gemv.segments import SEVERAL, Run, in_turn
 
 DRAFTS = (1, 2, 3, 5, 7)  # numbers of drafts that a round may have, each a CUDA graph
 NONE = 0  # the model alone
-PASS = 1.1  # a pass of several tokens, as a part of a step of one
 CORES = 0.4  # what each more token of a pass adds on CUDA cores
 BETTER = 1.05  # times as fast another number of drafts must be, for its graph takes time to capture
 KEPT, WEIGHT = 0.95, 4.0  # the weights of a round beside the next one, and of what is believed before
@@ -65,7 +65,7 @@ class Acceptance:
         share = min(self.accepted / self.tried, CERTAIN)
 
         def speed(k: int) -> float:
-            return (1 - share ** (k + 1)) / (1 - share) / (PASS + cost * k) if k else 1.0
+            return times_as_fast(share, k, cost)
 
         found = max(choices, key=speed)
         return found if now not in choices or speed(found) > BETTER * speed(now) else now
