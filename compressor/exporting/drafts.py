@@ -28,8 +28,8 @@ from blr.compressor.workspace.shards import Slot
 MAX_BATCH = 8  # sequences of which a pass takes two tokens each, its draft and one more
 DRAFTS = 4  # tokens that another engine lets it propose
 BESIDE = "The smaller model in `{folder}/` proposes tokens"
-REPEATED = "What followed the last two tokens before is proposed (n-gram lookup)"
-SECTION = """ {what}, and this one checks several in one
+REPEATED = "The runtime proposes what followed the last two tokens before (n-gram lookup)"
+SECTION = """ {what}, and this model checks several in one
 pass. It keeps those that it would choose itself, so that the text is its own. Of weights in few bits,
 rounding can part the two on a GPU.
 
