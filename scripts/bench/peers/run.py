@@ -1,8 +1,8 @@
 """Compresses one model by blr and by other packages at the same bits, and judges every output alike.
 
 Usage: python run.py MODEL PYTHON RESULTS --calibration TEXT --text TEXT --text TEXT [--only NAME;NAME]
-with `python` of the environment that has blr, and PYTHON of the one that has the peers. RESULTS is a
-JSON file: rows that it has are not made again.
+with `python` of the environment that has blr, and PYTHON of the one that has the peers ("GPTQ as EoRA"
+takes both from there). RESULTS is a JSON file: rows that it has are not made again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ NAMES = {
     "awq": "AWQ",
     "gptq": "GPTQ",
     "llamacpp": "llama.cpp",
+    "llamacpp_iq": "llama.cpp IQ",
+    "eora": "GPTQ as EoRA",
     "hqq": "HQQ",
     "torchao": "torchao",
 }
+FORMS = {"llamacpp": ("Q2_K", "Q3_K", "Q4_K"), "llamacpp_iq": ("IQ2_S", "IQ3_S", "IQ4_XS")}
 CLOSED = {"svdllm": "as SVD-LLM", "asvd": "as ASVD"}  # our own restatements of what they publish
 BITS = (2, 3, 4)
 SEEDS = (0, 1)
@@ -78,9 +81,9 @@ def structured(method: str, called: str) -> list[Output]:
 
 
 PEERS = [
-    Output(said, f"Q{n}_K" if package == "llamacpp" else f"int{n}", package=package, size=str(n))
+    Output(said, form, package=package, size=str(n))
     for package, said in NAMES.items()
-    for n in BITS
+    for n, form in zip(BITS, FORMS.get(package, ("int2", "int3", "int4")), strict=True)
 ]
 CLOSED_FORMS = [Output(said, f"CF {CF}", package=package, size=CF) for package, said in CLOSED.items()]
 OURS = [  # the most wanted first
