@@ -41,6 +41,12 @@ def test_the_plot_has_a_line_for_each_package_on_each_text() -> None:
     assert draw.drawn(rows).count("<polyline") == 4
 
 
+def test_the_plot_takes_the_best_of_ours_at_each_number_of_bits() -> None:
+    points = [[row(0.3)], [row(0.1, series="blr, rank 16")], [row(0.2) | {"bits": 4.25}]]
+    assert draw.places(points, 0) == [(3.25, 0.1), (4.25, 0.2)]
+    assert draw.line_of("blr, rank 16, healed") == "blr, healed"
+
+
 def test_the_page_shows_what_was_measured() -> None:
     page = (ROOT / "recipes/README.md").read_text("utf-8")
     for path in (ROOT / "scripts/figures").glob("peers-*.json"):
