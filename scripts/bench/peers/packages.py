@@ -123,7 +123,12 @@ def _llmcompressor(task: Task, modifier: Any, symmetric: bool) -> Found:
         num_calibration_samples=len(task.ids),
         max_seq_length=task.ids.shape[1],
     )
-    weights = {name: layer.weight.detach().clone() for name, layer in task.layers()}
+    inside = [(name, module) for name, module in task.model.named_modules() if ".layers." in name]
+    weights = {  # norms as well, into which AWQ puts the scales of inputs
+        name: module.weight.detach().clone()
+        for name, module in inside
+        if isinstance(getattr(module, "weight", None), Tensor)
+    }
     return Found(
         weights, _saved(lambda folder: task.model.save_pretrained(folder, save_compressed=True))
     )
