@@ -46,7 +46,7 @@ def cell(rows: list[Row], text: int) -> str:
     """KL of both seeds, its standard error (of up to two texts) and agreement of the likeliest token."""
     figures = [list(row["texts"].values())[text] for row in rows]
     seeds = " and ".join(f"{one['kl']:.3f}" for one in figures)
-    error = f" ± {figures[0]['kl_error']:.3f}" * (len(rows[0]["texts"]) <= 2)
+    error = f" ± {figures[0]['kl_error']:.3f}" if len(rows[0]["texts"]) <= 2 else ""
     return f"{seeds}{error}, {mean(one['agreement'] for one in figures):.1%}"
 
 
