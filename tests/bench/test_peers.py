@@ -29,9 +29,9 @@ def test_seeds_share_a_row_and_the_least_divergence_is_first() -> None:
     ours = [row(kl, series="blr, rank 16") for kl in (0.1, 0.2)]
     rows = {"HQQ, int3": row(0.4, "hqq", "HQQ"), "seed 0": ours[0], "seed 1": ours[1]}
     head, _, first, second = draw.table(rows).splitlines()
-    assert "KL, top-1 on prose" in head
+    assert "KL, top-1 % on prose" in head
     assert first.startswith("| blr, rank 16, int3 |")
-    assert "0.100 and 0.200 ± 0.001, 50.0%" in first
+    assert ".100/.200 ± .001, 50.0" in first
     assert second.startswith("| HQQ, int3 (hqq 1) |")
 
 

@@ -45,15 +45,20 @@ def kl(rows: list[Row], text: int) -> float:
 def cell(rows: list[Row], text: int) -> str:
     """KL of both seeds, its standard error (of up to two texts) and agreement of the likeliest token."""
     figures = [list(row["texts"].values())[text] for row in rows]
-    seeds = " and ".join(f"{one['kl']:.3f}" for one in figures)
-    error = f" ± {figures[0]['kl_error']:.3f}" if len(rows[0]["texts"]) <= 2 else ""
-    return f"{seeds}{error}, {mean(one['agreement'] for one in figures):.1%}"
+    seeds = "/".join(short(one["kl"]) for one in figures)
+    error = f" ± {short(figures[0]['kl_error'])}" if len(rows[0]["texts"]) <= 2 else ""
+    return f"{seeds}{error}, {100 * mean(one['agreement'] for one in figures):.1f}"
+
+
+def short(value: float) -> str:
+    """Three decimals, without a zero before them."""
+    return f"{value:.3f}".lstrip("0")
 
 
 def table(rows: dict[str, Row]) -> str:
     """A row for each point by bits, the least KL first among equals."""
     texts = list(next(iter(rows.values()))["texts"])
-    head = ["made by", "bits a weight", *(f"KL, top-1 on {text}" for text in texts), "seconds"]
+    head = ["made by", "bits", *(f"KL, top-1 % on {text}" for text in texts), "seconds"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for (name, form), found in merged(rows).items():
         version = f"{found[0]['package']} {found[0]['version']}"
