@@ -44,7 +44,7 @@ SEEDS = (0, 1)
 CF = "1.5"
 BLR = (sys.executable, "-m", "blr.compressor")
 HEALING = ("--steps", "150", "--batch", "16384", "--mix", "0")
-OWN_HEALING = (*HEALING[:-2], "--own-tokens", "524288", "--lr", "0.005")
+OWN_HEALING = ("--steps", "240", "--batch", "16384", "--own-tokens", "524288", "--lr", "0.005")
 
 
 @dataclass(frozen=True)
