@@ -76,8 +76,8 @@ class Refitting(TrainingLoop):
         self.device = next(iter(what.masters.values())).device
         super().__init__(what, rates_of([*what.masters.values()], what.shares, rate), self.device)
         self.block, self.processes, self.parameters = block, processes, what.parameters
-        held = (module.count for module in block.modules() if isinstance(module, Experts))
-        self.experts = max(held, default=1)  # a graph would compute all of them for each token
+        counts = (module.count for module in block.modules() if isinstance(module, Experts))
+        self.experts = max(counts, default=1)  # a graph would compute all of them for each token
         self.batches, self.targets = batches, targets
         self.root = None if metric is None else _root(metric.to(self.device))
         held = list(range(0, len(batches), HELD_BACK)) if len(batches) >= 4 else []

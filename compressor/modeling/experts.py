@@ -23,6 +23,7 @@ from blr.kernels.layers.experts.op import (
     Stack,
     Weight,
     expert_products,
+    expert_sums,
     expert_weights,
     stack_of,
 )
@@ -66,7 +67,9 @@ class KernelExperts(Experts):
         few = len(chosen) <= FEW
         if not stacks or not (few or self._takes_many(x, stacks)):
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        found = self._by_pair(x, chosen, stacks) if few else self._by_expert(x, chosen, stacks)
+        if not few:
+            return self._by_expert(x, top_k_index, top_k_weights, stacks).view_as(hidden_states)
+        found = self._by_pair(x, chosen, stacks)
         weighted = found.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
         return weighted.sum(1).to(x.dtype).view_as(hidden_states)
 
@@ -76,11 +79,12 @@ class KernelExperts(Experts):
         gated = self.native._apply_gate(self, gate_up).contiguous()
         return self._biased("down_proj", expert_products(gated, chosen, last), chosen)
 
-    def _by_expert(self, x: Tensor, chosen: Tensor, stacks: list[Stack]) -> Tensor:
-        order = chosen.argsort(stable=True)
+    def _by_expert(self, x: Tensor, index: Tensor, weights: Tensor, stacks: list[Stack]) -> Tensor:
+        order = index.flatten().argsort(stable=True)
+        chosen = index.flatten()[order]
         experts = torch.arange(self.count, device=x.device)
-        ends = (chosen[:, None] == experts).sum(0).cumsum(0).to(torch.int32)
-        rows, chosen = x[order // (len(chosen) // len(x))], chosen[order]
+        ends = torch.searchsorted(chosen, experts, right=True, out_int32=True)
+        rows = x[order // index.shape[-1]]
         for name, stack in zip(("gate_up_proj", "down_proj"), stacks, strict=True):
             if stack.bits:
                 rows = torch._grouped_mm(rows, expert_weights(ends, stack, x).mT, offs=ends)
@@ -88,7 +92,8 @@ class KernelExperts(Experts):
                 rows = torch.cat([self._low_rank(part, rows, ends) for part in self.parts[name]], -1)
             rows = self._biased(name, rows, chosen)
             rows = self.native._apply_gate(self, rows).contiguous() if name == "gate_up_proj" else rows
-        return torch.empty_like(rows).index_copy_(0, order, rows)
+        places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
+        return expert_sums(rows, places.view_as(index), weights)
 
     def _low_rank(self, part: str, rows: Tensor, ends: Tensor) -> Tensor:
         layers: Any = getattr(self, part)

@@ -1,5 +1,5 @@
-"""Products with the packed weights of experts that tokens choose: operators `blr::expert_products` and
-`blr::expert_weights`.
+"""Products with the packed weights of experts that tokens choose: operators `blr::expert_products`,
+`blr::expert_weights` and `blr::expert_sums`.
 
 A launch takes all experts of a stack wherever their tensors lie, by a table of addresses. So nothing is
 copied, and a launch that a CUDA graph holds serves whichever experts later tokens choose.
@@ -24,6 +24,7 @@ from blr.kernels.layers.packed.prepare import whole_ranks
 
 ALIGNED = 16  # bytes
 STEP, FACTOR_ROWS = 256, 8  # columns of a step of a factor, and rows of a program
+SUMMED = 1024  # columns of a program of sums
 U, V = 2, 3  # where a table has them
 
 
@@ -95,6 +96,12 @@ def expert_weights(ends: Tensor, stack: Stack, like: Tensor) -> Tensor:
     return apply(_WEIGHTS, like, ends, *stack)
 
 
+def expert_sums(found: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sums [n, R] of the rows of `found` [pairs, R] at `places`, int64 [n, k]; weights:
+    [n, k]."""
+    return apply(_SUMS, found, places, weights)
+
+
 def _run_products(x: Tensor, chosen: Tensor, addresses: Tensor, rows: int, K: int, bits: int, group: int,
                   curved: bool, ranks: int, even: bool) -> Tensor:  # fmt: skip
     from blr.kernels.layers.experts.triton import factor_kernel, products_kernel
@@ -163,6 +170,20 @@ def _run_weights(like: Tensor, ends: Tensor, addresses: Tensor, rows: int, K: in
     return y
 
 
+def _run_sums(found: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    from blr.kernels.layers.experts.triton import sums_kernel
+
+    y = torch.empty(len(places), found.shape[1], dtype=found.dtype, device=found.device)
+    grid = -(-y.shape[1] // SUMMED), len(places)
+    arguments = found, places, weights.contiguous(), y, y.shape[1]
+    launch(sums_kernel, grid, arguments, {"K": places.shape[1], "BC": SUMMED}, num_warps=4)
+    return y
+
+
+def _fake_sums(found: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    return found.new_empty(len(places), found.shape[1])
+
+
 def _fake_products(x: Tensor, chosen: Tensor, addresses: Tensor, rows: int, *_: object) -> Tensor:
     return x.new_empty(len(chosen), addresses.shape[1] * rows)
 
@@ -180,4 +201,8 @@ _PRODUCTS = register(
 _WEIGHTS = register(
     "expert_weights", f"(Tensor like, Tensor ends, {_FORM}",
     _run_weights, _fake_weights, None, None, _run_weights,
+)  # fmt: skip
+_SUMS = register(
+    "expert_sums", "(Tensor found, Tensor places, Tensor weights) -> Tensor",
+    _run_sums, _fake_sums, None, None, _run_sums,
 )  # fmt: skip

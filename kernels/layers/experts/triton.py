@@ -120,3 +120,16 @@ def plain_kernel(
             found = tl.dot(left, right, found)
         at = (n.to(tl.int64) * rows + row)[:, None] * K + column[None, :]
         tl.store(y + at, found.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sums_kernel(found, places, weights, y, columns, K: tl.constexpr, BC: tl.constexpr):
+    """y [n, columns]: the sum of K rows of `found`, those at `places` [n, K], times `weights` [n, K]. A
+    program has BC columns of a row."""
+    row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BC + tl.arange(0, BC)
+    total = tl.zeros([BC], tl.float32)
+    for n in tl.static_range(K):
+        at, weight = tl.load(places + row * K + n), tl.load(weights + row * K + n).to(tl.float32)
+        given = tl.load(found + at * columns + column, mask=column < columns, other=0.0)
+        total += weight * given.to(tl.float32)
+    tl.store(y + row * columns + column, total.to(y.dtype.element_ty), mask=column < columns)
