@@ -104,9 +104,13 @@ class Compression:
     def passed(self) -> float:
         """The dense parameters that a token passes: of the experts of a block it chooses a few."""
         routed = sum(p.spec.dense_parameters for p in self.plan.layers if p.layer.stack)
-        numbers = {p.layer.module.rpartition(".")[2] for p in self.experts}
-        config, count = self.source.config, max(len(numbers), 1)
-        return self.dense - routed * (1 - min(config.get("num_experts_per_tok", count) / count, 1))
+        chosen = self.source.config.get("num_experts_per_tok", self.count)
+        return self.dense - routed * (1 - min(chosen / self.count, 1))
+
+    @cached_property
+    def count(self) -> int:
+        """How many experts a block has; 1 without any."""
+        return max(len({p.layer.module.rpartition(".")[2] for p in self.experts}), 1)
 
     @cached_property
     def last_epochs(self) -> int:
@@ -188,7 +192,7 @@ def _refits(work: Compression) -> float:
     if not work.epochs:
         return 0.0
     trained = sum(spec.parameters for spec in work.specs) / work.sizes.blocks
-    parts = refit_parts(work.batch_tokens, trained, BATCH)
+    parts = refit_parts(work.batch_tokens, trained / work.count, BATCH)
     steps = work.epochs * work.steps * _step(work, parts) * (PACKED if work.packed else 1.0)
     return steps + KEPT * work.bytes
 
