@@ -86,19 +86,11 @@ class KernelExperts(Experts):
         ends = torch.searchsorted(chosen, experts, right=True, out_int32=True)
         rows = x[order // index.shape[-1]]
         for name, stack in zip(("gate_up_proj", "down_proj"), stacks, strict=True):
-            if stack.bits:
-                rows = torch._grouped_mm(rows, expert_weights(ends, stack, x).mT, offs=ends)
-            else:
-                rows = torch.cat([self._low_rank(part, rows, ends) for part in self.parts[name]], -1)
+            rows = torch._grouped_mm(rows, expert_weights(ends, stack, x).mT, offs=ends)
             rows = self._biased(name, rows, chosen)
             rows = self.native._apply_gate(self, rows).contiguous() if name == "gate_up_proj" else rows
         places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
         return expert_sums(rows, places.view_as(index), weights)
-
-    def _low_rank(self, part: str, rows: Tensor, ends: Tensor) -> Tensor:
-        layers: Any = getattr(self, part)
-        U, V = map(torch.stack, zip(*(layer.factors_for(rows) for layer in layers), strict=True))
-        return torch._grouped_mm(torch._grouped_mm(rows, V, offs=ends), U.mT, offs=ends)
 
     def _biased(self, name: str, y: Tensor, chosen: Tensor) -> Tensor:
         return y + getattr(self, f"{name}_bias")[chosen] if self.has_bias else y
@@ -115,10 +107,8 @@ class KernelExperts(Experts):
         """Whether many tokens are multiplied with all weights of a stack at once."""
         sizes = [(stack.addresses.shape[1] * stack.rows, stack.K) for stack in stacks]
         even = all(size % ALIGNED == 0 for shape in sizes for size in shape)
-        ranked = {rank_of(layer) for layer in self.modules() if isinstance(layer, StructuredLinear)}
-        alike = all(stack.bits for stack in stacks) or (len(ranked) == 1 and None not in ranked)
         small = all(self.count * rows * K <= MOST for rows, K in sizes)
-        return even and alike and small and x.dtype == torch.bfloat16
+        return even and small and x.dtype == torch.bfloat16
 
     def _stack(self, name: str, x: Tensor) -> Stack | None:
         table = self.tables.get((name, x.dtype))
@@ -150,13 +140,6 @@ class KernelExperts(Experts):
     def __getstate__(self) -> dict[str, object]:
         """What a copy takes: its tensors lie elsewhere."""
         return {**vars(self), "tables": {}}
-
-
-def rank_of(layer: StructuredLinear) -> int | None:
-    """The ranks, with zeros behind them, if grouped products take them."""
-    spaced = layer.wide is not None and layer._is_wide() and not torch.compiler.is_compiling()
-    rank = layer.wide[0] if spaced and layer.wide else getattr(layer.spec, "rank", 1)
-    return rank if rank % ALIGNED == 0 else None
 
 
 def form_of(layer: Any, x: Tensor) -> tuple[int, int, int, int, bool] | None:

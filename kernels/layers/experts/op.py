@@ -17,7 +17,7 @@ from blr.kernels.common.available import supports_pdl
 from blr.kernels.common.launching import launch
 from blr.kernels.common.registration import apply, register
 from blr.kernels.decode.gemv.launch import power_of_two
-from blr.kernels.decode.quantized.formats import PLANES, form_of, grid_of
+from blr.kernels.decode.quantized.formats import GROUP, PLANES, form_of, grid_of
 from blr.kernels.decode.quantized.launch import complete, tile_shape
 from blr.kernels.decode.quantized.segments import QuantizedTile
 from blr.kernels.layers.packed.prepare import whole_ranks
@@ -25,6 +25,7 @@ from blr.kernels.layers.packed.prepare import whole_ranks
 ALIGNED = 16  # bytes
 STEP, FACTOR_ROWS = 256, 8  # columns of a step of a factor, and rows of a program
 SUMMED = 1024  # columns of a program of sums
+PLAIN_ROWS, RANKS_AT_ONCE = 128, 64  # of a program that makes low rank plain
 U, V = 2, 3  # where a table has them
 
 
@@ -156,16 +157,19 @@ def _run_weights(like: Tensor, ends: Tensor, addresses: Tensor, rows: int, K: in
     from blr.kernels.layers.experts.triton import plain_kernel
     from blr.kernels.layers.packed.triton import ROWS
 
-    (experts, parts, _), groups, grid = addresses.shape, -(-K // group), grid_of(bits, curved)
+    (experts, parts, _), group = addresses.shape, group or GROUP
+    groups, grid = -(-K // group), grid_of(bits, curved) if bits else None
     y = torch.empty(experts, parts * rows, K, dtype=like.dtype, device=like.device)
-    constants: dict[str, object] = {"PARTS": parts, "BITS": bits, "GROUP": group, "LOW": PLANES[bits][0]}
-    constants |= {"MIDDLE": grid.offset, "CURVED": grid.curve != 0, "RANKS": whole_ranks(ranks)}
+    low, middle, bent = (PLANES[bits][0], grid.offset, grid.curve != 0) if grid else (0, 0, False)
+    constants: dict[str, object] = {"PARTS": parts, "BITS": bits, "GROUP": group, "LOW": low}
+    constants |= {"MIDDLE": middle, "CURVED": bent, "RANKS": min(whole_ranks(ranks), RANKS_AT_ONCE)}
+    height, warps = (ROWS, 4) if bits else (PLAIN_ROWS, 8)
     launch(
         plain_kernel,
-        (-(-rows // ROWS), groups, experts * parts),
+        (-(-rows // height), groups, experts * parts),
         (addresses, ends, y, rows, K, groups * group * bits // 32, groups),
-        {**constants, "BR": ROWS},
-        num_warps=4,
+        {**constants, "EVEN": even, "BR": height},
+        num_warps=warps,
     )
     return y
 

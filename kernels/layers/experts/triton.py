@@ -94,30 +94,38 @@ def products_kernel(x, x_row, each, table, chosen, z, y, rows, K, w_row, scale_r
 def plain_kernel(
     table, ends, y, rows, K, w_row, scale_row,
     PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr,
-    MIDDLE: tl.constexpr, CURVED: tl.constexpr, RANKS: tl.constexpr, BR: tl.constexpr,
+    MIDDLE: tl.constexpr, CURVED: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr,
+    BR: tl.constexpr,
 ):  # fmt: skip
-    """y [E, PARTS · rows, K], the plain weights with their corrections, of experts that have tokens:
-    `ends` [E] counts the tokens up to each. A program owns BR rows of one group."""
+    """y [E, PARTS · rows, K], the plain weights with their corrections, or low rank alone (BITS 0), of
+    experts that have tokens: `ends` [E] counts the tokens up to each. A program owns BR rows of one
+    group, and takes RANKS ranks at a time. EVEN: whether rows of factors are multiples of 8 apart."""
     expert = tl.program_id(2) // PARTS
     before = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     if tl.load(ends + expert) > before:
         n, group = tl.program_id(2), tl.program_id(1)
         row = tl.program_id(0) * BR + tl.arange(0, BR)
         there, column = row < rows, group * GROUP + tl.arange(0, GROUP)
-        w, scale = address(table, n, 0, tl.pointer_type(tl.int32)), address(table, n, 1, y.dtype)
-        found = group_numbers(w, w_row, scale, scale_row, row.to(tl.int64), there, group, BITS, GROUP,
-                              LOW, MIDDLE, CURVED)  # fmt: skip
+        if BITS > 0:
+            w, scale = address(table, n, 0, tl.pointer_type(tl.int32)), address(table, n, 1, y.dtype)
+            found = group_numbers(w, w_row, scale, scale_row, row.to(tl.int64), there, group, BITS,
+                                  GROUP, LOW, MIDDLE, CURVED)  # fmt: skip
+        else:
+            found = tl.zeros([BR, GROUP], tl.float32)
         inside = there[:, None] & (column < K)[None, :]
         if RANKS > 0:
             held, rank = tl.load(table + n * COLUMNS + 4), tl.arange(0, RANKS)
-            u, v = address(table, n, 2, y.dtype), address(table, n, 3, y.dtype)
-            known = (rank < held)[None, :]
-            left = tl.load(
-                u + row[:, None] * held + rank[None, :], mask=there[:, None] & known, other=0.0
-            )
-            at = v + rank[:, None] * K + column[None, :]
-            right = tl.load(at, mask=(rank < held)[:, None] & (column < K)[None, :], other=0.0)
-            found = tl.dot(left, right, found)
+            u_row, v_row = tl.load(table + n * COLUMNS + 5), tl.load(table + n * COLUMNS + 6)
+            u_row, v_row = (u_row // 8 * 8, v_row // 8 * 8) if EVEN else (u_row, v_row)
+            u = address(table, n, 2, y.dtype) + row[:, None] * u_row + rank[None, :]
+            v = address(table, n, 3, y.dtype) + rank[:, None] * v_row + column[None, :]
+            for start in range(0, held, RANKS):
+                known = start + rank < held
+                left = tl.load(u + start, mask=there[:, None] & known[None, :], other=0.0)
+                right = tl.load(
+                    v + start * v_row, mask=known[:, None] & (column < K)[None, :], other=0.0
+                )
+                found = tl.dot(left, right, found)
         at = (n.to(tl.int64) * rows + row)[:, None] * K + column[None, :]
         tl.store(y + at, found.to(y.dtype.element_ty), mask=inside)
 
