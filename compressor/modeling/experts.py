@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor
 from blr.compressor.modeling.float8 import is_float8
 from blr.compressor.modeling.layers import CorrectedLinear, QuantizedLinear, StructuredLinear
 from blr.compressor.modeling.modeling_blr import Experts
+from blr.compressor.modeling.probes import stacked_gate_of
 from blr.kernels.common.available import HALF, kernel_device
 from blr.kernels.common.watching import is_traced
+from blr.kernels.fused.gated.launch import gated
 from blr.kernels.layers.experts.op import (
     Stack,
     Weight,
@@ -70,14 +73,23 @@ class KernelExperts(Experts):
         if not few:
             return self._by_expert(x, top_k_index, top_k_weights, stacks).view_as(hidden_states)
         found = self._by_pair(x, chosen, stacks)
-        weighted = found.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
-        return weighted.sum(1).to(x.dtype).view_as(hidden_states)
+        return expert_sums(found, None, top_k_weights).view_as(hidden_states)
 
     def _by_pair(self, x: Tensor, chosen: Tensor, stacks: list[Stack]) -> Tensor:
         first, last = stacks
         gate_up = self._biased("gate_up_proj", expert_products(x, chosen, first), chosen)
-        gated = self.native._apply_gate(self, gate_up).contiguous()
-        return self._biased("down_proj", expert_products(gated, chosen, last), chosen)
+        return self._biased("down_proj", expert_products(self._gated(gate_up), chosen, last), chosen)
+
+    @cached_property
+    def gate_kind(self) -> str | None:
+        """The name of the gate, if one kernel computes it."""
+        return stacked_gate_of(self)
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        if self.gate_kind is None:
+            return self.native._apply_gate(self, gate_up).contiguous()
+        gate, up = gate_up.chunk(2, -1)
+        return gated(gate, up, self.gate_kind)
 
     def _by_expert(self, x: Tensor, index: Tensor, weights: Tensor, stacks: list[Stack]) -> Tensor:
         order = index.flatten().argsort(stable=True)
@@ -88,7 +100,7 @@ class KernelExperts(Experts):
         for name, stack in zip(("gate_up_proj", "down_proj"), stacks, strict=True):
             rows = torch._grouped_mm(rows, expert_weights(ends, stack, x).mT, offs=ends)
             rows = self._biased(name, rows, chosen)
-            rows = self.native._apply_gate(self, rows).contiguous() if name == "gate_up_proj" else rows
+            rows = self._gated(rows) if name == "gate_up_proj" else rows
         places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
         return expert_sums(rows, places.view_as(index), weights)
 
