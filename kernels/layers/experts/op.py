@@ -217,8 +217,9 @@ def _run_sums(found: Tensor, places: Tensor | None, weights: Tensor) -> Tensor:
 
     y = torch.empty(len(weights), found.shape[1], dtype=found.dtype, device=found.device)
     grid = -(-y.shape[1] // SUMMED), len(weights)
-    arguments = found, places, weights.contiguous(), y, y.shape[1]
-    launch(sums_kernel, grid, arguments, {"K": weights.shape[1], "BC": SUMMED}, num_warps=4)
+    arguments = found, found if places is None else places, weights.contiguous(), y, y.shape[1]
+    constants = {"K": weights.shape[1], "PLACED": places is not None, "BC": SUMMED}
+    launch(sums_kernel, grid, arguments, constants, num_warps=4)
     return y
 
 

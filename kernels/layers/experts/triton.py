@@ -131,13 +131,14 @@ def plain_kernel(
 
 
 @triton.jit
-def sums_kernel(found, places, weights, y, columns, K: tl.constexpr, BC: tl.constexpr):
-    """y [n, columns]: the sum of K rows of `found`, those at `places` [n, K] (None: in their order),
+def sums_kernel(found, places, weights, y, columns,
+                K: tl.constexpr, PLACED: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """y [n, columns]: the sum of K rows of `found`, those at `places` [n, K], or all in their order,
     times `weights` [n, K]. A program has BC columns of a row."""
     row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BC + tl.arange(0, BC)
     total = tl.zeros([BC], tl.float32)
     for n in tl.static_range(K):
-        at = row * K + n if places is None else tl.load(places + row * K + n)
+        at = tl.load(places + row * K + n) if PLACED else row * K + n
         weight = tl.load(weights + row * K + n).to(tl.float32)
         given = tl.load(found + at * columns + column, mask=column < columns, other=0.0)
         total += weight * given.to(tl.float32)
