@@ -34,9 +34,9 @@ from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.rank_caches import cache_notes
 from blr.compressor.planning.training_sizes import (
     FINISH_EPOCHS,
-    GPU_EPOCHS,
-    PACKED_EPOCHS,
     SENSITIVITY_TOKENS,
+    reads_sensitivities,
+    refit_epochs,
 )
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.own import ROOM, OwnText, write_own_text
@@ -91,8 +91,12 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
         seed=recipe.seed,
         blocks=[model.path, len(model)],
     )
+    specs = [planned.spec for planned in replan(None).layers]
+    epochs = refit_epochs(recipe, specs, target.type == "cuda")
     sensitivity, curves = None, dict[str, list[float]]()
-    if recipe.allocation != "uniform":
+    if not reads_sensitivities(recipe, specs, epochs):
+        work.progress.leave_out(MEASURING)
+    else:
         with timed("sensitivity"):
             sensitivity = _measure(work, model, batches, key, replan)
         curves = {module: curve.tolist() for module, curve in sensitivity.curves.items()}
@@ -106,9 +110,6 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
             "loss on other text may be far larger than without a calibration; give more text"
         )
     work.progress.notes(notes)
-    packed = any(planned.spec.quantized for planned in plan.layers)
-    usual = (PACKED_EPOCHS if packed else GPU_EPOCHS) * (target.type == "cuda")
-    epochs = usual if recipe.refit is None else recipe.refit
     prefix = layer_key(key=key, measured=sensitivity is not None)
     usual = FINISH_EPOCHS * (epochs > 0)  # --refit 0 asks for closed form
     finish = finish or finish_epochs(recipe.finish, usual, model, batches)

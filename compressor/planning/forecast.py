@@ -123,7 +123,7 @@ def room(work: Compression, gpus: int = 1) -> Room:
         largest += ROUTED * sum(p.spec.in_features**2 for p in work.experts) / work.sizes.blocks
     base = CONTEXT + SINGLE * work.sizes.tables
     block_bytes = SINGLE * work.dense / work.sizes.blocks
-    sensed = _sensed(work) if work.recipe.allocation != "uniform" else 0.0
+    sensed = _sensed(work) if work.senses else 0.0
     refit = _training(work, work.sizes.blocks) if work.epochs else 0.0
     needed = base + max(2 * block_bytes + max(largest, refit), block_bytes + sensed)
     kept = _of_all_batches(work, gpus)
@@ -200,7 +200,7 @@ def disk_bytes(work: Compression) -> int:
     trained = (work.epochs > 0) + (work.last_epochs > 0)
     packed = sum(p.layer.entry.nbytes for p in layers if p.spec.quantized)
     needed += trained * factors + (1 + trained) * packed
-    if work.recipe.allocation == "uniform":
+    if not work.senses:
         return needed
     whole = LowRankSpec | CorrectedSpec  # whose Fisher information is kept whole
     outputs = sum(s.out_features ** (2 if isinstance(s.plain, whole) else 1) for s in work.specs)

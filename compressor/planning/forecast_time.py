@@ -17,15 +17,15 @@ from blr.compressor.planning.roofline import Gpu
 from blr.compressor.planning.training_sizes import (
     BATCH,
     FINISH_EPOCHS,
-    GPU_EPOCHS,
     HELD_BACK,
     LAST_SHARE,
-    PACKED_EPOCHS,
     SENSITIVITY_TOKENS,
     WIDEST,
     dimensions_of,
     last_pass_bytes,
     logit_parts,
+    reads_sensitivities,
+    refit_epochs,
     refit_parts,
 )
 from blr.compressor.recipe.architectures import find_family
@@ -83,8 +83,8 @@ class Compression:
         self.batch_tokens = min(BATCH, recipe.samples) * recipe.seq_len
         held = -(-self.batches // HELD_BACK) if self.batches >= 4 else 0
         self.steps = self.batches - held  # of an epoch of training
-        usual = PACKED_EPOCHS if self.packed else GPU_EPOCHS
-        self.epochs = usual if recipe.refit is None else recipe.refit  # of the refit
+        self.epochs = refit_epochs(recipe, self.specs, gpu=True)
+        self.senses = reads_sensitivities(recipe, self.specs, self.epochs)
 
     @cached_property
     def groups(self) -> list[PlannedLayer]:
@@ -164,7 +164,7 @@ def _own_text(work: Compression) -> float:
 
 def _sensitivity(work: Compression) -> float:
     """Seconds of the forward and backward sweeps over a part of the calibration, and of eigenvalues."""
-    if work.recipe.allocation == "uniform":
+    if not work.senses:
         return 0.0
     tokens = min(work.tokens, SENSITIVITY_TOKENS)
     sums = sum(s.out_features**2 + s.in_features**2 for s in work.specs)

@@ -3,10 +3,13 @@ how much text, memory and training there is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from blr.compressor.checkpoint.context import of_text
+from blr.compressor.recipe.schema import Recipe
+from blr.compressor.structures.spec import Spec
+from blr.compressor.structures.specs import DenseSpec
 
 BATCH = 8  # windows or sentences run through a block at once
 SENSITIVITY_TOKENS = 32768  # of the calibration that the backward sweep sees
@@ -28,6 +31,19 @@ HOST_BYTES = 3.5e9  # of Python, torch and CUDA in the host's memory
 KINDS = 6  # tensors of the logits' size in the last pass, at the most
 TRAINED = 48  # bytes there of a trained number with its gradients, moments and copies, at the most
 MOST = 1 << 40  # the largest number that is believed of a size in config.json
+
+
+def refit_epochs(recipe: Recipe, specs: Iterable[Spec], gpu: bool) -> int:
+    """The epochs of training each block after its fits; unless the recipe says, none on a CPU."""
+    usual = PACKED_EPOCHS if any(spec.quantized for spec in specs) else GPU_EPOCHS
+    return usual * gpu if recipe.refit is None else recipe.refit
+
+
+def reads_sensitivities(recipe: Recipe, specs: Iterable[Spec], epochs: int) -> bool:
+    """Whether sensitivities of outputs are worth measuring: ranks and bits are shared out by them, fits
+    and the refit's `epochs` weigh errors by them. Rounding alone reads none."""
+    rounded = all(spec.fitted().structure == DenseSpec.structure for spec in specs)
+    return recipe.allocation != "uniform" and bool(epochs or recipe.bpw is not None or not rounded)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.fitting import sequential
 from blr.compressor.fitting.trainer import Adam
+from blr.compressor.planning.training_sizes import reads_sensitivities
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "bert", "gemma2", "phi3", "distilbert"])
@@ -115,6 +116,25 @@ def test_a_resumed_run_computes_nothing_again(tmp_path: Path, monkeypatch: pytes
     for module, (factors, record) in first.results.items():
         assert second.results[module] == (factors, record)
     assert all(a.student.equal(b.student) for a, b in zip(first.batches, second.batches, strict=True))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"method": "dense", "quantize": "int4"}, {"method": "dense", "quantize": "int3"}]
+)
+def test_rounding_alone_is_the_same_without_sensitivities(
+    settings: dict[str, str], tmp_path: Path
+) -> None:
+    """So that a run without a refit need not measure them, and does not."""
+    folder = save_pico("llama", tmp_path / "model")
+    found = run(folder, tmp_path / "one", **settings)
+    specs = [planned.spec for planned in found.planned.values()]
+    assert not reads_sensitivities(found.work.recipe, specs, 0)
+    assert reads_sensitivities(found.work.recipe, specs, 1)
+    without = run(folder, tmp_path / "two", measured=False, **settings)
+    for module, (factors, _) in found.results.items():
+        for name, entry in factors.items():
+            other = without.results[module][0][name]
+            assert load_file(entry.file)[entry.name].equal(load_file(other.file)[other.name])
 
 
 def test_the_dense_stream_is_the_models_own(tmp_path: Path) -> None:

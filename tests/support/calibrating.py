@@ -58,14 +58,22 @@ def native(name: str, folder: Path) -> Any:
     return getattr(transformers, config).from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def run(folder: Path, journal: Path, *, epochs: int = 0, finish: int = 0, **settings: Any) -> FitRun:
-    """Fit the checkpoint in `folder`, keeping layers in `journal`."""
+def run(
+    folder: Path,
+    journal: Path,
+    *,
+    epochs: int = 0,
+    finish: int = 0,
+    measured: bool = True,
+    **settings: Any,
+) -> FitRun:
+    """Fit the checkpoint in `folder`, keeping layers in `journal`; with sensitivities if `measured`."""
     journal.mkdir(exist_ok=True)
     model, recipe = opened(folder), make_recipe(**settings)
     source = model.source
     batches = model.start(calibration())
     work = Work(source, recipe, Journal(journal), Progress(quiet=True), "cpu")
-    sensitivity = measure(work, model, batches, "sensitivity")
+    sensitivity = measure(work, model, batches, "sensitivity") if measured else None
     plan = make_plan(source, recipe)
     found = FitRun(work, model, plan, batches, sensitivity, epochs, "prefix", finish)
     sequential.fit_blocks(found)
