@@ -130,7 +130,8 @@ def _llmcompressor(task: Task, modifier: Any, symmetric: bool) -> Found:
         if isinstance(getattr(module, "weight", None), Tensor)
     }
     for name, layer in task.layers():  # AWQ leaves the rounding to what saves
-        given = (layer.weight_scale, layer.weight_zero_point, layer.quantization_scheme.weights)
+        rounded: Any = layer
+        given = (rounded.weight_scale, rounded.weight_zero_point, rounded.quantization_scheme.weights)
         weights[name] = fake_quantize(weights[name], *given)
     return Found(
         weights, _saved(lambda folder: task.model.save_pretrained(folder, save_compressed=True))
