@@ -12,6 +12,8 @@ _BEHIND_PADDING = re.compile(
     r"(blr_)?(.*roberta.*|camembert|data2vec-text|ibert|lilt|longformer|luke|mpnet|xmod)"
 )
 
+NGRAM = "ngram"  # in place of a draft: what followed the same tokens before
+
 
 def of_text(config: Mapping[str, object]) -> Mapping[str, Any]:
     """A configuration; of a model of several parts, with the values of the part that reads text."""

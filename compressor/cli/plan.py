@@ -65,6 +65,7 @@ def plan(
     from blr.compressor.base.progress import Progress
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.planning import forecast, forecast_healing
+    from blr.compressor.planning.draft_form import draft_form
     from blr.compressor.planning.model_size import sized
     from blr.compressor.planning.outline import open_or_outline
     from blr.compressor.planning.plan import make_plan, unmeasured
@@ -84,7 +85,8 @@ def plan(
     found = resolve_model(model, revision=revision, offline=offline, weights=False)
     source, outlined = open_or_outline(found.folder)
     Progress().notes(source.notes())
-    resolved, said = sized(source, resolved, calibrated)
+    choose = draft_form if options["for_draft"] else sized
+    resolved, said = choose(source, resolved, calibrated)
     made = make_plan(source, resolved, calibrated=calibrated)
     made.notes += [*unmeasured(resolved, calibrated), *[said] * bool(said)]
     result = plan_result(made, resolved, card, found.name, outlined)

@@ -75,6 +75,8 @@ def _change(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     names = {"distance": "1 - cosine of embeddings", "states": "error of hidden states"}
     if "distance" not in before:
         names = {"kl": "KL", "student": "cross entropy"}
+    if "variation" in before:
+        names |= {"variation": "drafts rejected"}
     said = ", ".join(f"{what} {before[n]:.4f} -> {after[n]:.4f}" for n, what in names.items())
     return said if "distance" in before else f"{said} (dense {before['teacher']:.4f})"
 

@@ -55,12 +55,15 @@ def compress(
     """
     from blr.compressor.commands.compress import Settings
     from blr.compressor.commands.compress import compress as compress_folder
-    from blr.compressor.recipe.heal_settings import checked_minutes
+    from blr.compressor.recipe.heal_settings import MINUTES, checked_minutes
 
     asked = {name: settings.pop(name) for name in [*settings] if name in Recipe.model_fields}
     text, progress = None if calibration is None else str(calibration), progress or Progress(quiet=True)
     own = text == OWN
-    resolved = asked_recipe(recipe, asked, text is not None, effort, own)
+    drafts = bool(settings.get("for_draft"))
+    apart = ("gpu",) if drafts else ()
+    resolved = asked_recipe(recipe, asked, text is not None, effort, own, apart=apart)
+    heal = MINUTES if heal is None and drafts else heal
     options = Settings(str(model), calibration=text, heal=checked_minutes(heal), **settings)
     if text is not None:
         check_text(text, options.offline)
@@ -144,11 +147,11 @@ def export(
     use_threads(options.threads)
     check_options(options)
     progress.output = Path(output)
-    check_output(progress.output, options.overwrite, [name, *filter(None, [options.draft])])
+    check_output(progress.output, options.overwrite, [name, *filter(None, [options.small])])
     found = resolve_model(name, revision=options.revision, offline=options.offline)
     options = options.named(found.name, found.revision)
-    if options.draft is not None:
-        draft = resolve_model(options.draft, offline=options.offline).folder
+    if options.small is not None:
+        draft = resolve_model(options.small, offline=options.offline).folder
         options = replace(options, draft=str(draft))
     _check_files(options.text)
     from blr.compressor.exporting.job import export as export_folder

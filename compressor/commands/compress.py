@@ -22,6 +22,7 @@ from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.output.loss_messages import advice, better_fit
 from blr.compressor.output.report import as_recorded, by_type, is_layer, read_records, tensor_bytes
+from blr.compressor.planning.draft_form import draft_form
 from blr.compressor.planning.forecast import disk_bytes
 from blr.compressor.planning.forecast_healing import kept_bytes
 from blr.compressor.planning.forecast_time import Compression
@@ -99,7 +100,8 @@ def compress(
         source = open_checked(folder, settings.allow_pickle, workspace.pickled)
         if settings.calibration is not None or settings.heal:
             check_transformers(source, "--text and --heal take")
-        recipe, said = sized(source, recipe, settings.calibration is not None)
+        choose = draft_form if settings.for_draft else sized
+        recipe, said = choose(source, recipe, settings.calibration is not None)
         progress.notes([said] * bool(said))
         plan = make_plan(source, recipe)
         if settings.calibration is None:
@@ -270,6 +272,7 @@ class CompressRun(FolderRun):
             "threads": settings.threads if device == "cpu" else None,
             "calibration": None if (text := settings.calibration) is None else calibration_digest(text),
             "heal": settings.heal,
+            **({"for_draft": True} if settings.for_draft else {}),
             "versions": versions(),
         }
 
@@ -359,6 +362,7 @@ def options_of(settings: CompressSettings) -> HealOptions:
             revision=settings.revision,
             data=() if text is None or text == SELF else (text,),
             minutes=settings.heal,
+            loss="variation" if settings.for_draft else "kl",
             device=settings.device,
             max_shard_size=settings.max_shard_size,
             offline=settings.offline,

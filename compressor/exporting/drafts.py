@@ -10,6 +10,7 @@ from shlex import quote
 from typing import Any, cast
 
 from blr.compressor.base.errors import CapabilityError, OutputError, UsageError
+from blr.compressor.checkpoint.context import NGRAM
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.loading.loader_names import load_empty, misfit
@@ -26,11 +27,13 @@ from blr.compressor.workspace.shards import Slot
 
 MAX_BATCH = 8  # sequences of which a pass takes two tokens each, its draft and one more
 DRAFTS = 4  # tokens that another engine lets it propose
-SECTION = """ The smaller model in `{folder}/` proposes tokens, and this one checks several in one
+BESIDE = "The smaller model in `{folder}/` proposes tokens"
+REPEATED = "The runtime proposes what followed the last two tokens before (n-gram lookup)"
+SECTION = """ {what}, and this model checks several in one
 pass. It keeps those that it would choose itself, so that the text is its own. Of weights in few bits,
 rounding can part the two on a GPU.
 
-Other engines take the same two models, each from its own folder:
+Other engines do so, too, with models from their own folders:
 
 ```bash
 {vllm}
@@ -79,7 +82,8 @@ class Draft:
 
     def section(self, name: str) -> str:
         """What the card of the first model, of this name, says of it."""
-        return SECTION.format(folder=FOLDER, **elsewhere(name, self.source.folder.name))
+        what = BESIDE.format(folder=FOLDER)
+        return SECTION.format(what=what, **elsewhere(name, self.source.folder.name))
 
     def check_loads(self, folder: Path) -> None:
         """Raise OutputError unless the tensors in `folder`, with those shared, fill the model."""
@@ -93,24 +97,28 @@ class Draft:
 
 def elsewhere(name: str, draft: str) -> dict[str, str]:
     """How other engines decode `name` with `draft`: a command of vLLM and a call of transformers."""
-    given = {"method": "draft_model", "model": draft, "num_speculative_tokens": DRAFTS}
-    call = f"AutoModelForCausalLM.from_pretrained({draft!r})"
+    given: dict[str, Any] = {"method": "draft_model", "model": draft}
+    call = f"assistant_model=AutoModelForCausalLM.from_pretrained({draft!r})"
+    if draft == NGRAM:
+        given, call = {"method": NGRAM, "prompt_lookup_max": 2}, f"prompt_lookup_num_tokens={DRAFTS}"
+    given |= {"num_speculative_tokens": DRAFTS}
     return {
         "vllm": f"vllm serve {quote(name)} --speculative-config {quote(json.dumps(given))}",
-        "transformers": f"model.generate(**inputs, assistant_model={call})",
+        "transformers": f"model.generate(**inputs, {call})",
     }
 
 
-def open_draft(
-    folder: Path, checkpoint: Checkpoint, context: int, kept: Mapping[str, Any], batch: int
-) -> Draft:
-    """Open the draft in `folder` for an export of `checkpoint`, whose tensors `kept` stay as they are.
-    Raises UsageError for a model that is no draft of this one, CapabilityError for more sequences than
-    are decoded with a draft."""
+def check_batch(batch: int) -> None:
+    """Raise CapabilityError for more sequences than are decoded with a draft."""
     if batch > MAX_BATCH:
         raise CapabilityError(
             f"--batch {batch}: with --draft up to {MAX_BATCH} sequences are decoded at once; lower it"
         )
+
+
+def open_draft(folder: Path, checkpoint: Checkpoint, context: int, kept: Mapping[str, Any]) -> Draft:
+    """Open the draft in `folder` for an export of `checkpoint`, whose tensors `kept` stay as they are.
+    Raises UsageError for a model that is no draft of this one."""
     source, config = _opened(folder)
     _check_pair(checkpoint.source, source, context)
     ends = [name for name in ENDS if name in kept and _same(checkpoint.source, source, name)]

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from blr.compressor import __version__
+from blr.compressor.checkpoint.context import NGRAM
 from blr.compressor.checkpoint.extras import CARD, LAYERS, MAX_BYTES, METRICS
 from blr.compressor.checkpoint.regular import inside, read_whole
+from blr.compressor.exporting.drafts import REPEATED, Draft, elsewhere
+from blr.compressor.exporting.drafts import SECTION as DRAFTED
 from blr.compressor.exporting.origin import FORMAT, Checkpoint
 from blr.compressor.loading.vendor import code_files, contents_of, exported_classes, runtime_files
 from blr.compressor.modeling.registry import auto_name
@@ -18,9 +21,6 @@ from blr.compressor.output.card import LOADING, card_front
 from blr.compressor.output.files import carried_files, json_file, structured_config
 from blr.compressor.output.loss_messages import MARK
 from blr.compressor.planning.plan import Plan
-
-if TYPE_CHECKING:
-    from blr.compressor.exporting.drafts import Draft
 
 RECIPE = "recipe.yaml"
 HEAD = """# {name}, exported by blr
@@ -118,6 +118,8 @@ def small_files(
     kept = {file: _read(folder, file) for file in kept_files(checkpoint)}
     kept_card = kept.pop(CARD, b"").decode("utf-8", "replace")
     drafted = "" if draft is None else draft.section(name)
+    if settings.draft == NGRAM:
+        drafted = DRAFTED.format(what=REPEATED, **elsewhere(name, NGRAM))
     loading = LOADING[checkpoint.source.library].format(auto=auto_name(config))
     section = _section(checkpoint, config, settings, loading, drafted) + PASSES.get(kind, "")
     return {

@@ -83,7 +83,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
     started = monotonic()
     options = check_options(options)
     progress.loading()
-    reads = [folder, *([Path(options.draft)] if options.draft else [])]
+    reads = [folder, *([Path(options.small)] if options.small else [])]
     with opened(output, options, *reads, alone=True) as workspace:
         checkpoint = open_checkpoint(folder, options.allow_pickle, workspace.pickled)
         progress.notes(checkpoint.source.notes() + checkpoint.source.extras.notes())

@@ -8,6 +8,7 @@ from pathlib import Path
 from blr.compressor.base.device import DTYPES
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.exhaustion import check_packages
+from blr.compressor.checkpoint.context import NGRAM
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.recipe.run_settings import RunSettings
 
@@ -50,7 +51,8 @@ class ExportOptions(RunSettings):
             or none. [none]
         kv_quantize: Cache keys and values in int8, half the memory; or none. [as the checkpoint's cache]
         self_contained: Put kernels and runtime into the folder, for machines without blr-compress.
-        draft: Put this smaller model beside it, as a compressed one, to propose tokens that it checks.
+        draft: Put this smaller model beside it, as a compressed one, to propose tokens that it checks;
+            ngram proposes what followed the last two tokens before.
         text: Measure the loss of a decoder on this text. [what a small model writes itself]
     """
 
@@ -66,6 +68,11 @@ class ExportOptions(RunSettings):
     self_contained: bool = False
     draft: str | None = None
     text: Path | None = None
+
+    @property
+    def small(self) -> str | None:
+        """The smaller model that proposes tokens, if one does."""
+        return None if self.draft == NGRAM else self.draft
 
     @property
     def target(self) -> str:

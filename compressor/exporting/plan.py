@@ -15,7 +15,7 @@ from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.exporting.drafts import Draft, open_draft
+from blr.compressor.exporting.drafts import Draft, check_batch, open_draft
 from blr.compressor.exporting.files import export_config, small_files
 from blr.compressor.exporting.forward import check_pt2
 from blr.compressor.exporting.options import DEFAULT_CONTEXT, ExportOptions
@@ -158,8 +158,10 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     tensors = plan_tensors(source, checkpoint.specs, options.dtype, quantizer)
     draft = None
     if options.draft is not None:
-        use_for = context or 0, tensors.shapes, options.batch
-        draft = open_draft(Path(options.draft), checkpoint, *use_for)
+        check_batch(options.batch)
+        packed |= {"draft": options.draft}
+    if options.small is not None:
+        draft = open_draft(Path(options.small), checkpoint, context or 0, tensors.shapes)
         packed |= {"draft": draft.name}
     settings = ExportSettings(LAYOUT, *use, __version__, context, cache, **packed)
     config = export_config(checkpoint, settings, options.dtype, options.self_contained)

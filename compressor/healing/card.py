@@ -21,6 +21,7 @@ present sizes and errors, and `metrics.jsonl` the course of the last training.
 LOSSES = {
     "kl": "divergence of the next token's distribution",
     "lm": "loss on the text",
+    "variation": "total variation between the next token's distributions",
     "distance": "1 − cosine of the sentence embeddings, and errors of the hidden states",
 }
 STATES = " and {:g} times the relative squared error of the blocks' outputs"

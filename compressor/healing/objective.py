@@ -58,6 +58,12 @@ def kl_of_top(k: int) -> Measure:
     return measure
 
 
+def variation(student: Tensor, teacher: Tensor | None, _: Tensor) -> Tensor:
+    """Σ total variation between both: the share of a draft's tokens that its model rejects."""
+    assert teacher is not None
+    return (student.float().softmax(-1) - teacher.float().softmax(-1)).abs().sum() / 2
+
+
 def lm(student: Tensor, _: Tensor | None, targets: Tensor) -> Tensor:
     """Σ −log q of the text's next tokens [n]."""
     return cross_entropy(student.float(), targets, reduction="sum")
@@ -227,6 +233,17 @@ class Merit:
         return self.kl if loss == "kl" else self.student
 
 
+@dataclass(frozen=True)
+class DraftMerit(Merit):
+    """`Merit` of a draft, and the share of its tokens that the teacher rejects."""
+
+    variation: float
+
+    def judged(self, loss: str) -> float:
+        """The share rejected."""
+        return self.variation
+
+
 class Objective:
     """The loss of windows [m, w], summed over tokens but the first `idle` of each."""
 
@@ -235,7 +252,8 @@ class Objective:
         self.teacher = Replies(pair.teacher, probe)
         self.options, self.device, self.idle = options, pair.device, idle
         top = kl if options.top_k is None else kl_of_top(options.top_k)
-        self.measure, self.weight = lm if options.loss == "lm" else top, self._weight(probe)
+        self.measure = {"kl": top, "lm": lm, "variation": variation}[options.loss]
+        self.weight = self._weight(probe)
         if options.compile:
             self.measure = torch.compile(self.measure, dynamic=False)
         self._kept: dict[tuple[int, int], Tensor] = {}
@@ -281,7 +299,8 @@ class Objective:
     @torch.no_grad()
     def merit(self, held: Tensor) -> Merit:
         """The merit of windows `held` [h, w]. The teacher's hidden states are kept from call to call."""
-        totals = torch.zeros(3, dtype=torch.float64)
+        drafts = self.options.loss == "variation"
+        totals = torch.zeros(3 + drafts, dtype=torch.float64)
         for n in range(0, len(held), HELD_BATCH):
             windows = held[n : n + HELD_BATCH].to(self.device)
             targets, head = self._targets(windows), self.student.head
@@ -292,14 +311,15 @@ class Objective:
                 if self.teacher.plain:  # logits would be too large to keep
                     self._kept[id(held), n] = dense
             wanted = dense, self.teacher.head
-            found = (
+            found = [
                 summed(hidden, head, wanted, targets, kl),
                 summed(hidden, head, None, targets, lm),
                 summed(wanted[0], self.teacher.head, None, targets, lm),
-            )
+            ]
+            found += [summed(hidden, head, wanted, targets, variation)] if drafts else []
             totals += torch.stack(found).double().cpu()
-        kl_, student, teacher = (totals / (held.shape[0] * self.scored(held.shape[1]))).tolist()
-        return Merit(kl_, student, teacher)
+        figures = (totals / (held.shape[0] * self.scored(held.shape[1]))).tolist()
+        return DraftMerit(*figures) if drafts else Merit(*figures)
 
     def _predicting(self, hidden: Tensor) -> Tensor:
         """The states that predict a token: [m, w, d] -> [m scored(w), d]."""

@@ -23,6 +23,7 @@ class _OfText(TypedDict):
     kl: float
     student: float
     teacher: float  # `objective.Merit`
+    variation: NotRequired[float]
 
 
 class _OfSentences(TypedDict):

@@ -54,12 +54,15 @@ def _verbatim(*names: str) -> dict[str, bytes]:
     return {f"{name}.py": _source(f"{MODELING}.{name}").encode() for name in names}
 
 
+DRAFTED = ("runtime.drafted", "runtime.proposals", "runtime.acceptance", "modeling.drafts")
+
+
 @dataclass(frozen=True)
 class Contents:
     """What an export holds, which decides on the kernels that it needs.
 
     structures: names of its specs. quantized: whether weights are in few bits. rows: sequences decoded
-    at once, 0 for a model that generates nothing. drafted: whether a smaller model makes proposals.
+    at once, 0 for a model that generates nothing. drafted: whether tokens are proposed.
     """
 
     structures: frozenset[str]
@@ -79,7 +82,7 @@ class Contents:
             absent.add("decode.skinny.mix")
         others = set() if self.rows else {"blr.compressor.runtime"}
         if not self.drafted:
-            others |= {"blr.compressor.runtime.drafted", "blr.compressor.modeling.drafts"}
+            others |= {f"blr.compressor.{part}" for part in DRAFTED}
         return frozenset({f"blr.kernels.{name}" for name in absent} | others)
 
 

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_utils import PreTrainedModel
 
-from blr.compressor.checkpoint.context import context_of
+from blr.compressor.checkpoint.context import NGRAM, context_of
 from blr.compressor.modeling.cache_key import held_for
 from blr.compressor.modeling.modeling_blr import Mixin
 from blr.compressor.modeling.requests import Request, read_request
@@ -117,7 +117,8 @@ def _make_decoder(model: PreTrainedModel, settings: ExportSettings) -> object:
         from blr.compressor.modeling.drafts import load_draft
         from blr.compressor.runtime.drafted import DraftedDecoder
 
-        if (draft := load_draft(model, settings.draft)) is not None:
+        draft = None if settings.draft == NGRAM else load_draft(model, settings.draft)
+        if draft is not None or settings.draft == NGRAM:
             return DraftedDecoder(model, draft, **options)
     return Decoder(model, **options)
 

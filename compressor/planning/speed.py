@@ -35,16 +35,27 @@ def tokens_per_second(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool
     """The speed of decoding one sequence, without attention and norms. None if the recipe cannot be
     planned."""
     try:
-        return _predicted(source, recipe, gpu, calibrated)
+        return predicted(source, recipe, gpu, calibrated)
     except BlrError:
         return None
 
 
-def _predicted(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> float:
+def predicted(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> float:
     """The speed as `tokens_per_second` gives it. Raises UsageError if the recipe cannot be planned."""
     plan = make_plan(source, recipe, calibrated=calibrated)
     times = [_decoded(planned.spec, gpu) for planned in plan.layers]
-    times += [_dense(*kept.layer.shape, gpu) for kept in plan.kept]
+    return _whole(source, times + [_dense(*kept.layer.shape, gpu) for kept in plan.kept], gpu)
+
+
+def dense_speed(source: Source, recipe: Recipe, gpu: Gpu) -> float:
+    """The speed of the dense model whose layers `recipe` would replace."""
+    plan = make_plan(source, recipe)
+    layers = [planned.layer for planned in plan.layers] + [kept.layer for kept in plan.kept]
+    return _whole(source, [_dense(*layer.shape, gpu) for layer in layers], gpu)
+
+
+def _whole(source: Source, times: list[float], gpu: Gpu) -> float:
+    """Tokens a second with layers of these microseconds, and the head."""
     words, width = (of_text(source.config).get(name) for name in ("vocab_size", "hidden_size"))
     head = _dense(words, width, gpu) if isinstance(words, int) and isinstance(width, int) else 0.0
     return 1e6 / max(sum(times) + head, dimensions_of(source.config).blocks * LAUNCHES * LAUNCH)
@@ -86,7 +97,7 @@ def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str
     for settings in _storages(recipe):
         try:
             tried = _stored(recipe, settings)
-            speed = _predicted(source, tried, gpu, calibrated)
+            speed = predicted(source, tried, gpu, calibrated)
         except UsageError as error:  # of a rule, or a model: globs that match nothing
             refused = refused or error
             continue

@@ -130,5 +130,5 @@ def _of_storing(recipe: Recipe, layers: list[LayerSettings]) -> dict[str, str]:
     if recipe.base not in (None, NONE) and all(layer.stored.base is None for layer in layers):
         found["base"] = f"a --method that corrects it, not {DENSE}"
     if not recipe.former_methods:  # `auto` took it
-        found["gpu"] = "--tokens-per-second"
+        found["gpu"] = "--tokens-per-second and --for-draft"
     return found

@@ -12,7 +12,7 @@ from blr.compressor.recipe.run_settings import RunSettings
 
 SELF = "self"
 KINDS = ("factors", "norms", "biases", "dense", "embeddings", "head")
-LOSSES = ("kl", "lm")
+LOSSES = ("kl", "lm", "variation")
 LONGEST = 1e5  # most minutes
 MINUTES = 3.0  # default budget
 MIX = 2 / 3  # default share of own text beside the user's
@@ -51,7 +51,8 @@ class HealOptions(RunSettings):
         rate (--lr): Learning rate, relative to the root mean square of each tensor.
         batch: Tokens of a step, over all processes. [64 windows on a GPU, 8 on a CPU]
         window: Tokens of a window.
-        loss: Minimize kl, the divergence from the teacher, or lm, the loss on the text.
+        loss: Minimize kl, the divergence from the teacher; lm, the loss on the text; or variation, the
+            share of tokens that a draft proposes in vain.
         top_k: Compare only the K tokens that the teacher finds likeliest. [all]
         hidden: Weight of the distance between outputs of blocks, beside --loss.
             [4; 1 for encoders, 0 with --loss lm]
@@ -106,12 +107,12 @@ class HealOptions(RunSettings):
     @property
     def varied(self) -> float:
         """The share of tokens that are replaced when a decoder's text is read again and again."""
-        return (VARY if self.loss == "kl" else 0.0) if self.vary is None else self.vary
+        return (VARY if self.loss != "lm" else 0.0) if self.vary is None else self.vary
 
     @property
     def matches_states(self) -> bool:
         """Whether the distance between the blocks' outputs counts."""
-        return self.loss == "kl" if self.hidden is None else self.hidden > 0
+        return self.loss != "lm" if self.hidden is None else self.hidden > 0
 
     def trained(self, kinds: list[str]) -> list[str]:
         """What is trained, in words: additions, and parameters of these `kinds`."""
@@ -160,8 +161,8 @@ def _refuse_idle(options: HealOptions) -> None:
         raise UsageError("--mix 1 reads nothing of --text; lower it, or leave out --text")
     if options.own_tokens is not None and options.mix == 0:
         raise UsageError(f"--own-tokens {options.own_tokens}: --mix 0 takes none; leave one of them out")
-    if options.vary and options.loss != "kl":
-        raise UsageError(f"--vary {options.vary:g} is of --loss kl; leave it out")
+    if options.vary and options.loss == "lm":
+        raise UsageError(f"--vary {options.vary:g} is not of --loss lm; leave it out")
     if options.top_k is not None and options.loss != "kl":
         raise UsageError(f"--top-k {options.top_k} is of --loss kl; leave it out")
 

@@ -50,8 +50,10 @@ class CompressSettings(RunSettings):
 
     Options:
         device: Compute on auto, cpu, cuda or cuda:N.
+        for_draft: Choose the form that makes the best draft of the model on --gpu, and heal it for that.
     """
 
+    for_draft: bool = False
     calibration: str | None = None
     heal: float | None = None
     device: str = "auto"

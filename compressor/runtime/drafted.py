@@ -1,4 +1,5 @@
-"""Decodes with a draft: a small model proposes tokens, and the dense one checks them in one pass.
+"""Decodes with a draft: a small model, or the text so far, proposes tokens, and the dense model checks
+them in one pass.
 
 A round takes k tokens of the draft, one after the other, and passes them through the dense model
 together. It keeps those that the dense model agrees with, and one more that the dense model chooses.
@@ -16,20 +17,26 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
+from blr.compressor.planning.pace import times_as_fast
 from blr.compressor.runtime.acceptance import accept, agreed
 from blr.compressor.runtime.decoder import MAX_BATCH, Decoder
 from blr.compressor.runtime.memory import bucket_of
+from blr.compressor.runtime.proposals import (
+    LIKELY,
+    Lookup,
+    Proposer,
+    SmallModel,
+    repeat_starts,
+    seconds_of,
+)
 from blr.compressor.runtime.sampling import Collector, Sampler, check_logits
 from blr.kernels.decode.gemv.segments import SEVERAL, Run, in_turn
 
 DRAFTS = (1, 2, 3, 5, 7)  # numbers of drafts that a round may have, each a CUDA graph
 NONE = 0  # the model alone
-BANDWIDTH, LAUNCH = 3.9e12, 3.5e-6  # bytes a second and seconds a launch, of an H200
-PASS = 1.1  # a pass of several tokens, as a part of a step of one
 CORES = 0.4  # what each more token of a pass adds on CUDA cores
 BETTER = 1.05  # times as fast another number of drafts must be, for its graph takes time to capture
-# The weight of a round beside the next one, and what is believed of drafts before any
-KEPT, BELIEVED, WEIGHT = 0.95, 0.8, 4.0
+KEPT, WEIGHT = 0.95, 4.0  # the weights of a round beside the next one, and of what is believed before
 CERTAIN = 0.995  # no share is believed to be more
 AHEAD = 1  # rounds that are launched before the results of another are there
 
@@ -39,7 +46,7 @@ class Acceptance:
     """The share of drafts that are accepted, of the last rounds above all; `total` counts all accepted
     drafts of `drafts`, `rounds` those of all sequences."""
 
-    accepted: float = BELIEVED * WEIGHT
+    accepted: float = LIKELY * WEIGHT
     tried: float = WEIGHT
     total: int = 0
     drafts: int = 0
@@ -58,7 +65,7 @@ class Acceptance:
         share = min(self.accepted / self.tried, CERTAIN)
 
         def speed(k: int) -> float:
-            return (1 - share ** (k + 1)) / (1 - share) / (PASS + cost * k) if k else 1.0
+            return times_as_fast(share, k, cost)
 
         found = max(choices, key=speed)
         return found if now not in choices or speed(found) > BETTER * speed(now) else now
@@ -133,8 +140,9 @@ class Rounds:
 
 
 class DraftedDecoder(Decoder):
-    """Decodes with `model` and a `draft` of the same vocabulary. Options are those of `Decoder`, for
-    both. Tokens are those of `model` alone, or are drawn by its probabilities.
+    """Decodes with `model` and a `draft` of the same vocabulary, or with the text so far for one.
+    Options are those of `Decoder`, for both. Tokens are those of `model` alone, or are drawn by its
+    probabilities.
 
     Attributes:
         acceptance: of the last call of `generate`. cost: of a step of the draft, as a part of a pass of
@@ -144,16 +152,18 @@ class DraftedDecoder(Decoder):
     def __init__(
         self,
         model: PreTrainedModel,
-        draft: PreTrainedModel,
+        draft: PreTrainedModel | None,
         *,
         batch: int = 1,
         choices: tuple[int, ...] = (NONE, *DRAFTS),
         **options: Any,
     ) -> None:
         super().__init__(model, batch=batch, tokens=MAX_BATCH, **options)
-        self.draft = Decoder(draft, batch=batch, tokens=MAX_BATCH, **options)
+        self.draft: Proposer = Lookup(self)
+        if draft is not None:
+            self.draft = SmallModel(Decoder(draft, batch=batch, tokens=MAX_BATCH, **options))
         self.choices, self.acceptance = choices, Acceptance()
-        self.cost = _seconds(self.draft) / _seconds(self)
+        self.cost = self.draft.seconds / seconds_of(self)
         # of every sequence: the last two tokens, and the slot of the last, which no cache has yet
         self._moving = torch.zeros(3, batch, dtype=torch.int64, device=model.device)
         self._rounds: dict[tuple[object, ...], Round] = {}
@@ -161,11 +171,9 @@ class DraftedDecoder(Decoder):
     def prefill(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Read a prompt into both caches; as of `Decoder`."""
         logits = super().prefill(input_ids, lengths)
-        self.draft.prefill(input_ids, lengths)
+        self.draft.read(input_ids, lengths)
+        repeat_starts(self)
         rows = self.rows
-        for state in (self.state, self.draft.state):
-            times = len(state.start) // rows
-            state.start[: rows * times] = state.start[:rows].repeat(times)
         self._moving[0, :rows] = input_ids[:, -1]
         self._moving[2, :rows] = self.position
         return logits
@@ -175,7 +183,7 @@ class DraftedDecoder(Decoder):
     ) -> list[list[int]]:
         rows, device = self.rows, self.model.device
         choices, cost = self._possible(rows), self._cost_of(rows)
-        self.acceptance = Acceptance()
+        self.acceptance = Acceptance(self.draft.believed * WEIGHT)
         drafts = self.acceptance.best(choices, cost) if choices else NONE
         if drafts == NONE:
             return super().proceed(logits, sampler, collector, steps, seed)
@@ -220,8 +228,7 @@ class DraftedDecoder(Decoder):
 
     def _make(self, rows: int, drafts: int, bucket: int, sampler: Sampler) -> Round:
         """Bind a round, and capture it as one CUDA graph."""
-        of, phases = self.draft, self.draft.plan.phases
-        bound = of.launches(rows, bucket, phases, 2), of.launches(rows, bucket, phases)
+        propose, moving = self.draft.bind(rows, bucket), self._moving[:, :rows]
         check = self.launches(rows, bucket, self.plan.phases, drafts + 1, alone=self.plan.plain)
         device, noise, chances = self.model.device, None, None
         if not sampler.greedy:
@@ -231,7 +238,7 @@ class DraftedDecoder(Decoder):
         result = torch.zeros(drafts + 2, rows, dtype=torch.int64, device=device)
 
         def once() -> None:
-            proposed, likely = self._propose(*bound, rows, drafts, sampler, noise)
+            proposed, likely = propose(moving, drafts, sampler, noise)
             logits = self._check(check, rows, proposed)
             if likely is None or noise is None or chances is None:
                 chosen = self.state.tokens[: rows * (drafts + 1)].view(-1, rows)
@@ -239,41 +246,12 @@ class DraftedDecoder(Decoder):
             else:
                 wanted = sampler.distribution(logits).view(drafts + 1, rows, -1)
                 chosen, count = accept(wanted, likely, proposed, chances, noise[-1])
+            self.draft.note(moving[2], chosen)
             self._move(chosen, count, rows)
             result.copy_(torch.cat((chosen, count[None] + 1)))
 
-        run = self.captured(once, [self._moving], (bound, check, noise, chances))
+        run = self.captured(once, [self._moving], (propose, check, noise, chances))
         return Round(drafts, result, run, noise, chances)
-
-    def _propose(
-        self,
-        first: list[Run],
-        step: list[Run],
-        rows: int,
-        drafts: int,
-        sampler: Sampler,
-        noise: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Tokens [drafts, rows] of the draft, and what it drew them from. Its first pass has the last
-        two tokens: after a round without a rejected draft, it lacks the one before the last."""
-        state, (before, last, at) = self.draft.state, self._moving[:, :rows]
-        state.tokens[: 2 * rows] = torch.cat((before, last))
-        state.pos[: 2 * rows] = torch.cat((at - 1, at))
-        in_turn(first)
-        tokens: list[Tensor] = []
-        likely: list[Tensor] = []
-        for index in range(drafts):
-            begin = 0 if index else rows
-            if index:
-                state.tokens[:rows] = tokens[-1]
-                state.pos[:rows] = (at + index).clamp(max=self.context - 1)
-                in_turn(step)
-            if noise is None:
-                tokens.append(state.tokens[begin : begin + rows].clone())
-                continue
-            likely.append(sampler.distribution(state.buffers["logits"][begin : begin + rows]))
-            tokens.append((likely[-1] / noise[index]).argmax(-1))
-        return torch.stack(tokens), torch.stack(likely) if likely else None
 
     def hits(self, chosen: Tensor, proposed: Tensor) -> Tensor:
         """Whether each proposed token [drafts, rows] is the one that the model chose in its place."""
@@ -297,10 +275,3 @@ class DraftedDecoder(Decoder):
         before.copy_(chain.gather(0, count[None])[0])
         last.copy_(chain.gather(0, count[None] + 1)[0])
         at.add_(count + 1).clamp_(max=self.context - 1)
-
-
-def _seconds(decoder: Decoder) -> float:
-    """About how long a token of `decoder` takes on a GPU. Not measured, so that the same seed draws the
-    same tokens."""
-    phases = decoder.plan.phases
-    return sum(phase.bytes for phase in phases) / BANDWIDTH + LAUNCH * len(phases)

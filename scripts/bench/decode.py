@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from blr.bench.models import (
     BenchModel,
     Models,
     cache_bytes,
+    find_model,
     find_models,
     prompt,
     weight_bytes,
@@ -43,6 +44,7 @@ from blr.bench.timing import CudaSampler, Rotation, spread, wall_ms
 from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
+from blr.compressor.checkpoint.context import NGRAM
 from blr.compressor.modeling.drafts import load_draft
 from blr.compressor.modeling.settings import export_settings
 
@@ -201,7 +203,7 @@ class DecodeCases:
         if name.runtime == HF:
             return HfArm(model, ids, room, cuda if o.compiling is None else o.compiling)
         if name.structure == SPECULATIVE:
-            draft = _draft(models, model, name.kind)
+            draft = _draft(models, model, name)
             share = name.share if models.model.folder is None else None
             return SpeculativeArm(model, draft, ids, room, name.cache, share)
         return OursArm(model, ids, room, name.cache)
@@ -227,13 +229,18 @@ def _model(models: Models, name: ArmName) -> Any:
     return models.get(name.structure, name.kind, name.head)
 
 
-def _draft(models: Models, model: Any, kind: str) -> Any:
-    """The draft of an arm's model: its folder's own; of a shape, low rank, or corrected in few bits.
-    Raises RuntimeError for a folder without one."""
-    if models.model.folder is None:
-        return models.get(CORRECTED, kind) if kind else models.get("lowrank")
+def _draft(models: Models, model: Any, name: ArmName) -> Any:
+    """The draft of an arm's model: one that is named; its folder's own; of a shape, low rank, or
+    corrected in few bits. None for the text so far. Raises RuntimeError for a folder without one."""
     settings = export_settings(model.config)
-    draft = None if settings is None or settings.draft is None else load_draft(model, settings.draft)
+    own = None if settings is None else settings.draft
+    if NGRAM in (name.draft, own):
+        return None
+    if name.draft:
+        return replace(models, model=find_model(name.draft), built={}, ends=None).get("dense")
+    if models.model.folder is None:
+        return models.get(CORRECTED, name.kind) if name.kind else models.get("lowrank")
+    draft = None if own is None else load_draft(model, own)
     if draft is None:
         raise RuntimeError(f"{models.model.folder} has no draft; make one with blr export --draft")
     return draft

@@ -12,6 +12,7 @@ from torch import Tensor
 from blr.bench.layer_problem import RECOMPILATIONS
 from blr.bench.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
 from blr.compressor.base.errors import UsageError
+from blr.compressor.checkpoint.context import NGRAM
 from blr.compressor.exporting.quantizer import KINDS
 from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.runtime.decoder import Decoder
@@ -26,10 +27,12 @@ HEADS = {f"head{bits}": kind for kind, bits in KINDS.items()}  # in arms: kind o
 
 
 SPECULATIVE = "speculative"  # dense, with a draft: a folder's own, low rank, or corrected few bits
+DRAFTED = ("1b", "pico", NGRAM)  # models of another shape, and the text so far, as drafts
 SHARE = 0.9  # of drafts that are accepted of random weights
 STRUCTURED = ("dense", *STRUCTURES, CORRECTED, OWN, SPECULATIVE)
 ARM = re.compile(
-    f"(?P<runtime>{HF}|{OURS})-(?P<structure>{'|'.join(STRUCTURED)})(?:-(?P<share>[1-9][0-9]))?"
+    f"(?P<runtime>{HF}|{OURS})-(?P<structure>{'|'.join(STRUCTURED)})(?:-(?P<draft>{'|'.join(DRAFTED)}))?"
+    f"(?:-(?P<share>[1-9][0-9]))?"
     f"(?:-(?P<kind>{'|'.join(FEW_BITS)}))?"
     f"(?:-(?P<head>{'|'.join(HEADS)}))?(?:-(?P<cache>{CACHE}))?"
 )
@@ -38,7 +41,8 @@ ARM = re.compile(
 @dataclass(frozen=True)
 class ArmName:
     """``ours-lowrank-int4-head8``: who decodes, what structure, what quantization of the layers and
-    of the output head ("" for none), the kind of the cache, and the share of drafts that is accepted."""
+    of the output head ("" for none), the kind of the cache, the draft if it is of `DRAFTED`, and the
+    share of drafts that is accepted."""
 
     text: str
     runtime: str
@@ -46,6 +50,7 @@ class ArmName:
     kind: str
     head: str
     cache: str
+    draft: str = ""
     share: float = SHARE
 
     def __str__(self) -> str:
@@ -62,15 +67,16 @@ def parse_arm(text: str) -> ArmName:
     else:
         known = bool(parts) and (parts["structure"] != CORRECTED or bool(parts["kind"]))
         if known and parts["structure"] == SPECULATIVE:
-            known = not parts["head"]
-        elif parts.get("share"):
+            known = not parts["head"] and not (parts["draft"] and parts["kind"])
+        elif parts.get("share") or parts.get("draft"):
             known = False
     if not known:
         raise UsageError(
             f"arm {text!r}: expected hf-dense or hf-own, or ours- with one of "
             f"{', '.join(STRUCTURED)} and, if quantized (corrected: always), -int8, -int4, -int3 or "
             f"-int2, then -head8 or -head4 for a quantized output head, then -{CACHE} for keys and "
-            f"values in int8; ours-{SPECULATIVE} may first name a percentage of right drafts, as -90"
+            f"values in int8; ours-{SPECULATIVE} may first name a draft ({', '.join(DRAFTED)}), then a "
+            "percentage of right ones, as -90"
         )
     head, cache = HEADS.get(parts["head"], ""), INT8 if parts["cache"] else WHOLE
     share = int(parts.pop("share") or 100 * SHARE) / 100

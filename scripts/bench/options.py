@@ -148,8 +148,8 @@ class DecodeOptions(StructuredOptions):
         arms: Comma-separated: hf- or ours- with dense or, for a checkpoint, own; ours- also with
             lowrank, blast, monarch or, in few bits, corrected. Ours may go on with -int8, -int4, -int3
             or -int2, then -head8 or -head4 for the output head, -kv8 for keys and values in int8.
-            ours-speculative has a draft: a folder's own, or low rank (-int2: corrected), of which -90
-            says how many percent count as right. [all usual ones]
+            ours-speculative has a draft: a folder's own, low rank (-int2: corrected), a model (-1b) or
+            the text so far (-ngram), of which -90 says how many percent count as right. [all usual ones]
         contexts: Tokens of the prompt.
         batches: Sequences at once, at most 16.
         steps: Tokens of a measurement.

@@ -154,6 +154,9 @@ def test_tied_ends_stay_tied_in_other_models() -> None:
         "ours-own-int8",
         "ours-own-kv8",
         "ours-corrected-int2",
+        "ours-speculative-1b-90",
+        "ours-speculative-ngram",
+        "ours-speculative-int2",
     ],
 )
 def test_arms_say_what_they_are(arm: str) -> None:
@@ -162,6 +165,14 @@ def test_arms_say_what_they_are(arm: str) -> None:
     assert (found.runtime, found.structure, found.kind, found.head) == (
         *("ours", "lowrank", "int4", "int8"),
     )
+
+
+def test_arms_of_other_drafts_are_timed() -> None:
+    for row in _run(arms=("ours-speculative-pico-90", "ours-speculative-ngram-50")):
+        assert (row.status, row.ms is not None) == (OK, True) and "accepted" in (row.note or "")
+    for arm in ("ours-speculative-1b-int2", "ours-dense-1b"):
+        with pytest.raises(UsageError, match="may first name a draft"):
+            parse_arm(arm)
 
 
 def test_arms_of_quantized_heads_are_right_and_timed(tiny: Path) -> None:

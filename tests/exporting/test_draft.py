@@ -144,3 +144,20 @@ def test_what_is_no_draft_is_refused(sources: dict[str, Path], tmp_path: Path) -
         with pytest.raises(BlrError, match=said) as found:
             export_to(sources["dense"], tmp_path / "x", **{**given, "draft": str(given["draft"])})
         assert "\n" not in str(found.value) and not (tmp_path / "x").exists()
+
+
+def test_text_so_far_as_the_draft(sources: dict[str, Path], tmp_path: Path) -> None:
+    """No second model; a copied export says the same, and its card what other engines take."""
+    folder = export_to(sources["dense"], tmp_path / "a", draft="ngram", batch=2, context=128)
+    assert not (folder / "draft").exists()
+    model, ids = load(folder), torch.tensor([[*range(100, 120)] * 2, [*range(40, 80)]])
+    alone = load(sources["dense"]).generate(ids, **GREEDY)
+    assert torch.equal(model.generate(ids, **GREEDY), alone)
+    assert model._blr_decoder.made.acceptance.rounds > 0
+    card = (folder / "README.md").read_text("utf-8")
+    line = next(line for line in card.splitlines() if line.startswith("vllm serve"))
+    assert json.loads(shlex.split(line)[-1])["method"] == "ngram"
+    call = next(line for line in card.splitlines() if "prompt_lookup_num_tokens=" in line)
+    given = {"input_ids": ids[:1], **GREEDY}
+    again = eval(call, {"model": load(sources["dense"]), "inputs": given})
+    assert torch.equal(again, load(sources["dense"]).generate(ids[:1], **GREEDY))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from blr.compressor.commands import compress as after
 from blr.compressor.commands.compress import Settings, Summary, compress
 from blr.compressor.fitting import factorize
 from blr.compressor.healing import data, trainer
+from blr.compressor.planning import draft_form
 from blr.compressor.recipe.heal_settings import HealOptions, check_options
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text import own
@@ -51,6 +53,22 @@ def test_the_output_is_healed_and_says_both(dense: Path, tmp_path: Path) -> None
     assert read_manifest(output)["source"]["name"] == "dense"
 
 
+def test_a_draft_is_healed_for_what_is_accepted(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its form is chosen; the summary has the predicted and the measured share."""
+    assert Settings("dense").for_draft is False
+    monkeypatch.setattr(draft_form, "FORMS", draft_form.FORMS[-1:])
+    monkeypatch.setattr(after, "options_of", lambda _: check_options(replace(SHORT, loss="variation")))
+    settings = Settings("dense", heal=1.0, for_draft=True)
+    summary = compress(dense, Recipe(seq_len=16, samples=8), tmp_path / "out", settings, QUIET)
+    assert summary is not None and "int2" in summary.became
+    assert summary.healed is not None
+    before, found = (summary.healed[when]["self"]["variation"] for when in ("before", "after"))
+    assert 0 < found < before < 1
+    assert "total variation" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_a_run_stopped_in_training_fits_nothing_again(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +99,7 @@ def test_a_text_too_short_to_train_on_is_refused_before_any_fit(
 
 def test_the_text_of_the_calibration_is_that_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    assert after.options_of(Settings("dense", heal=2.0, for_draft=True)).loss == "variation"
     for text, expected, share in ((None, (), 1.0), ("self", (), 1.0), ("a.txt", ("a.txt",), 2 / 3)):
         options = after.options_of(Settings("dense", heal=2.0, calibration=text))
         assert (options.data, options.mix, options.minutes) == (expected, share, 2.0)

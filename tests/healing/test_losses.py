@@ -17,10 +17,11 @@ from blr.compressor.healing.objective import (
     lm,
     missed_states,
     summed,
+    variation,
 )
 
 ROWS, WIDTH, VOCABULARY = 7, 5, 11
-MEASURES: dict[str, Measure] = {"kl": kl, "top 3": kl_of_top(3), "lm": lm}
+MEASURES: dict[str, Measure] = {"kl": kl, "top 3": kl_of_top(3), "lm": lm, "variation": variation}
 
 
 def case() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -118,3 +119,11 @@ def test_a_bias_of_the_head_is_trained(trained: str, monkeypatch: pytest.MonkeyP
     expected = torch.autograd.grad(whole, leaves)
     found = summed(hidden, Readout(weight, bias), (theirs, Readout(their_weight)), targets, kl)
     torch.testing.assert_close(torch.autograd.grad(found, leaves), expected)
+
+
+def test_variation_is_the_share_of_a_drafts_tokens_that_its_model_rejects() -> None:
+    """One token drawn by q is accepted with min(1, p / q)."""
+    logits, other = torch.randn(3, VOCABULARY), torch.randn(3, VOCABULARY)
+    p, q = logits.softmax(-1), other.softmax(-1)
+    rejected = (q * (1 - p / q).clamp_min(0)).sum()
+    torch.testing.assert_close(variation(other, logits, torch.zeros(3, dtype=torch.long)), rejected)

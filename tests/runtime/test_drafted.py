@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import transformers
 from pico import VOCAB, save_pico
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from blr.compressor import register
 from blr.compressor.base.errors import NumericsError
@@ -18,6 +20,7 @@ from blr.compressor.runtime.acceptance import accept
 from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.runtime.drafted import DRAFTS, Acceptance
 from blr.compressor.runtime.drafted import DraftedDecoder as Drafted
+from blr.compressor.runtime.proposals import Lookup
 from blr.compressor.runtime.sampling import Collector, Sampler
 from blr.kernels.common.available import has_triton
 from blr.kernels.decode.gemv.segments import in_turn
@@ -86,6 +89,52 @@ def test_greedy_tokens_are_those_of_the_model_alone(
     assert low <= share <= high
 
 
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_text_so_far_as_a_draft(rows: int, repeated: bool, trained: Any, text: Tensor) -> None:
+    """Greedy tokens are those of the model alone, up to the end of the cache."""
+    ids, mask = ragged(text, rows)
+    if repeated:
+        ids, mask = torch.cat((ids, ids), 1), torch.cat((mask, torch.ones_like(ids)), 1)
+    options: dict[str, Any] = {"batch": rows, "context": 60, "ops": "torch"}
+    drafted = DraftedDecoder(trained, None, **options)
+    new = 60 - ids.shape[1]
+    found = drafted.generate(ids, mask, max_new_tokens=new)
+    assert found == Decoder(trained, **options).generate(ids, mask, max_new_tokens=new)
+    assert drafted.acceptance.rounds > 0
+
+
+def test_text_so_far_proposes_what_followed_the_same_tokens() -> None:
+    """Of the last place, two tokens alike before one, and round again from the end of the text."""
+    place = SimpleNamespace(batch=4, context=12, model=SimpleNamespace(device=torch.device("cpu")))
+    place.state = SimpleNamespace(buffers={"logits": torch.zeros(4, 10)})
+    lookup = Lookup(cast(Decoder, place))
+    rows = [[1, 2, 3, 4, 5, 2, 9, 1], [0, 0, 6, 7, 6, 7, 8, 6], [1, 2, 3, 4, 5, 6, 7, 8]]
+    lookup.read(torch.tensor(rows), torch.tensor([8, 6, 8]))
+    moving = torch.tensor([[1, 6, 8], [2, 7, 0], [8, 8, 8]])
+    greedy = Sampler()
+    tokens, likely = lookup.bind(3, 12)(moving, 3, greedy, None)
+    assert tokens.T[:2].tolist() == [[3, 4, 5], [8, 6, 7]] and likely is None
+    lookup.note(moving[2], torch.tensor([[3, 8, 0], [4, 6, 0], [9, 9, 9]]))
+    moving = torch.tensor([[3, 8, 0], [4, 6, 0], [10, 10, 10]])
+    tokens, _ = lookup.bind(3, 12)(moving, 3, greedy, None)
+    assert tokens.T.tolist() == [[5, 2, 9], [7, 8, 6], [0, 0, 0]]
+
+
+def test_draws_with_the_text_so_far_follow_the_model() -> None:
+    """Chi-square of 50,000 draws: a proposed token was certain."""
+    draws, size = 50_000, 6
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(size, generator=generator).square()
+    p /= p.sum()
+    likely = one_hot(torch.full((1, draws), 2), size).float()
+    chances = torch.rand(1, draws, generator=generator)
+    noise = torch.empty(draws, size).exponential_(generator=generator)
+    drafts = torch.full((1, draws), 2)
+    tokens, _ = accept(p.expand(2, draws, size), likely, drafts, chances, noise)
+    assert chi_square(tokens[0], p) < LIMIT[size - 1]
+
+
 def test_a_cache_in_int8(trained: Any, drafts: dict[str, Any], text: Tensor) -> None:
     options: dict[str, Any] = {"batch": 2, "context": 60, "ops": "torch", "cache": "int8"}
     ids, mask = ragged(text, 2)
@@ -120,8 +169,11 @@ def test_stop_tokens_and_streaming_are_as_without_a_draft(
         assert found[row] == tokens[:stop] == [token for at, token in told if at == row]
 
 
-def test_draws_are_the_same_under_a_seed(trained: Any, drafts: dict[str, Any], text: Tensor) -> None:
-    drafted = DraftedDecoder(trained, drafts["near"], batch=2, context=60, ops="torch")
+@pytest.mark.parametrize("kind", ["near", None])
+def test_draws_are_the_same_under_a_seed(
+    kind: str | None, trained: Any, drafts: dict[str, Any], text: Tensor
+) -> None:
+    drafted = DraftedDecoder(trained, kind and drafts[kind], batch=2, context=60, ops="torch")
     ids, mask = ragged(text, 2)
     draws = [
         drafted.generate(ids, mask, max_new_tokens=20, temperature=0.9, top_k=50, top_p=0.9, seed=seed)
