@@ -8,8 +8,6 @@ Torch keeps compiled graphs on the disk by what was traced, which is the same fo
 than the default marks those of the process, as it is when inductor is imported.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

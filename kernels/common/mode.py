@@ -5,8 +5,6 @@ installed, `torch` never, `triton` insists on them (an error where there is no T
 TRITON_INTERPRET=1, runs them on the CPU in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Launches the batched product, and the matching call of cuBLAS."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

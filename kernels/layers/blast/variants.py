@@ -1,7 +1,5 @@
 """Complete BLAST layers: what each reads, writes and launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

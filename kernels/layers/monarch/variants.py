@@ -1,7 +1,5 @@
 """Complete Monarch layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
