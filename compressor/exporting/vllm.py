@@ -5,8 +5,6 @@ pack-quantized, symmetric and in groups, with the values that it had. vLLM's gri
 So levels of int2, which are half-integers, are doubled, their scales halved, and 3 bits hold them.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Mapping
