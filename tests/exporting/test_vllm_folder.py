@@ -23,7 +23,7 @@ MIXED = {**PACKED, "rules": [{"match": "*down_proj", "quantize": "int8"}]}
 # settings, and what the refusal names
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "low rank": ({"method": "svd", "cf": 1.5}, "svd r="),
-    "curved": ({"method": "dense", "quantize": "int3", "group": 32}, "--grid uniform"),
+    "curved": ({"method": "dense", "quantize": "int3", "grid": "curved", "group": 32}, "--grid uniform"),
     "group": ({"method": "dense", "quantize": "int4"}, "take a smaller --group"),
     "blast": ({**CORRECTED, "method": "blast", "blocks": 2, "rules": []}, "a correction by blast"),
     "fp8": ({"method": "dense", "quantize": "fp8"}, "in the place of a weight"),

@@ -30,7 +30,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"method": "dense", "quantize": "int4"},
     "int4-16": {"method": "svd", "base": "int4", "rank": 16},
     "int8": {"method": "dense", "quantize": "int8"},
-    "int3-16": {"method": "svd", "base": "int3", "rank": 16, "grid": "uniform"},
+    "int3-16": {"method": "svd", "base": "int3", "rank": 16},
     "int2": {"method": "dense", "quantize": "int2"},
     "int2-16": {"method": "svd", "base": "int2", "rank": 16},
 }
