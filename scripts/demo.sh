@@ -2,17 +2,16 @@
 # The main job on the bundled checkpoint: install, compress, heal, and compare with the dense model and plain int4.
 # It fits and heals on tests/data/calibration.txt and judges on tests/data/sample.txt, which nothing was fitted to.
 # Run it any number of times: it replaces what an earlier run wrote.
-# Writes folders in $1, or tiny-llama-* in the clone.
+# Writes folders in $1, or tiny-llama-* in the clone; runs $2, or .venv/bin/blr.
 set -euo pipefail
-[ $# = 0 ] || set -- "$(realpath -m "$1")/"
+out=${1:+$(realpath -m "$1")/}tiny-llama
 cd "$(dirname "$0")/.."
 if ! [ -x .venv/bin/blr ] || [ -n "$(find compressor kernels configs recipes scripts/bench pyproject.toml -newer .venv/bin/blr)" ]; then
   echo "Installing blr and its packages into .venv: about 2 GB for a CPU, 7 GB with CUDA; some minutes the first time."
   [ -d .venv ] || python3 -m venv .venv
   .venv/bin/python -m pip install --disable-pip-version-check --constraint tests/constraints.txt . | grep -v '^Requirement already'
 fi
-blr=.venv/bin/blr model=tests/data/tiny-llama text=tests/data/calibration.txt judged=tests/data/sample.txt
-out=${1:-}tiny-llama
+blr=${2:-.venv/bin/blr} model=tests/data/tiny-llama text=tests/data/calibration.txt judged=tests/data/sample.txt
 export HF_HUB_OFFLINE=1
 set -x
 $blr compress $model --base int3 --method svd --rank 16 --group 64 --text $text --samples 96 --output "$out-int3" --overwrite --restart

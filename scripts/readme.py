@@ -1,13 +1,13 @@
 """Runs the blocks of README.md and the guides, and compares what they print with what the pages say.
 
-Usage: python scripts/readme.py [PAGE …] [--write] [--demo FILE]
+Usage: python scripts/readme.py [PAGE …] [--write] [--demo]
 
 A page is one shell in a folder of its own that shows the repository's files. Blocks fenced as ``bash``
 are typed into it, those fenced as ``python`` are given to python, and a ``yaml`` block becomes the file
 named before it. A ``text`` block behind one of these is its standard output: ``…`` stands for anything
 in a line, or for any lines, and numbers may be 10% off. Other fences are not run. ``--write`` puts what
-was printed into the pages and keeps the lines that agree. ``--demo`` compares what `scripts/demo.sh`
-printed, FILE, with the README's table of it.
+was printed into the pages and keeps the lines that agree. ``--demo`` runs `scripts/demo.sh` as well and
+compares what it prints with the README's table of it.
 """
 
 from __future__ import annotations
@@ -156,6 +156,22 @@ def missing_rows(page: str, printed: list[str]) -> list[str]:
     return [row for row in rows if not any(same(row, line) for line in printed)]
 
 
+def demonstrated(path: str) -> bool:
+    """Run the demo and report on it; whether it printed the README's table."""
+    blr = f"{path.partition(':')[0]}/blr"
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["timeout", str(LIMIT), "bash", str(ROOT / "scripts/demo.sh"), folder, blr]
+        with open(Path(folder, "log"), "w") as log:  # like what blocks print: forks expect no pipe
+            done = subprocess.run(
+                command, env=os.environ | SETTINGS, stdout=log, stderr=log, check=False
+            )
+        printed = Path(folder, "log").read_text("utf-8")
+    missing = missing_rows(PAGES[0].read_text("utf-8"), printed.splitlines())
+    wrong = [f"README.md: the demo has not printed {row!r}, or other numbers" for row in missing]
+    print("\n".join([printed, *wrong]), flush=True)
+    return done.returncode == 0 and not missing
+
+
 def checked(page: Path, write: bool, path: str) -> bool:
     """Run a page and report on it; whether all was as it says."""
     text, began = page.read_text("utf-8"), time.monotonic()
@@ -179,16 +195,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pages", nargs="*", type=Path)
     parser.add_argument("--write", action="store_true", help="put what was printed into the pages")
-    parser.add_argument("--demo", type=Path, help="what scripts/demo.sh has printed")
+    parser.add_argument("--demo", action="store_true", help="run scripts/demo.sh, too")
     asked = parser.parse_args()
-    lines = asked.demo.read_text("utf-8").splitlines() if asked.demo else []
-    missing = missing_rows(PAGES[0].read_text("utf-8"), lines) if asked.demo else []
-    for row in missing:
-        print(f"README.md: the demo has not printed {row!r}, or other numbers")
     pages = [page.resolve() for page in asked.pages] or PAGES
     with commands() as path, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        demo = pool.submit(demonstrated, path) if asked.demo else None
         right = list(pool.map(lambda page: checked(page, asked.write, path), pages))
-    return 0 if all(right) and not missing else 1
+        return 0 if all(right) and (demo is None or demo.result()) else 1
 
 
 if __name__ == "__main__":

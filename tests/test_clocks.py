@@ -36,9 +36,9 @@ def is_number(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(TESTS)))
-def test_no_limit_of_time_decides(path: Path) -> None:
-    assert list(limits(ast.parse(path.read_text("utf-8")))) == []
+def test_no_limit_of_time_decides() -> None:
+    found = {path: list(limits(ast.parse(path.read_text("utf-8")))) for path in FILES}
+    assert {str(path.relative_to(TESTS)): lines for path, lines in found.items() if lines} == {}
 
 
 @pytest.mark.parametrize(

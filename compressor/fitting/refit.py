@@ -33,6 +33,7 @@ from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
 from blr.compressor.fitting.student import FitRun, train_and_keep
 from blr.compressor.fitting.trainer import CapturedPasses, TrainedSet, TrainingLoop, forget
+from blr.compressor.modeling.modeling_blr import Experts
 from blr.compressor.planning.training_sizes import (
     HELD_BACK,
     LAST_SHARE,
@@ -75,12 +76,15 @@ class Refitting(TrainingLoop):
         self.device = next(iter(what.masters.values())).device
         super().__init__(what, rates_of([*what.masters.values()], what.shares, rate), self.device)
         self.block, self.processes, self.parameters = block, processes, what.parameters
+        counts = (module.count for module in block.modules() if isinstance(module, Experts))
+        self.experts = max(counts, default=1)  # a graph would compute all of them for each token
         self.batches, self.targets = batches, targets
         self.root = None if metric is None else _root(metric.to(self.device))
         held = list(range(0, len(batches), HELD_BACK)) if len(batches) >= 4 else []
         self.train_on = [n for n in range(len(batches)) if n not in held]
         self.graph: CapturedPasses | None = None
-        self.captured = alike(batches) if self.device.type == "cuda" else [False] * len(batches)
+        graphed = self.device.type == "cuda" and self.experts == 1
+        self.captured = alike(batches) if graphed else [False] * len(batches)
         self.held = held or self.train_on
 
     def run(self, epochs: int, seed: int, advance: Callable[[int], None] = lambda _: None) -> Errors:
@@ -156,9 +160,9 @@ class Refitting(TrainingLoop):
             parameter.grad = found.view_as(parameter)
 
     def _parts(self, batch: Batch) -> int:
-        """The number of parts in which a batch is taken, by the amount of work alone."""
+        """The number of parts in which a batch is taken, by the amount of work for each expert."""
         trained = sum(parameter.numel() for parameter in self.parameters)
-        return refit_parts(batch.mask.numel(), trained, len(batch.mask))
+        return refit_parts(batch.mask.numel(), trained / self.experts, len(batch.mask))
 
     def _part(self, batch: Batch, student: Tensor, target: Tensor, windows: Tensor, tokens: int) -> None:
         """Leave the gradients of the error of some windows of a batch in the parameters."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.modeling.layers import rows_at_once
 from blr.compressor.structures.balance import even_columns, turned
-from blr.compressor.structures.base import FitOptions, relative_error, weighted_norm_squared
+from blr.compressor.structures.base import FitOptions, relative_error
 from blr.compressor.structures.blast import from_low_rank
 from blr.compressor.structures.float8 import EASE, Costs, costs_of, round_fp8
 from blr.compressor.structures.gptq import compensation, gptq
@@ -39,6 +39,7 @@ from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,
     DenseSpec,
+    LowRankSpec,
     QuantizedSpec,
     Spec,
     stored_names,
@@ -85,6 +86,13 @@ class Metric:
 FitFactors = Callable[[Tensor, Spec], Mapping[str, Tensor]]
 
 
+def stacked(metrics: Sequence[Metric]) -> Metric:
+    """The metrics of several layers of one shape as one, [n, i, i]."""
+    found = Metric(torch.stack([metric.gram for metric in metrics]))
+    vars(found)["root"] = torch.stack([metric.root for metric in metrics])  # layers share each
+    return found
+
+
 def latent_name(name: str) -> str:
     """The name of a factor before rounding: ``base.weight`` becomes ``base.weight_latent``."""
     return name + LATENT
@@ -129,34 +137,25 @@ def round_layers(
     metrics: Sequence[Metric],
     dtype: torch.dtype,
     fits: Sequence[FitFactors],
+    fit: FitFactors,
 ) -> list[dict[str, Tensor]]:
-    """`round_layer` of layers of one spec. Dense weights in few bits are rounded by the same launches,
-    of which one fit has thousands."""
-    both = spec if isinstance(spec, CorrectedSpec) else None
-    base = spec if both is None else both.base
-    packing = base.packing
-    if len(weights) == 1 or packing is None or packing.fp8 or packing.structure != DenseSpec.structure:
+    """`round_layer` of layers of one spec by the same launches, of which one fit has thousands, where
+    `are_stacked`; `fit` is that of a stack of matrices."""
+    if len(weights) == 1 or not are_stacked(spec):
         each = zip(weights, metrics, fits, strict=True)
-        return [round_layer(weight, spec, metric, dtype, fit) for weight, metric, fit in each]
-    wide = torch.float32 if weights[0].is_cuda else torch.float64
-    root = torch.stack([metric.root.to(wide) for metric in metrics])
+        return [round_layer(weight, spec, metric, dtype, own) for weight, metric, own in each]
+    found = round_layer(torch.stack([*weights]), spec, stacked(metrics), dtype, fit)
+    return [{name: t[n] for name, t in found.items()} for n in range(len(weights))]
 
-    def rounded(matrices: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        stored, latent = _compensated(torch.stack([*matrices]).to(root), root, "weight", packing, dtype)
-        found = stored | {latent_name("weight"): latent}
-        return [{name: t[n] for name, t in found.items()} for n in range(len(weights))]
 
-    if both is None:
-        return rounded(weights)
-    added = [torch.zeros_like(weight) for weight in weights]
-    tried = []
-    for _ in range(ROUNDS):
-        bases = rounded([weight - a for weight, a in zip(weights, added, strict=True)])
-        given = zip(weights, bases, metrics, fits, strict=True)
-        made = [_correction(w, base, both, metric, fit, dtype) for w, base, metric, fit in given]
-        added = [each.added for each in made]
-        tried.append(made)
-    return [min(rounds, key=lambda one: one.missed).tensors for rounds in zip(*tried, strict=True)]
+def are_stacked(spec: Spec) -> bool:
+    """Whether layers can be rounded as a stack: dense ones in few bits, also with low rank beside."""
+    added = spec.correction if isinstance(spec, CorrectedSpec) else None
+    base = spec.base if isinstance(spec, CorrectedSpec) else spec
+    packings = [part.packing for part in (base, added) if part is not None]
+    few = base.packing is not None and base.plain.structure == DenseSpec.structure
+    low_rank = added is None or (isinstance(added.plain, LowRankSpec) and added.plain.groups == 1)
+    return few and low_rank and not any(packing.fp8 for packing in packings if packing is not None)
 
 
 def round_factors(
@@ -226,22 +225,29 @@ def quantize_factors(
 def _corrected(
     weight: Tensor, spec: CorrectedSpec, metric: Metric | None, dtype: torch.dtype, fit: FitFactors
 ) -> dict[str, Tensor]:
-    """Round a weight and fit its correction in turn, each to what is left; the best round."""
-    best, added = float("inf"), torch.zeros_like(weight)
+    """Round a weight, or a stack of them, and fit its correction in turn, each to what is left; the best
+    round of each."""
+    best, added = torch.full(weight.shape[:-2], torch.inf).to(weight), torch.zeros_like(weight)
+    kept: dict[str, Tensor] = {}
     for _ in range(ROUNDS):
         base = round_layer(weight - added, spec.base, metric, dtype, fit)
         made = _correction(weight, base, spec, metric, fit, dtype)
-        added = made.added
-        if made.missed < best:
-            best, kept = made.missed, made.tensors
+        added, better = made.added, made.missed < best
+        best = torch.where(better, made.missed, best)
+        kept = {name: _chosen(better, t, kept.get(name, t)) for name, t in made.tensors.items()}
     return kept
+
+
+def _chosen(better: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """`new` of the layers that are `better`, `old` of the others."""
+    return torch.where(better.view(*better.shape, *[1] * (new.dim() - better.dim())), new, old)
 
 
 class Corrected(NamedTuple):
     """A corrected layer: the plain weight of its correction, the squared error, and what is stored."""
 
     added: Tensor
-    missed: float
+    missed: Tensor
     tensors: dict[str, Tensor]
 
 
@@ -257,7 +263,9 @@ def _correction(
     left = weight - restored(spec.base, base, weight.dtype)
     correction = round_layer(left, spec.correction, metric, dtype, partial(_start, fit))
     added = restored(spec.correction, correction, weight.dtype)
-    missed = weighted_norm_squared(left - added, None if metric is None else metric.gram.to(weight))
+    error = left - added
+    weighted = error if metric is None else error @ metric.gram.to(weight)
+    missed = (weighted * error).sum((-2, -1))
     named = {f"base.{n}": t for n, t in base.items()}
     return Corrected(added, missed, named | {f"correction.{n}": t for n, t in correction.items()})
 
@@ -282,7 +290,7 @@ def _solved(
     Z = STRUCTURES[spec.structure].factorizer().right_factor(rounded, spec.of)  # [..., i, K]
     weighted = Z if metric is None else metric.gram.to(Z) @ Z
     normal = Z.mT @ weighted
-    rows = weight.unflatten(0, (*Z.shape[:-2], -1))
+    rows = weight if weight.dim() == Z.dim() else weight.unflatten(0, (*Z.shape[:-2], -1))
     left = solve_spd(normal, rows @ weighted)  # [..., o, K]
     if spec.tile(LAST):
         factor = from_rows(spec, LAST, left)
@@ -301,8 +309,9 @@ def _unsolved(
     if seen is None:
         costs = None
         if gram is not None and name == "V":
-            width, costs = spec.shapes()["V"][-2], gram.diagonal()  # by input
-            costs = costs.view(-1, 1, width) if width < spec.in_features else costs[None]  # of blocks
+            width, costs = spec.shapes()["V"][-2], gram.diagonal(dim1=-2, dim2=-1)  # by input
+            blocks = width < spec.in_features
+            costs = costs.view(-1, 1, width) if blocks else costs[..., None, :]
         return _pack(spec, name, factor, dtype, costs)
     return _float8(name, spec, to_matrix(spec, name, factor), costs_of(seen.double()), dtype)
 

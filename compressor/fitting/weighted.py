@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from blr.compressor.base.device import moved
 from blr.compressor.fitting.factorize import LayerJob, keep_factors, layer_errors
 from blr.compressor.fitting.rounding import Metric, is_latent, round_layers
+from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import Fit, FitOptions, relative_error
 from blr.compressor.structures.blast import is_shared
 from blr.compressor.structures.linalg import (
@@ -123,6 +124,11 @@ class WeightedFit:
         self.outputs = None if metric is None else Outputs(metric.to(job.device, torch.float64))
         self.notes = dict[str, None]()
 
+    @cached_property
+    def root(self) -> Tensor | None:
+        """The root of the cost of errors in the outputs, of a layer without groups."""
+        return None if self.outputs is None else self.outputs.root()
+
     def fit(self, matrix: Tensor, spec: Spec) -> dict[str, Tensor]:
         """The factors of a plain structure."""
         found = _fit(self.job, spec, matrix, self.moments.metric.gram, self.outputs)
@@ -147,8 +153,22 @@ def fit_together(fits: Sequence[WeightedFit]) -> list[Kept]:
     job, dtype = fits[0].job, fits[0].job.stored_dtype(fits[0].weight)
     with layer_errors(job), recorded_fallbacks() as fallbacks:
         given = [fit.target for fit in fits], job.planned.spec, [fit.moments.metric for fit in fits]
-        found = round_layers(*given, dtype, [fit.fit for fit in fits])
+        found = round_layers(*given, dtype, [fit.fit for fit in fits], partial(_fit_stack, fits))
         return [fit.kept(each, fallbacks) for fit, each in zip(fits, found, strict=True)]
+
+
+def _fit_stack(fits: Sequence[WeightedFit], matrices: Tensor, spec: Spec) -> dict[str, Tensor]:
+    """Low rank of the `matrices` [n, o, i] of layers of one shape."""
+    assert isinstance(spec, LowRankSpec)
+    grams = torch.stack([fit.moments.metric.gram for fit in fits])
+    roots = [fit.root for fit in fits if fit.root is not None]
+    if not roots:
+        dtype = fitting_dtype(matrices.device)
+        return lowrank.fit(matrices.to(dtype), spec, grams.to(dtype)).tensors
+    root = torch.stack(roots)
+    found = lowrank.fit(root @ matrices, spec, grams).tensors
+    left, right = balance(solve_upper(root, found["U"]), found["V"])
+    return {"U": left, "V": right}
 
 
 def _fit(job: LayerJob, spec: Spec, target: Tensor, gram: Tensor, outputs: Outputs | None) -> Fit:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -17,12 +18,15 @@ from torch import Tensor
 from blr.compressor.modeling.float8 import is_float8
 from blr.compressor.modeling.layers import CorrectedLinear, QuantizedLinear, StructuredLinear
 from blr.compressor.modeling.modeling_blr import Experts
+from blr.compressor.modeling.probes import stacked_gate_of
 from blr.kernels.common.available import HALF, kernel_device
 from blr.kernels.common.watching import is_traced
+from blr.kernels.fused.gated.launch import gated
 from blr.kernels.layers.experts.op import (
     Stack,
     Weight,
     expert_products,
+    expert_sums,
     expert_weights,
     stack_of,
 )
@@ -66,34 +70,39 @@ class KernelExperts(Experts):
         few = len(chosen) <= FEW
         if not stacks or not (few or self._takes_many(x, stacks)):
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        found = self._by_pair(x, chosen, stacks) if few else self._by_expert(x, chosen, stacks)
-        weighted = found.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)
-        return weighted.sum(1).to(x.dtype).view_as(hidden_states)
+        if not few:
+            return self._by_expert(x, top_k_index, top_k_weights, stacks).view_as(hidden_states)
+        found = self._by_pair(x, chosen, stacks)
+        return expert_sums(found, None, top_k_weights).view_as(hidden_states)
 
     def _by_pair(self, x: Tensor, chosen: Tensor, stacks: list[Stack]) -> Tensor:
         first, last = stacks
         gate_up = self._biased("gate_up_proj", expert_products(x, chosen, first), chosen)
-        gated = self.native._apply_gate(self, gate_up).contiguous()
-        return self._biased("down_proj", expert_products(gated, chosen, last), chosen)
+        return self._biased("down_proj", expert_products(self._gated(gate_up), chosen, last), chosen)
 
-    def _by_expert(self, x: Tensor, chosen: Tensor, stacks: list[Stack]) -> Tensor:
-        order = chosen.argsort(stable=True)
+    @cached_property
+    def gate_kind(self) -> str | None:
+        """The name of the gate, if one kernel computes it."""
+        return stacked_gate_of(self)
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        if self.gate_kind is None:
+            return self.native._apply_gate(self, gate_up).contiguous()
+        gate, up = gate_up.chunk(2, -1)
+        return gated(gate, up, self.gate_kind)
+
+    def _by_expert(self, x: Tensor, index: Tensor, weights: Tensor, stacks: list[Stack]) -> Tensor:
+        order = index.flatten().argsort(stable=True)
+        chosen = index.flatten()[order]
         experts = torch.arange(self.count, device=x.device)
-        ends = (chosen[:, None] == experts).sum(0).cumsum(0).to(torch.int32)
-        rows, chosen = x[order // (len(chosen) // len(x))], chosen[order]
+        ends = torch.searchsorted(chosen, experts, right=True, out_int32=True)
+        rows = x[order // index.shape[-1]]
         for name, stack in zip(("gate_up_proj", "down_proj"), stacks, strict=True):
-            if stack.bits:
-                rows = torch._grouped_mm(rows, expert_weights(ends, stack, x).mT, offs=ends)
-            else:
-                rows = torch.cat([self._low_rank(part, rows, ends) for part in self.parts[name]], -1)
+            rows = torch._grouped_mm(rows, expert_weights(ends, stack, x).mT, offs=ends)
             rows = self._biased(name, rows, chosen)
-            rows = self.native._apply_gate(self, rows).contiguous() if name == "gate_up_proj" else rows
-        return torch.empty_like(rows).index_copy_(0, order, rows)
-
-    def _low_rank(self, part: str, rows: Tensor, ends: Tensor) -> Tensor:
-        layers: Any = getattr(self, part)
-        U, V = map(torch.stack, zip(*(layer.factors_for(rows) for layer in layers), strict=True))
-        return torch._grouped_mm(torch._grouped_mm(rows, V, offs=ends), U.mT, offs=ends)
+            rows = self._gated(rows) if name == "gate_up_proj" else rows
+        places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
+        return expert_sums(rows, places.view_as(index), weights)
 
     def _biased(self, name: str, y: Tensor, chosen: Tensor) -> Tensor:
         return y + getattr(self, f"{name}_bias")[chosen] if self.has_bias else y
@@ -110,10 +119,8 @@ class KernelExperts(Experts):
         """Whether many tokens are multiplied with all weights of a stack at once."""
         sizes = [(stack.addresses.shape[1] * stack.rows, stack.K) for stack in stacks]
         even = all(size % ALIGNED == 0 for shape in sizes for size in shape)
-        ranked = {rank_of(layer) for layer in self.modules() if isinstance(layer, StructuredLinear)}
-        alike = all(stack.bits for stack in stacks) or (len(ranked) == 1 and None not in ranked)
         small = all(self.count * rows * K <= MOST for rows, K in sizes)
-        return even and alike and small and x.dtype == torch.bfloat16
+        return even and small and x.dtype == torch.bfloat16
 
     def _stack(self, name: str, x: Tensor) -> Stack | None:
         table = self.tables.get((name, x.dtype))
@@ -145,13 +152,6 @@ class KernelExperts(Experts):
     def __getstate__(self) -> dict[str, object]:
         """What a copy takes: its tensors lie elsewhere."""
         return {**vars(self), "tables": {}}
-
-
-def rank_of(layer: StructuredLinear) -> int | None:
-    """The ranks, with zeros behind them, if grouped products take them."""
-    spaced = layer.wide is not None and layer._is_wide() and not torch.compiler.is_compiling()
-    rank = layer.wide[0] if spaced and layer.wide else getattr(layer.spec, "rank", 1)
-    return rank if rank % ALIGNED == 0 else None
 
 
 def form_of(layer: Any, x: Tensor) -> tuple[int, int, int, int, bool] | None:

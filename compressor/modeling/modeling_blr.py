@@ -436,26 +436,40 @@ class Experts(nn.Module):
                     layer.weight = nn.Parameter(weight, requires_grad=False)
                 setattr(self, name, nn.ModuleList(layers))
 
-    def multiply(self, stack: str, expert: int, x: Tensor) -> Tensor:
-        """The product of x [n, i] with the weight of an expert in a stack, or with its layers."""
+    def multiply(self, stack: str, given: list[tuple[int, Tensor]]) -> Tensor:
+        """The products of rows [n, i] with the weights of the experts that they are given to, or with
+        their layers, below each other."""
         if names := self.parts.get(stack):
-            y = torch.cat([getattr(self, name)[expert](x) for name in names], -1)
+            columns = [torch.cat([getattr(self, name)[e](x) for e, x in given]) for name in names]
+            y = columns[0] if len(columns) == 1 else torch.cat(columns, -1)
         else:
-            weight = getattr(self, stack)[expert]
-            y = x @ weight if self.is_transposed else linear(x, weight)
-        return y + getattr(self, f"{stack}_bias")[expert] if self.has_bias else y
+            weights = getattr(self, stack).mT if self.is_transposed else getattr(self, stack)
+            y = torch.cat([linear(x, weights[e]) for e, x in given])
+        if self.has_bias:
+            bias = getattr(self, f"{stack}_bias")
+            y = y + torch.cat([bias[e].expand(len(x), -1) for e, x in given])
+        return y
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        x = hidden_states.flatten(0, -2)
-        y = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, top_k_weights.dtype))
-        fixed = (x.is_cuda and torch.cuda.is_current_stream_capturing()) or torch.compiler.is_compiling()
-        for expert in range(self.count) if fixed else top_k_index.unique().tolist():
-            chosen = top_k_index == expert
-            weight = (top_k_weights * chosen).sum(-1, keepdim=True)
-            rows = torch.arange(len(x), device=x.device) if fixed else chosen.any(-1).nonzero()[:, 0]
-            gated = self.native._apply_gate(self, self.multiply("gate_up_proj", expert, x[rows]))
-            y.index_add_(0, rows, (self.multiply("down_proj", expert, gated) * weight[rows]).to(y.dtype))
-        return y.to(x.dtype).view_as(hidden_states)
+        x, (chosen, at) = hidden_states.flatten(0, -2), top_k_index.sort(-1)
+        weights, y = top_k_weights.gather(-1, at), torch.zeros((), device=hidden_states.device)
+        if (x.is_cuda and torch.cuda.is_current_stream_capturing()) or torch.compiler.is_compiling():
+            for expert in range(self.count):  # with all tokens, for no shape may depend on the choice
+                weight = (weights * (chosen == expert)).sum(-1, keepdim=True)
+                y = y + self._outputs([(expert, x)]) * weight
+            return y.to(x.dtype).view_as(hidden_states)
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=self.count).tolist()
+        rows = x[order // chosen.shape[-1]].split(counts)
+        y = self._outputs([(expert, own) for expert, own in enumerate(rows) if len(own)] or [(0, x)])
+        y = torch.empty_like(y).index_copy(0, order, y).view(*chosen.shape, -1)
+        return (y * weights.unsqueeze(-1)).sum(1).to(x.dtype).view_as(hidden_states)
+
+    def _outputs(self, given: list[tuple[int, Tensor]]) -> Tensor:
+        """What experts make of the rows that they are given, below each other."""
+        gated = self.native._apply_gate(self, self.multiply("gate_up_proj", given))
+        parts = zip(given, gated.split([len(x) for _, x in given]), strict=True)
+        return self.multiply("down_proj", [(expert, part) for (expert, _), part in parts])
 
 
 class Numbered(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,5 +80,16 @@ def gate_of(module: nn.Module) -> str | None:
     x = numbers(3, SMALL)
     for make, act in GATED.items():
         if computes(lambda x: type(module).forward(stub, x), x, 3 * act(x @ gate) * (x @ up)):
+            return make
+    return None
+
+
+def stacked_gate_of(experts: nn.Module) -> str | None:
+    """The name in `MAKES` of the gate of `Experts`, whose gate and up are one product; else None."""
+    native: Any = getattr(experts, "native", None)
+    x, stub = numbers(3, 2 * SMALL), SimpleNamespace(act_fn=getattr(experts, "act_fn", None))
+    gate, up = x.chunk(2, -1)
+    for make, act in GATED.items():
+        if computes(lambda x: native._apply_gate(stub, x), x, act(gate) * up):
             return make
     return None

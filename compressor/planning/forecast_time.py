@@ -103,10 +103,17 @@ class Compression:
     @cached_property
     def passed(self) -> float:
         """The dense parameters that a token passes: of the experts of a block it chooses a few."""
-        routed = sum(p.spec.dense_parameters for p in self.plan.layers if p.layer.stack)
-        numbers = {p.layer.module.rpartition(".")[2] for p in self.experts}
-        config, count = self.source.config, max(len(numbers), 1)
-        return self.dense - routed * (1 - min(config.get("num_experts_per_tok", count) / count, 1))
+        return sum(p.spec.dense_parameters * self.share(p) for p in self.plan.layers)
+
+    def share(self, layer: PlannedLayer) -> float:
+        """The share of tokens that pass a layer: of an expert those that choose it."""
+        chosen = self.source.config.get("num_experts_per_tok", self.count)
+        return min(chosen / self.count, 1) if layer.layer.stack else 1.0
+
+    @cached_property
+    def count(self) -> int:
+        """How many experts a block has; 1 without any."""
+        return max(len({p.layer.module.rpartition(".")[2] for p in self.experts}), 1)
 
     @cached_property
     def last_epochs(self) -> int:
@@ -188,7 +195,7 @@ def _refits(work: Compression) -> float:
     if not work.epochs:
         return 0.0
     trained = sum(spec.parameters for spec in work.specs) / work.sizes.blocks
-    parts = refit_parts(work.batch_tokens, trained, BATCH)
+    parts = refit_parts(work.batch_tokens, trained / work.count, BATCH)
     steps = work.epochs * work.steps * _step(work, parts) * (PACKED if work.packed else 1.0)
     return steps + KEPT * work.bytes
 
@@ -209,14 +216,15 @@ def _last_pass(work: Compression) -> float:
 def _step(work: Compression, parts: int) -> float:
     """Seconds of one training step of all blocks, without the head, on a batch in so many parts."""
     flops = spread = 0.0
-    for spec in work.specs:
+    for layer in work.plan.layers:
+        spec, tokens = layer.spec, work.batch_tokens * work.share(layer)
         plain = spec.added.plain
         wide = spec.in_features + spec.out_features > WIDEST
         whole = spec.corrected or not (plain.structure == LowRankSpec.structure or wide)
-        flops += 6.0 * work.batch_tokens * (spec.dense_parameters if whole else spec.parameters)
+        flops += 6.0 * tokens * (spec.dense_parameters if whole else spec.parameters)
         if isinstance(plain, BlastSpec):
             flops += 6.0 * parts * (not wide) * spec.dense_parameters * plain.rank
-            spread += wide * 4.0 * work.batch_tokens * plain.blocks * plain.rank
+            spread += wide * 4.0 * tokens * plain.blocks * plain.rank
     moved = SPREAD * spread / (work.gpu.copy_tbps * 1e12)
     return STEP * parts * work.sizes.blocks + flops / (TRAINING * work.rate) + moved
 

@@ -11,11 +11,12 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.modeling.modeling_blr import Experts
-from blr.compressor.modeling.stages import LayerStage, Packed, kind_of, stages_of
+from blr.compressor.modeling.stages import LayerStage, Packed, blocked, kind_of, stages_of
 from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.plan import Columns, Heads, Phase, StagePart, TokenPlan
 from blr.kernels.decode.gemv.segments import dual_fits
 from blr.kernels.decode.quantized.formats import GROUP
+from blr.kernels.layers.experts.op import Routing
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 ACTIVATIONS = {
@@ -117,7 +118,7 @@ def _mlp(plan: TokenPlan, prefix: str, layer: Any, activation: str, x: Columns) 
     """Add the norm, gated projections and output projection of a decoder layer, or its experts."""
     mlp, norm = layer.mlp, layer.post_attention_layernorm
     if hasattr(mlp, "experts"):
-        _modules(plan, prefix, {"experts": (mlp, x)}, x, norm, add=True)
+        _experts(plan, prefix, mlp, x, norm)
         return
     width = mlp.down_proj.in_features
     inner = Columns("inner", width)
@@ -137,6 +138,20 @@ def _mlp(plan: TokenPlan, prefix: str, layer: Any, activation: str, x: Columns) 
         _projections(plan, prefix, targets, x, "gate_up", norm)
         plan.add(Phase(f"{prefix}act", "gate", source=both, target=inner, activation=activation))
     _projections(plan, prefix, {"down": (mlp.down_proj, x)}, inner, "down", add=True)
+
+
+def _experts(plan: TokenPlan, prefix: str, mlp: Any, x: Columns, norm: Any) -> None:
+    """Add the router and the experts that it chooses, or a block that has more than these as a whole."""
+    if {name for name, _ in mlp.named_children()} != {"gate", "experts"}:
+        _modules(plan, prefix, {"experts": (mlp, x)}, x, norm, add=True)
+        return
+    router, logits = mlp.gate, Columns("router", len(mlp.gate.weight))
+    routing = Routing(router.top_k, getattr(router, "norm_topk_prob", True))
+    gain: dict[str, Any] = {"gain": norm.weight, "eps": norm.variance_epsilon}
+    part = StagePart(LayerStage(blocked(router.weight)), x, logits)
+    plan.add(Phase(f"{prefix}router", "stages", (part,), **gain))
+    chosen: dict[str, Any] = {"source": logits, "target": x, "module": mlp.experts, "routing": routing}
+    plan.add(Phase(f"{prefix}experts", "experts", **chosen, **gain))
 
 
 def _order(stages: Sequence[Sequence[LayerStage] | None], depth: int) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from blr.compressor.modeling.stages import LayerStage, Packed
 from blr.kernels.decode.gemv.segments import SEVERAL
+from blr.kernels.layers.experts.op import Routing
 
 LARGE = 300e6  # bytes of a layer of plain weights
 
@@ -66,8 +67,9 @@ class Phase:
 
     kind: "embed" (token to `target`), "stages" (`parts` in one launch), "dual" (act(first part) ⊙ second
     part), "gate" (act(first half of `source`) ⊙ second half), "norm", "module" (calls `module`),
-    "attention", "choose" (takes the token of the largest logit). gain, eps: of the RMS norm before. add:
-    add the result to `target`.
+    "attention", "experts" (adds what experts make of `target` that the logits in `source` choose),
+    "choose" (takes the token of the largest logit). gain, eps: of the RMS norm before. add: add the
+    result to `target`.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Phase:
     heads: Heads | None = None
     module: nn.Module | None = None
     weight: Tensor | None = None
+    routing: Routing | None = None
 
     @property
     def bytes(self) -> int:

@@ -34,7 +34,8 @@ def fit(
 ) -> Fit:
     """The optimal U [o, r] and V [i, r] for `weight` [o, i] in the norm of `gram` [i, i], with a matrix
     for each group if `spec` has some. Without `gram` this is the truncated SVD, in the dtype of
-    `weight`; with it all but the result is computed in float64."""
+    `weight`; with it all but the result is computed in float64. Without groups it takes stacks [n, ...],
+    too."""
     if spec.groups > 1:
         return _fit_columns(weight, spec, gram) if spec.side == "in" else _fit_rows(weight, spec, gram)
     if gram is None:
@@ -47,9 +48,9 @@ def fit(
 
 
 def _leading(weight: Tensor, gram: Tensor, rank: int) -> Tensor:
-    """Top eigenvectors [o, r] of W H Wᵀ. For tall W they come from the smaller problem
+    """Top eigenvectors [..., o, r] of W H Wᵀ. For tall W they come from the smaller problem
     Lᵀ WᵀW L with H = L Lᵀ: the orthonormalized W L P of its eigenvectors P."""
-    o, i = weight.shape
+    o, i = weight.shape[-2:]
     if o <= i or rank > i:
         return top_eigenvectors(weight @ gram @ weight.mT, rank)
     half = weight @ cholesky(gram)

@@ -14,7 +14,10 @@ from blr.kernels.fp8.reference import dequantize_fp8, quantize_fp8
 
 
 def to_matrix(spec: QuantizedSpec, name: str, factor: Tensor) -> Tensor:
-    """The matrix [..., R, K] as which a canonical factor is packed, or its tiles, filled with zeros."""
+    """The matrix [..., R, K] as which a canonical factor is packed, or its tiles, filled with zeros; a
+    stack of factors [n, ...] gives one of matrices."""
+    if factor.dim() > len(spec.shapes()[name]):
+        return torch.stack([to_matrix(spec, name, one) for one in factor])
     matrix = to_physical(factor, sum(spec.axes(name), ())).reshape(spec.matrix_shape(name))
     tile = spec.tile(name)
     if tile is None:
@@ -33,7 +36,9 @@ def from_matrix(spec: QuantizedSpec, name: str, matrix: Tensor) -> Tensor:
 
 
 def from_rows(spec: QuantizedSpec, name: str, matrix: Tensor) -> Tensor:
-    """The canonical factor of a matrix [..., R, K] without tiles, a view."""
+    """The canonical factor of a matrix [..., R, K] without tiles, a view; of a stack, a stack."""
+    if matrix.dim() > len(spec.matrix_shape(name)):
+        return torch.stack([from_rows(spec, name, one) for one in matrix])
     shape, order = spec.shapes()[name], sum(spec.axes(name), ())
     return canonical_view(matrix.reshape([shape[axis] for axis in order]), order)
 

@@ -66,13 +66,15 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 
 EVERY = dict(commands(typer.main.get_command(app)))
-OPTIONS = [
-    pytest.param(path, parameter, id=" ".join((*path, parameter.name)))
-    for path, command in EVERY.items()
-    for parameter in command.params
-    if parameter.name not in ("help", "install_completion", "show_completion")  # not ours
-    and not getattr(parameter, "hidden", False)  # taken, but of no use to this command
-]
+NAMES = {path: " ".join(path) or "blr" for path in EVERY}
+
+
+def options(path: tuple[str, ...]) -> Iterator[Any]:
+    """The parameters of a command but those that are not ours, or taken and of no use to it."""
+    for parameter in EVERY[path].params:
+        others = parameter.name in ("help", "install_completion", "show_completion")
+        if not others and not getattr(parameter, "hidden", False):
+            yield parameter
 
 
 def flat(text: str) -> str:
@@ -86,36 +88,35 @@ def shown() -> dict[tuple[str, ...], str]:
     return {path: flat(runner.invoke(app, [*path, "--help"]).stdout) for path in EVERY}
 
 
-@pytest.mark.parametrize("path", EVERY, ids=lambda path: " ".join(path) or "blr")
+@pytest.mark.parametrize("path", EVERY, ids=NAMES.get)
 def test_says_what_the_command_does(path: tuple[str, ...], shown: dict[tuple[str, ...], str]) -> None:
     assert EVERY[path].help and flat(EVERY[path].help) in shown[path]
 
 
-@pytest.mark.parametrize(("path", "parameter"), OPTIONS)
-def test_no_word_of_a_hint_is_lost(
-    path: tuple[str, ...], parameter: Any, shown: dict[tuple[str, ...], str]
-) -> None:
+@pytest.mark.parametrize("path", EVERY, ids=NAMES.get)
+def test_no_word_of_a_hint_is_lost(path: tuple[str, ...], shown: dict[tuple[str, ...], str]) -> None:
     """Square brackets least of all, which rich takes for markup."""
-    assert parameter.help and flat(parameter.help) in shown[path]
-    assert "[default" not in parameter.help, "show_default is the place for it"
+    for parameter in options(path):
+        assert parameter.help and flat(parameter.help) in shown[path]
+        assert "[default" not in parameter.help, "show_default is the place for it"
 
 
-@pytest.mark.parametrize(("path", "parameter"), OPTIONS)
-def test_every_default_shows(
-    path: tuple[str, ...], parameter: Any, shown: dict[tuple[str, ...], str]
-) -> None:
-    entry = shown[path].split(flat(parameter.help), 1)[1]
-    default, said = parameter.default, parameter.show_default
-    if parameter.required:
-        assert entry.startswith("[required")
-    elif isinstance(said, str):
-        assert entry.startswith(f"[default:({flat(said)})")
-    elif default is None:
-        assert parameter.name in WITHOUT_DEFAULT
-    elif default is True:  # the name that sets it, of --name/--no-name
-        assert entry.startswith(f"[default:{parameter.opts[0].lstrip('-')}")
-    elif default is not False:
-        assert entry.startswith(f"[default:{flat(str(getattr(default, 'value', default)))}")
+@pytest.mark.parametrize("path", EVERY, ids=NAMES.get)
+def test_every_default_shows(path: tuple[str, ...], shown: dict[tuple[str, ...], str]) -> None:
+    for parameter in options(path):
+        entry = shown[path].split(flat(parameter.help), 1)[1]
+        default, said = parameter.default, parameter.show_default
+        if parameter.required:
+            assert entry.startswith("[required")
+        elif isinstance(said, str):
+            assert entry.startswith(f"[default:({flat(said)})")
+        elif default is None:
+            assert parameter.name in WITHOUT_DEFAULT
+        elif default is True:  # the name that sets it, of --name/--no-name
+            assert entry.startswith(f"[default:{parameter.opts[0].lstrip('-')}"), parameter.name
+        elif default is not False:
+            value = str(getattr(default, "value", default))
+            assert entry.startswith(f"[default:{flat(value)}"), parameter.name
 
 
 @pytest.mark.parametrize("group", [("bench",), ("recipes",)])

@@ -44,7 +44,8 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def output(dense: Path) -> Path:
-    return compress_to(dense, dense.parent / "out", method="blast", cf=1.5, blocks=4, rounds=2)
+    settings = {"method": "blast", "cf": 1.5, "blocks": 4, "rounds": 2}
+    return compress_to(dense, dense.parent / "out", check=True, **settings)
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from plain_kernels import activated as reference
 from tolerances import TOLERANCES
 
 from blr.kernels.fused.activated import launch as launching
 from blr.kernels.fused.activated.launch import activated
-from blr.kernels.fused.activated.reference import activated as reference
 
 
 @pytest.fixture(autouse=True)

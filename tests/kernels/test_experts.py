@@ -27,7 +27,17 @@ from blr.kernels.decode.quantized.formats import form_of
 from blr.kernels.decode.quantized.launch import complete, tile_shape
 from blr.kernels.decode.quantized.reference import dequantize, quantize
 from blr.kernels.decode.quantized.segments import QuantizedTile
-from blr.kernels.layers.experts.op import Stack, Weight, expert_products, expert_weights, stack_of
+from blr.kernels.layers.experts.op import (
+    Routing,
+    Stack,
+    Weight,
+    expert_products,
+    expert_sums,
+    expert_weights,
+    routed,
+    routed_reference,
+    stack_of,
+)
 
 E, P = 4, 2
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
@@ -66,6 +76,44 @@ def test_products_with_the_chosen_experts(bits: int, group: int, rows: int, K: i
     some = plain[[0, 2, 3]] - dense[[0, 2, 3]]
     assert some.norm() <= TOLERANCES[torch.float32] * dense.norm()
     assert plain[1].isnan().all()
+
+
+@needs_triton
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("rows", "K", "ranks"), [(16, 128, 8), (19, 100, 5), (140, 260, 70)])
+def test_low_rank_of_the_chosen_experts(rows: int, K: int, ranks: int) -> None:
+    """Ranks differ between experts, as sensitivities give them."""
+    each = [(torch.randn(rows, ranks - n), torch.randn(ranks - n, K)) for n in range(E)]
+    stack = stack_of([[Weight(None, None, u, v)] for u, v in each], rows, K, 0, 0, False)
+    dense = torch.stack([u.double() @ v.double() for u, v in each])
+    x, chosen = torch.randn(3, K), torch.tensor([2, 0, 0, 3, 2, 2])
+    ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    with torch.no_grad():
+        y, plain = expert_products(x, chosen, stack), expert_weights(ends, stack, x)
+    wanted = torch.einsum("prk,pk->pr", dense[chosen], x.double().repeat_interleave(2, 0))
+    assert (y - wanted).norm() <= TOLERANCES[torch.float32] * wanted.norm()
+    some = plain[[0, 2, 3]] - dense[[0, 2, 3]]
+    assert some.norm() <= TOLERANCES[torch.float32] * dense.norm()
+    assert plain[1].isnan().all()
+
+
+@needs_triton
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("routing", [Routing(3, True), Routing(1, False), Routing(5, False)])
+def test_the_choice_of_a_router(routing: Routing) -> None:
+    """The norm, the experts and their weights by one kernel, and the weighted sums of what they give."""
+    x, gain, logits = torch.randn(4, 20), torch.rand(20), torch.randn(4, 5)
+    found = routed(x, gain, 1e-6, logits, routing, torch.float32, False)
+    wanted = routed_reference(x, gain, 1e-6, logits, routing, torch.float32)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    y = torch.randn(4 * routing.number, 33)
+    sums = torch.einsum("nkc,nk->nc", y.view(4, routing.number, 33), wanted[2])
+    places = torch.randperm(len(y)).view(4, -1)
+    shuffled = torch.empty_like(y).index_copy_(0, places.flatten(), y)
+    with torch.no_grad():
+        for given in ((y, None), (shuffled, places)):
+            torch.testing.assert_close(expert_sums(*given, wanted[2]), sums)
 
 
 def block_of(folder: Path, name: str, dtype: torch.dtype, **method: Any) -> tuple[Experts, Experts]:
@@ -125,12 +173,9 @@ def width_of(block: Experts) -> int:
 
 
 @needs_triton
-@pytest.mark.parametrize("method", ["int4", "low rank"])
-def test_many_tokens_take_grouped_products(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_tokens_take_grouped_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "FEW", 4)
-    found, plain = block_of(tmp_path, "qwen3-moe", torch.bfloat16, **METHODS[method])
+    found, plain = block_of(tmp_path, "qwen3-moe", torch.bfloat16, **METHODS["int4"])
     x = torch.randn(1, 40, width_of(found)).bfloat16()
     weights, chosen = torch.rand(40, found.count).topk(2)
     with torch.no_grad():

@@ -148,6 +148,7 @@ SIGNATURE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_token_has_the_same_sums_beside_others(name: str, dtype: torch.dtype) -> None:

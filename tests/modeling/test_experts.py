@@ -172,3 +172,11 @@ def _killed(store: Any, left: Iterator[int]) -> Any:
         store(journal, *arguments)
 
     return stored
+
+
+@pytest.mark.parametrize("kind", ["vllm", "gguf", "mlx"])
+def test_packed_experts_are_refused_for_engines_of_others(kind: str, tmp_path: Path) -> None:
+    source = save_pico("qwen3-moe", tmp_path / "dense")
+    output = compress_to(source, tmp_path / "out", **WAYS["int4"])
+    with pytest.raises(RuntimeError, match=r"code 2: .* 24 layers have no form in .*\.experts"):
+        blr("export", output, "-o", tmp_path / "export", "--as", kind)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pico import MODELS, MORE, inputs_for
+from plain_kernels import activated as reference
 from structured import blast, monarch, per_head, structured_model
 from tolerances import TOLERANCES
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from blr.bench.memory import transient_bytes
 from blr.compressor.modeling import fused, head_slices, settings, slices
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common import transient
-from blr.kernels.fused.activated.reference import activated as reference
 
 FAMILIES = [*MODELS, *MORE]
 Bound = Callable[[str], None]

@@ -79,7 +79,7 @@ def test_an_export_that_does_not_run_is_not_committed(
 
     monkeypatch.setattr(check, "door_of", lambda _: replace(door, trial=then_break))
     with pytest.raises(OutputError, match="does not run"):
-        export_to(source, tmp_path / "out")
+        export_to(source, tmp_path / "out", check=True)
     assert not (tmp_path / "out").exists()
     export_to(source, tmp_path / "out", check=False)
 
@@ -92,7 +92,7 @@ def test_large_outputs_run_block_by_block(
     source = compress_to(dense, tmp_path / "ks", method="ks")
     monkeypatch.setattr(streamed, "WHOLE", 0)
     trial = first_trial(streamed.streamed_model(open_source(source)), source)
-    folder = export_to(source, tmp_path / "out", **options)
+    folder = export_to(source, tmp_path / "out", check=True, **options)
     model = streamed.load_written(folder)
     layers = model.model.layers
     assert trial.distance(model, folder) < (0.1 if options.get("quantize") else 1e-4)

@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 import torch
 from exporting import compress_to
-from pico import VOCAB, save_pico
+from pico import MODELS, VOCAB, save_model
 from running import Invoke
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
@@ -39,10 +39,11 @@ class FirstResult(nn.Module):
 
 @pytest.fixture(scope="module")
 def compressed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """Pico models by family and method."""
+    """Pico models of one layer, for a trace takes its time, by family and method."""
     folder = tmp_path_factory.mktemp("compressed")
     for name in CLASSES:
-        source = save_pico(name, folder / name / "dense")
+        source, (config, settings, cls) = folder / name / "dense", MODELS[name]
+        save_model(config, {**settings, "num_hidden_layers": 1}, cls, source)
         for method, options in METHODS.items():
             compress_to(source, folder / name / method, method=method, cf=1.5, **options)
     return {(name, method): folder / name / method for name in CLASSES for method in METHODS}

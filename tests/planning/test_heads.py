@@ -183,7 +183,7 @@ def test_plans_follow_the_heads_of_the_config(name: str, heads: str, tmp_path: P
 def test_same_logits_as_dense_rebuilt_from_grouped_factors(name: str, tmp_path: Path) -> None:
     source, output = save_pico(name, tmp_path / "dense"), tmp_path / "out"
     recipe = make_recipe(method="svd", heads="per-head", cf=1.3)
-    compress(source, recipe, output, Settings("pico"), Progress(quiet=True))
+    compress(source, recipe, output, Settings("pico", check=False), Progress(quiet=True))
     model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32).eval()
     dense = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     modules, structured = dict(dense.named_modules()), 0

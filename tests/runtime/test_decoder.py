@@ -91,7 +91,7 @@ def test_tokens_of_a_trained_compressed_model(
     method: str, tiny: Path, tmp_path: Path, text: Tensor
 ) -> None:
     recipe = make_recipe(method=method, cf=1.1, **METHODS[method])
-    compress(tiny, recipe, tmp_path / "out", Settings("tiny", force=True), Progress(quiet=True))
+    compress(tiny, recipe, tmp_path / "out", Settings("tiny", check=False), Progress(quiet=True))
     model = load(tmp_path / "out")
     found = decoder(model, 512).generate(text[:, :40], max_new_tokens=48)
     assert found == native(model, text[:, :40], 48)

@@ -115,6 +115,19 @@ def test_eigenvalues_fall_and_are_not_negative() -> None:
     assert values.tolist() == pytest.approx([3, 2, 1, 0]) and float(values[-1]) >= 0
 
 
+def test_near_eigenvectors_are_worth_almost_as_much() -> None:
+    """Of a stack: orthonormal, and what they capture is 98% of the most, also where eigenvalues hardly
+    fall."""
+    torch.manual_seed(0)
+    rows = torch.randn(3, 256, 512, dtype=torch.float64)
+    rows[1] *= torch.logspace(0, -2, 512)
+    gram = rows @ rows.mT
+    best, near = linalg.top_eigenvectors(gram, 8), linalg.near_eigenvectors(gram, 8)
+    torch.testing.assert_close(near.mT @ near, torch.eye(8).double().expand(3, 8, 8))
+    most, found = ((q.mT @ gram @ q).diagonal(dim1=1, dim2=2).sum(1) for q in (best, near))
+    assert bool((found >= 0.98 * most).all()) and found[1] >= 0.998 * most[1]
+
+
 @pytest.mark.parametrize("least", [0.5, -3e-9, -3e-6])
 def test_a_gram_matrix_has_no_eigenvalue_below_zero(least: float) -> None:
     torch.manual_seed(0)

@@ -34,9 +34,9 @@ print(json.dumps(found))
 )
 
 
-def compress_to(source: Path, output: Path, **settings: object) -> Path:
-    """`source` compressed, whatever it loses; returns `output`."""
-    given = Settings(source.name, force=True)
+def compress_to(source: Path, output: Path, *, check: bool = False, **settings: object) -> Path:
+    """`source` compressed, whatever it loses, which `check` measures; returns `output`."""
+    given = Settings(source.name, force=True, check=check)
     compress(source, make_recipe(**settings), output, given, Progress(quiet=True))
     return output
 
@@ -55,9 +55,9 @@ def tokens_without_blr(
     return {name: found[str(copy)] for name, copy in copies.items()}
 
 
-def export_to(source: Path, output: Path, **options: object) -> Path:
-    """`source` exported; returns `output`."""
-    export(source, output, ExportOptions(source.name, **options), Progress(quiet=True))
+def export_to(source: Path, output: Path, *, check: bool = False, **options: object) -> Path:
+    """`source` exported, and compared with it by `check`; returns `output`."""
+    export(source, output, ExportOptions(source.name, check=check, **options), Progress(quiet=True))
     return output
 
 

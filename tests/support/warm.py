@@ -129,7 +129,8 @@ def warm_up() -> None:
     blr.compressor.loading.tokenizer.check_tokenizer(TINY)
     with tempfile.TemporaryDirectory() as folder:
         dense = save_pico("llama-tied", Path(folder) / "dense")
-        export_to(compress_to(dense, Path(folder) / "small"), Path(folder) / "exported")
+        small = compress_to(dense, Path(folder) / "small", check=True)
+        export_to(small, Path(folder) / "exported", check=True)
     for name, *options in NOTHING:
         try:
             blr.compressor.cli.command()([name, "/nowhere", *options], standalone_mode=False)

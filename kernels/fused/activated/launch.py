@@ -30,7 +30,7 @@ OVER: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """As of `reference.activated`, contiguous, without gradients: by one kernel where that is faster,
+    """``φ(x weightᵀ + bias)``, contiguous, without gradients: by one kernel where that is faster,
     else the library's product, written over.
 
     Args:

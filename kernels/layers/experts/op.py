@@ -1,5 +1,5 @@
-"""Products with the packed weights of experts that tokens choose: operators `blr::expert_products` and
-`blr::expert_weights`.
+"""Products with the packed weights of experts that tokens choose: operators `blr::expert_products`,
+`blr::expert_weights` and `blr::expert_sums`.
 
 A launch takes all experts of a stack wherever their tensors lie, by a table of addresses. So nothing is
 copied, and a launch that a CUDA graph holds serves whichever experts later tokens choose.
@@ -17,13 +17,15 @@ from blr.kernels.common.available import supports_pdl
 from blr.kernels.common.launching import launch
 from blr.kernels.common.registration import apply, register
 from blr.kernels.decode.gemv.launch import power_of_two
-from blr.kernels.decode.quantized.formats import PLANES, form_of, grid_of
+from blr.kernels.decode.quantized.formats import GROUP, PLANES, form_of, grid_of
 from blr.kernels.decode.quantized.launch import complete, tile_shape
 from blr.kernels.decode.quantized.segments import QuantizedTile
 from blr.kernels.layers.packed.prepare import whole_ranks
 
 ALIGNED = 16  # bytes
 STEP, FACTOR_ROWS = 256, 8  # columns of a step of a factor, and rows of a program
+SUMMED = 1024  # columns of a program of sums
+PLAIN_ROWS, RANKS_AT_ONCE = 128, 64  # of a program that makes low rank plain
 U, V = 2, 3  # where a table has them
 
 
@@ -95,6 +97,12 @@ def expert_weights(ends: Tensor, stack: Stack, like: Tensor) -> Tensor:
     return apply(_WEIGHTS, like, ends, *stack)
 
 
+def expert_sums(found: Tensor, places: Tensor | None, weights: Tensor) -> Tensor:
+    """The weighted sums [n, R] of the rows of `found` [pairs, R] at `places`, int64 [n, k], or in their
+    order; weights: [n, k]."""
+    return apply(_SUMS, found, places, weights)
+
+
 def _run_products(x: Tensor, chosen: Tensor, addresses: Tensor, rows: int, K: int, bits: int, group: int,
                   curved: bool, ranks: int, even: bool) -> Tensor:  # fmt: skip
     from blr.kernels.layers.experts.triton import factor_kernel, products_kernel
@@ -149,18 +157,74 @@ def _run_weights(like: Tensor, ends: Tensor, addresses: Tensor, rows: int, K: in
     from blr.kernels.layers.experts.triton import plain_kernel
     from blr.kernels.layers.packed.triton import ROWS
 
-    (experts, parts, _), groups, grid = addresses.shape, -(-K // group), grid_of(bits, curved)
+    (experts, parts, _), group = addresses.shape, group or GROUP
+    groups, grid = -(-K // group), grid_of(bits, curved) if bits else None
     y = torch.empty(experts, parts * rows, K, dtype=like.dtype, device=like.device)
-    constants: dict[str, object] = {"PARTS": parts, "BITS": bits, "GROUP": group, "LOW": PLANES[bits][0]}
-    constants |= {"MIDDLE": grid.offset, "CURVED": grid.curve != 0, "RANKS": whole_ranks(ranks)}
+    low, middle, bent = (PLANES[bits][0], grid.offset, grid.curve != 0) if grid else (0, 0, False)
+    constants: dict[str, object] = {"PARTS": parts, "BITS": bits, "GROUP": group, "LOW": low}
+    constants |= {"MIDDLE": middle, "CURVED": bent, "RANKS": min(whole_ranks(ranks), RANKS_AT_ONCE)}
+    height, warps = (ROWS, 4) if bits else (PLAIN_ROWS, 8)
     launch(
         plain_kernel,
-        (-(-rows // ROWS), groups, experts * parts),
+        (-(-rows // height), groups, experts * parts),
         (addresses, ends, y, rows, K, groups * group * bits // 32, groups),
-        {**constants, "BR": ROWS},
-        num_warps=4,
+        {**constants, "EVEN": even, "BR": height},
+        num_warps=warps,
     )
     return y
+
+
+class Routing(NamedTuple):
+    """How a router chooses: `number` experts of the largest softmax, whose weights are `scaled` to a sum
+    of 1."""
+
+    number: int
+    scaled: bool
+
+
+def routed(
+    x: Tensor, gain: Tensor, eps: float, logits: Tensor, routing: Routing, dtype: torch.dtype, pdl: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of x [n, d] in `dtype`, the experts that `logits` [n, E] choose, and their weights: as
+    `routed_reference`, by one kernel. x, logits: float32 of stride 1. No gradients."""
+    from blr.kernels.layers.experts.triton import routing_kernel
+
+    (rows, width), experts, k = x.shape, logits.shape[1], routing.number
+    normed = torch.empty(rows, width, dtype=dtype, device=x.device)
+    chosen = torch.empty(rows, k, dtype=torch.int64, device=x.device)
+    weights = torch.empty(rows, k, dtype=torch.float32, device=x.device)
+    arguments = (x, x.stride(0), gain, eps, logits, logits.stride(0), normed, chosen, weights)
+    sizes = {"BC": power_of_two(width), "BE": power_of_two(experts), "BK": power_of_two(k)}
+    constants = {"K": k, "SCALED": routing.scaled, **sizes, "PDL": pdl}
+    early = {"launch_pdl": True} if pdl else {}
+    launch(routing_kernel, (rows,), (*arguments, width, experts), constants, num_warps=8, **early)
+    return normed, chosen, weights
+
+
+def routed_reference(
+    x: Tensor, gain: Tensor, eps: float, logits: Tensor, routing: Routing, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`routed` in plain torch."""
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain.float()
+    weights, chosen = logits.float().softmax(-1).topk(routing.number)
+    if routing.scaled:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return normed.to(dtype), chosen, weights
+
+
+def _run_sums(found: Tensor, places: Tensor | None, weights: Tensor) -> Tensor:
+    from blr.kernels.layers.experts.triton import sums_kernel
+
+    y = torch.empty(len(weights), found.shape[1], dtype=found.dtype, device=found.device)
+    grid = -(-y.shape[1] // SUMMED), len(weights)
+    arguments = found, found if places is None else places, weights.contiguous(), y, y.shape[1]
+    constants = {"K": weights.shape[1], "PLACED": places is not None, "BC": SUMMED}
+    launch(sums_kernel, grid, arguments, constants, num_warps=4)
+    return y
+
+
+def _fake_sums(found: Tensor, places: Tensor | None, weights: Tensor) -> Tensor:
+    return found.new_empty(len(weights), found.shape[1])
 
 
 def _fake_products(x: Tensor, chosen: Tensor, addresses: Tensor, rows: int, *_: object) -> Tensor:
@@ -180,4 +244,8 @@ _PRODUCTS = register(
 _WEIGHTS = register(
     "expert_weights", f"(Tensor like, Tensor ends, {_FORM}",
     _run_weights, _fake_weights, None, None, _run_weights,
+)  # fmt: skip
+_SUMS = register(
+    "expert_sums", "(Tensor found, Tensor? places, Tensor weights) -> Tensor",
+    _run_sums, _fake_sums, None, None, _run_sums,
 )  # fmt: skip

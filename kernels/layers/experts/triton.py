@@ -94,29 +94,84 @@ def products_kernel(x, x_row, each, table, chosen, z, y, rows, K, w_row, scale_r
 def plain_kernel(
     table, ends, y, rows, K, w_row, scale_row,
     PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr,
-    MIDDLE: tl.constexpr, CURVED: tl.constexpr, RANKS: tl.constexpr, BR: tl.constexpr,
+    MIDDLE: tl.constexpr, CURVED: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr,
+    BR: tl.constexpr,
 ):  # fmt: skip
-    """y [E, PARTS · rows, K], the plain weights with their corrections, of experts that have tokens:
-    `ends` [E] counts the tokens up to each. A program owns BR rows of one group."""
+    """y [E, PARTS · rows, K], the plain weights with their corrections, or low rank alone (BITS 0), of
+    experts that have tokens: `ends` [E] counts the tokens up to each. A program owns BR rows of one
+    group, and takes RANKS ranks at a time. EVEN: whether rows of factors are multiples of 8 apart."""
     expert = tl.program_id(2) // PARTS
     before = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     if tl.load(ends + expert) > before:
         n, group = tl.program_id(2), tl.program_id(1)
         row = tl.program_id(0) * BR + tl.arange(0, BR)
         there, column = row < rows, group * GROUP + tl.arange(0, GROUP)
-        w, scale = address(table, n, 0, tl.pointer_type(tl.int32)), address(table, n, 1, y.dtype)
-        found = group_numbers(w, w_row, scale, scale_row, row.to(tl.int64), there, group, BITS, GROUP,
-                              LOW, MIDDLE, CURVED)  # fmt: skip
+        if BITS > 0:
+            w, scale = address(table, n, 0, tl.pointer_type(tl.int32)), address(table, n, 1, y.dtype)
+            found = group_numbers(w, w_row, scale, scale_row, row.to(tl.int64), there, group, BITS,
+                                  GROUP, LOW, MIDDLE, CURVED)  # fmt: skip
+        else:
+            found = tl.zeros([BR, GROUP], tl.float32)
         inside = there[:, None] & (column < K)[None, :]
         if RANKS > 0:
             held, rank = tl.load(table + n * COLUMNS + 4), tl.arange(0, RANKS)
-            u, v = address(table, n, 2, y.dtype), address(table, n, 3, y.dtype)
-            known = (rank < held)[None, :]
-            left = tl.load(
-                u + row[:, None] * held + rank[None, :], mask=there[:, None] & known, other=0.0
-            )
-            at = v + rank[:, None] * K + column[None, :]
-            right = tl.load(at, mask=(rank < held)[:, None] & (column < K)[None, :], other=0.0)
-            found = tl.dot(left, right, found)
+            u_row, v_row = tl.load(table + n * COLUMNS + 5), tl.load(table + n * COLUMNS + 6)
+            u_row, v_row = (u_row // 8 * 8, v_row // 8 * 8) if EVEN else (u_row, v_row)
+            u = address(table, n, 2, y.dtype) + row[:, None] * u_row + rank[None, :]
+            v = address(table, n, 3, y.dtype) + rank[:, None] * v_row + column[None, :]
+            for start in range(0, held, RANKS):
+                known = start + rank < held
+                left = tl.load(u + start, mask=there[:, None] & known[None, :], other=0.0)
+                right = tl.load(
+                    v + start * v_row, mask=known[:, None] & (column < K)[None, :], other=0.0
+                )
+                found = tl.dot(left, right, found)
         at = (n.to(tl.int64) * rows + row)[:, None] * K + column[None, :]
         tl.store(y + at, found.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sums_kernel(found, places, weights, y, columns,
+                K: tl.constexpr, PLACED: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """y [n, columns]: the sum of K rows of `found`, those at `places` [n, K], or all in their order,
+    times `weights` [n, K]. A program has BC columns of a row."""
+    row, column = tl.program_id(1).to(tl.int64), tl.program_id(0) * BC + tl.arange(0, BC)
+    total = tl.zeros([BC], tl.float32)
+    for n in tl.static_range(K):
+        at = tl.load(places + row * K + n) if PLACED else row * K + n
+        weight = tl.load(weights + row * K + n).to(tl.float32)
+        given = tl.load(found + at * columns + column, mask=column < columns, other=0.0)
+        total += weight * given.to(tl.float32)
+    tl.store(y + row * columns + column, total.to(y.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit
+def routing_kernel(
+    x, x_row, gain, eps, logits, logits_row, normed, chosen, weights, columns, experts,
+    K: tl.constexpr, SCALED: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """normed [n, columns]: x over its root mean square, times `gain`. chosen, weights [n, K]: the
+    largest of the softmax of `logits` [n, experts], SCALED to a sum of 1. A program has a row."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column, expert, n = tl.arange(0, BC), tl.arange(0, BE), tl.arange(0, BK)
+    given = tl.load(x + row * x_row + column, mask=column < columns, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(given * given, 0) / columns + eps)
+    by = tl.load(gain + column, mask=column < columns, other=0.0).to(tl.float32)
+    out = (given * scale * by).to(normed.dtype.element_ty)
+    tl.store(normed + row * columns + column, out, mask=column < columns)
+    left = tl.load(logits + row * logits_row + expert, mask=expert < experts, other=float("-inf"))
+    left = tl.exp(left.to(tl.float32) - tl.max(left.to(tl.float32), 0))
+    whole, largest, places = tl.sum(left, 0), tl.zeros([BK], tl.float32), tl.zeros([BK], tl.int32)
+    for turn in tl.static_range(K):
+        best = tl.max(left, 0)
+        place = tl.min(tl.where(left == best, expert, experts - 1), 0)
+        largest = tl.where(n == turn, best, largest)
+        places = tl.where(n == turn, place, places)
+        left = tl.where(expert == place, -1.0, left)
+    whole = tl.sum(largest, 0) if SCALED else whole
+    tl.store(weights + row * K + n, largest / whole, mask=n < K)
+    tl.store(chosen + row * K + n, places.to(tl.int64), mask=n < K)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 HALF = 2  # bytes of a scale
+CORRECTION = 16  # rank beside GPTQ
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Found(NamedTuple):
 
 
 Package = Callable[[Task], Found]
+Scaling = Callable[[str], tuple[Tensor, Tensor]]  # of a layer's inputs, and its inverse
 
 
 def hqq(task: Task) -> Found:
@@ -121,7 +123,12 @@ def _llmcompressor(task: Task, modifier: Any, symmetric: bool) -> Found:
         num_calibration_samples=len(task.ids),
         max_seq_length=task.ids.shape[1],
     )
-    weights = {name: layer.weight.detach().clone() for name, layer in task.layers()}
+    inside = [(name, module) for name, module in task.model.named_modules() if ".layers." in name]
+    weights = {  # norms as well, into which AWQ puts the scales of inputs
+        name: module.weight.detach().clone()
+        for name, module in inside
+        if isinstance(getattr(module, "weight", None), Tensor)
+    }
     return Found(
         weights, _saved(lambda folder: task.model.save_pretrained(folder, save_compressed=True))
     )
@@ -160,11 +167,21 @@ def autoround(task: Task) -> Found:
 
 
 # Types of ggml by bits, and what llama.cpp takes for rows that are no multiple of 256
-K_QUANTS, SHORT_ROWS = {2: "Q2_K", 3: "Q3_K", 4: "Q4_K"}, {2: "IQ4_NL", 3: "IQ4_NL", 4: "Q5_0"}
+K_QUANTS = {2: ("Q2_K", "IQ4_NL"), 3: ("Q3_K", "IQ4_NL"), 4: ("Q4_K", "Q5_0")}
+IQ_QUANTS = {2: ("IQ2_S", "IQ4_NL"), 3: ("IQ3_S", "IQ4_NL"), 4: ("IQ4_XS", "IQ4_NL")}
 
 
 def llamacpp(task: Task) -> Found:
     """llama.cpp's library: one K-quant for all layers, with an importance matrix of the calibration."""
+    return _ggml(task, *K_QUANTS[task.bits])
+
+
+def llamacpp_iq(task: Task) -> Found:
+    """The same with an IQ-quant."""
+    return _ggml(task, *IQ_QUANTS[task.bits])
+
+
+def _ggml(task: Task, usual: str, of_short_rows: str) -> Found:
     from ctypes import CDLL, c_float, c_int64, c_size_t, c_void_p
     from importlib.util import find_spec
 
@@ -186,7 +203,7 @@ def llamacpp(task: Task) -> Found:
         name, layer = named
         rows = np.ascontiguousarray(layer.weight.detach().cpu().float().numpy())
         o, i = rows.shape
-        kind = GGMLQuantizationType[(SHORT_ROWS if i % 256 else K_QUANTS)[task.bits]]
+        kind = GGMLQuantizationType[of_short_rows if i % 256 else usual]
         packed, costs = np.empty(rows.nbytes, np.uint8), importance[name].cpu().numpy()
         given = (c_float * i).from_buffer(costs)
         size = quantize(kind, rows.ctypes.data, packed.ctypes.data, 0, o, i, given)
@@ -200,17 +217,18 @@ def llamacpp(task: Task) -> Found:
 def svdllm(task: Task) -> Found:
     """As SVD-LLM (2403.07378): low rank of the weight times a Cholesky factor of its inputs' Gram
     matrix, in closed form, without what the paper trains afterwards."""
-    from blr.compressor.structures.linalg import cholesky, solve_upper
+    return _low_rank(task, _whitening(task))
 
-    grams = _means(task, lambda rows: rows.mT @ rows / len(rows))
 
-    def whitening(name: str) -> tuple[Tensor, Tensor]:
-        gram = grams[name].double()
-        some = gram.diagonal().mean() * 1e-6 * torch.eye(len(gram), device=gram.device)
-        root = cholesky(gram + some)
-        return root, solve_upper(root.mT, torch.eye(len(gram), device=gram.device).double()).mT
-
-    return _low_rank(task, whitening)
+def eora(task: Task) -> Found:
+    """llm-compressor's GPTQ, and as EoRA (2410.21271) low rank of what it leaves, in closed form."""
+    dense = {name: layer.weight.detach().clone() for name, layer in task.layers()}
+    scaled, (weights, stored) = _whitening(task), gptq(task)
+    for name, weight in dense.items():
+        weights[name] = weights[name].to(weight)
+        addition, more = _factored(weight - weights[name], scaled(name), CORRECTION)
+        weights[name], stored = weights[name] + addition, stored + more
+    return Found(weights, stored)
 
 
 def asvd(task: Task) -> Found:
@@ -225,19 +243,39 @@ def asvd(task: Task) -> Found:
     return _low_rank(task, scaling)
 
 
-def _low_rank(task: Task, scaled: Callable[[str], tuple[Tensor, Tensor]]) -> Found:
-    from blr.compressor.structures.linalg import truncated_svd
+def _whitening(task: Task) -> Scaling:
+    from blr.compressor.structures.linalg import cholesky, solve_upper
 
+    grams = _means(task, lambda rows: rows.mT @ rows / len(rows))
+
+    def whitening(name: str) -> tuple[Tensor, Tensor]:
+        gram = grams[name].double()
+        some = gram.diagonal().mean() * 1e-6 * torch.eye(len(gram), device=gram.device)
+        root = cholesky(gram + some)
+        return root, solve_upper(root.mT, torch.eye(len(gram), device=gram.device).double()).mT
+
+    return whitening
+
+
+def _low_rank(task: Task, scaled: Scaling) -> Found:
     weights, stored = dict[str, Tensor](), 0
     for name, layer in task.layers():
-        scale, inverse = scaled(name)
         o, i = layer.weight.shape
         rank = int(o * i / task.size / (o + i))
-        left, right = truncated_svd(layer.weight.detach().double() @ scale, rank)
-        right = right.mT @ inverse  # both factors are stored in bf16
-        weights[name] = left.bfloat16().float() @ right.bfloat16().float()
-        stored += rank * (o + i) * HALF
+        weights[name], more = _factored(layer.weight, scaled(name), rank)
+        stored += more
     return Found(weights, stored)
+
+
+def _factored(weight: Tensor, scaling: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, int]:
+    """The best of this rank where errors are multiplied by a scale, whose inverse is there, too; and the
+    bytes of its factors in bf16."""
+    from blr.compressor.structures.linalg import truncated_svd
+
+    scale, inverse = scaling
+    left, right = truncated_svd(weight.detach().double() @ scale, rank)
+    right = right.mT @ inverse
+    return left.bfloat16().float() @ right.bfloat16().float(), rank * sum(weight.shape) * HALF
 
 
 def _means(task: Task, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -284,6 +322,8 @@ PACKAGES: dict[str, tuple[Package, str]] = {
     "awq": (awq, "llmcompressor"),
     "autoround": (autoround, "auto-round"),
     "llamacpp": (llamacpp, "llama-cpp-python"),
+    "llamacpp_iq": (llamacpp_iq, "llama-cpp-python"),
+    "eora": (eora, "llmcompressor"),
     "svdllm": (svdllm, "torch"),
     "asvd": (asvd, "torch"),
 }

@@ -1,8 +1,8 @@
 """Compresses one model by blr and by other packages at the same bits, and judges every output alike.
 
-Usage: python run.py MODEL PYTHON RESULTS --calibration TEXT --text TEXT --text TEXT [--only NAME;NAME]
-with `python` of the environment that has blr, and PYTHON of the one that has the peers. RESULTS is a
-JSON file: rows that it has are not made again.
+Usage: python run.py MODEL PYTHON RESULTS --calibration TEXT --heal-text TEXT --text TEXT --text TEXT
+with `python` of the environment that has blr, and PYTHON of the one that has the peers ("GPTQ as EoRA"
+takes both from there). RESULTS is a JSON file: rows that it has are not made again.
 """
 
 from __future__ import annotations
@@ -32,20 +32,25 @@ NAMES = {
     "awq": "AWQ",
     "gptq": "GPTQ",
     "llamacpp": "llama.cpp",
+    "llamacpp_iq": "llama.cpp IQ",
+    "eora": "GPTQ as EoRA",
     "hqq": "HQQ",
     "torchao": "torchao",
 }
+FORMS = {"llamacpp": ("Q2_K", "Q3_K", "Q4_K"), "llamacpp_iq": ("IQ2_S", "IQ3_S", "IQ4_XS")}
 CLOSED = {"svdllm": "as SVD-LLM", "asvd": "as ASVD"}  # our own restatements of what they publish
 BITS = (2, 3, 4)
 SEEDS = (0, 1)
 CF = "1.5"
 BLR = (sys.executable, "-m", "blr.compressor")
+HEALING = ("--steps", "150", "--batch", "16384", "--mix", "0")
+OWN_HEALING = ("--steps", "240", "--batch", "16384", "--own-tokens", "524288", "--lr", "0.005")
 
 
 @dataclass(frozen=True)
 class Output:
     """What is made: a line of the plot (`series`) and a `form` on it, by blr with `options` and a seed,
-    or by another `package`, which is told a `size` (bits or CF)."""
+    then healed with the options `heal`, or by another `package`, which is told a `size` (bits or CF)."""
 
     series: str
     form: str
@@ -53,6 +58,7 @@ class Output:
     seed: int | None = None
     package: str = "blr"
     size: str = ""
+    heal: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -60,15 +66,22 @@ class Output:
         return f"{self.series}, {self.form}" + ("" if self.seed is None else f", seed {self.seed}")
 
 
-def ours(bits: int, rank: int = 0, grid: str = "curved", group: int = 64) -> list[Output]:
-    """blr in few bits, beside them low rank where it has a rank, once for each seed."""
+def ours(bits: int, rank: int = 0, grid: str = "uniform", own: bool = False) -> list[Output]:
+    """blr in few bits, beside them low rank where it has a rank, once for each seed: fitted to the text,
+    of which the model writes two thirds itself if `own`, and the same healed."""
     form: tuple[str, ...] = ("--quantize", f"int{bits}")
     if rank:
         form = ("--base", f"int{bits}", "--method", "svd", "--rank", str(rank))
-    said = [f"rank {rank}"] * bool(rank) + [f"{grid} grid"] * (grid != "curved")
-    series = ", ".join(["blr", *said, *[f"groups of {group}"] * (group != 64)])
-    options = (*form, *(("--grid", grid) if grid != "curved" else ()), "--group", str(group))
-    return [Output(series, f"int{bits}", options, seed) for seed in SEEDS]
+    said = [f"rank {rank}"] * bool(rank) + [f"{grid} grid"] * (grid != "uniform")
+    series = ", ".join(["blr", *said, *["own text"] * own])
+    choice = ("--grid", grid) if bits == 3 else ()
+    options = (*form, *choice, "--group", "64", *(("--mix", "0.67") if own else ()))
+    healing = OWN_HEALING if own else HEALING
+    return [
+        Output(series + ", healed" * bool(heal), f"int{bits}", options, seed, heal=heal)
+        for seed in SEEDS
+        for heal in ((), healing)
+    ]
 
 
 def structured(method: str, called: str) -> list[Output]:
@@ -78,17 +91,17 @@ def structured(method: str, called: str) -> list[Output]:
 
 
 PEERS = [
-    Output(said, f"Q{n}_K" if package == "llamacpp" else f"int{n}", package=package, size=str(n))
+    Output(said, form, package=package, size=str(n))
     for package, said in NAMES.items()
-    for n in BITS
+    for n, form in zip(BITS, FORMS.get(package, ("int2", "int3", "int4")), strict=True)
 ]
 CLOSED_FORMS = [Output(said, f"CF {CF}", package=package, size=CF) for package, said in CLOSED.items()]
 OURS = [  # the most wanted first
-    *(row for grid in ("curved", "uniform") for row in ours(3, 0, grid)),
-    *(row for bits, rank in ((2, 16), (2, 0), (3, 16)) for row in ours(bits, rank)),
-    *(row for row in (*ours(3, 16, "uniform"), *ours(4), *ours(4, 16))),
+    *(row for own in (False, True) for bits in (3, 4, 2) for row in ours(bits, 0, own=own)),
+    *(row for own in (False, True) for bits in (2, 3) for row in ours(bits, 16, own=own)),
+    *(row for rank in (0, 16) for row in ours(3, rank, "curved")),
     *(*structured("svd", "low rank"), *structured("blast", "BLAST")),
-    *(row for bits in (2, 3) for row in (*ours(bits, 8), *ours(bits, 16, group=128))),
+    *(row for rank in (8, 4) for row in ours(2, rank)),
 ]
 BY_TURNS = zip_longest([*PEERS, *CLOSED_FORMS], OURS)
 OUTPUTS = [row for pair in BY_TURNS for row in pair if row is not None]
@@ -144,16 +157,25 @@ class Bench:
     def _ours(self, output: Output, folder: Path) -> dict[str, Any]:
         text = ["--samples", self.asked.samples, "--seq-len", self.asked.seq_len, "--seed", output.seed]
         form = list(map(str, (*output.options, *text, "--text", self.asked.calibration, "--force")))
+        fitted = folder.with_name(folder.name + ".fitted") if output.heal else folder
         start = time.perf_counter()
         said = self._run(
-            *BLR, "compress", self.asked.model, *form, "-o", folder, "--format", "json", "--quiet"
+            *BLR, "compress", self.asked.model, *form, "-o", fitted, "--format", "json", "--quiet"
         )
+        command = "blr compress " + " ".join(form)
+        if output.heal:
+            heal = [*output.heal, "--seed", str(output.seed), "--text", self.asked.heal_text, "--force"]
+            self._run(
+                *BLR, "heal", fitted, *heal, "--teacher", self.asked.model, "-o", folder, "--quiet"
+            )
+            shutil.rmtree(fitted)
+            command += "; blr heal " + " ".join(heal)
         seconds = time.perf_counter() - start  # with libraries, the check and the loss
         return {"package": "blr", "version": "0.2.0", "bits": json.loads(said)["bits"]} | {
             "seconds": seconds,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "tokens": torch.load(self.ids).numel(),
-            "command": "blr compress " + " ".join(form),
+            "command": command,
         }
 
     def judged(self, folder: Path) -> dict[str, Any]:
@@ -182,6 +204,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("python")
     parser.add_argument("results", type=Path)
     parser.add_argument("--calibration", required=True)
+    parser.add_argument("--heal-text", required=True)
     parser.add_argument("--text", action="append", required=True)
     parser.add_argument("--only", default="", help="start of rows' names, apart by semicolons")
     parser.add_argument("--keep", type=Path, help="leave the outputs in this folder")

@@ -1,12 +1,20 @@
-"""Cholesky factors and solutions in plain torch, column by column: slow, for comparison."""
+"""What kernels compute that no call of torch computes alike, in plain torch: slow, for comparison."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
+
+from blr.kernels.decode.gemv.segments import ACTIVATIONS
 
 
-def factor(matrices: Tensor) -> Tensor:
+def activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """``φ(x weightᵀ + bias)`` of x [..., k], weight [m, k], bias [m] or None: [..., m]."""
+    return ACTIVATIONS[activation](linear(x, weight, bias))
+
+
+def cholesky_factor(matrices: Tensor) -> Tensor:
     """Lower L [g, n, n] with ``L Lᵀ = A`` for symmetric positive definite A [g, n, n], of which the
     lower halves are read; NaN from the first column on that has no pivot above zero."""
     left = matrices.tril().clone()
@@ -17,7 +25,7 @@ def factor(matrices: Tensor) -> Tensor:
     return left
 
 
-def solve(lower: Tensor, right: Tensor) -> Tensor:
+def cholesky_solve(lower: Tensor, right: Tensor) -> Tensor:
     """X [g, m, n] with ``X L Lᵀ = B`` for lower L [g, n, n] and B [g, m, n]."""
     y, n = right.clone(), lower.shape[-1]
     for k in range(n):  # Y Lᵀ = B
