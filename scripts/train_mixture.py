@@ -63,76 +63,40 @@ def loss_on(model: Qwen3MoeForCausalLM, ids: torch.Tensor, batch: int) -> float:
     return total / ids[:, 1:].numel()
 
 
-class Steps:
-    """Steps of training: the model computes in its bfloat16, AdamW moves copies in float32. On a GPU a
-    step is one CUDA graph."""
-
-    def __init__(self, model: Qwen3MoeForCausalLM, rows: torch.Tensor) -> None:
-        self.model, self.rows = model, rows.to(model.device)
-        self.moved = [p for p in model.parameters() if p.requires_grad]
-        self.masters = [p.detach().float().requires_grad_() for p in self.moved]
-        cuda = model.device.type == "cuda"
-        self.rate = torch.tensor(0.0, device=model.device)
-        settings = {"betas": (0.9, 0.95), "weight_decay": 0.1, "capturable": cuda}
-        self.optimizer = torch.optim.AdamW(self.masters, self.rate if cuda else RATE, **settings)
-        self.loss, self.graph = self.rate, None
-        if cuda:
-            with torch.cuda.stream(stream := torch.cuda.Stream()):
-                for _ in range(3):
-                    self.step()  # at a rate of 0
-            torch.cuda.current_stream().wait_stream(stream)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.step()
-
-    def step(self) -> None:
-        self.loss = self.model(input_ids=self.rows, labels=self.rows).loss
-        self.loss.backward()
-        for master, p in zip(self.masters, self.moved, strict=True):
-            master.grad, p.grad = None if p.grad is None else p.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(self.masters, 1.0, foreach=True)
-        self.optimizer.step()
-        self.put(self.masters)
-
-    @torch.no_grad()
-    def put(self, values: list[torch.Tensor]) -> None:
-        """Give the model the `values`, rounded."""
-        torch._foreach_copy_(self.moved, values)
-
-    def take(self, rows: torch.Tensor, rate: float) -> None:
-        """One step at `rate` on the windows `rows`."""
-        self.rows.copy_(rows)
-        if self.graph is not None:
-            self.rate.fill_(rate)
-            self.graph.replay()
-            return
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.step()
-
-
 def train(
     model: Qwen3MoeForCausalLM, ids: torch.Tensor, held: torch.Tensor, seconds: float, batch: int
 ) -> None:
-    """Train for so long, at a rate that rises and then falls to 0. What was best on `held` ends in the
-    model."""
-    steps = Steps(model, ids[:batch])
-    best, kept, count = float("inf"), steps.masters, 0
-    started, shown = time.monotonic(), 0.0
+    """Train for so long, at a rate that rises and then falls to 0. The model computes in its bfloat16;
+    AdamW moves copies in float32. The copies that were best on `held` end in the model."""
+    moved = [p for p in model.parameters() if p.requires_grad]
+    masters = [p.detach().float().requires_grad_() for p in moved]
+    optimizer = torch.optim.AdamW(masters, RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    best, kept = float("inf"), masters
+    started, step, shown = time.monotonic(), 0, 0.0
     while (done := (time.monotonic() - started) / seconds) < 1:
-        rate = RATE * min(done / WARM_UP, (1 - done) / (1 - WARM_UP), 1)
-        steps.take(ids[torch.randint(len(ids), (batch,))], rate)
-        count += 1
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(done / WARM_UP, (1 - done) / (1 - WARM_UP), 1)
+        rows = ids[torch.randint(len(ids), (batch,))].to(model.device)
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        for master, p in zip(masters, moved, strict=True):
+            master.grad, p.grad = None if p.grad is None else p.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(moved, masters)
+        step += 1
         if time.monotonic() - shown > EVERY:
             shown = time.monotonic()
             found = loss_on(model, held, batch)
-            said = f"{shown - started:6.1f} s, step {count}, loss {steps.loss.item():.3f}"
-            print(f"{said}, held out {found:.3f}", flush=True)
+            said = f"{shown - started:6.1f} s, step {step}, loss {loss.item():.3f}, held out {found:.3f}"
+            print(said, flush=True)
             if found < best:
-                best, kept = found, [master.detach().clone() for master in steps.masters]
+                best, kept = found, [master.detach().clone() for master in masters]
     if loss_on(model, held, batch) > best:
-        steps.put(kept)
-    print(f"{count} steps, held out {loss_on(model, held, batch):.4f}", flush=True)
+        with torch.no_grad():
+            torch._foreach_copy_(moved, kept)
+    print(f"{step} steps, held out {loss_on(model, held, batch):.4f}", flush=True)
 
 
 def main() -> None:

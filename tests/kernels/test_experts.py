@@ -204,3 +204,40 @@ def test_wide_loads_where_addresses_come_from_a_table(bits: int) -> None:
         num_warps=shape["num_warps"],
     )
     assert result["spills"] == 0 and "ld.global.v4.b32" in result["asm"]["ptx"]
+
+
+COMPILED: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
+    "plain_kernel": (
+        {"table": "*i64", "ends": "*i32", "y": "*bf16", "rows": "i32", "K": "i32"}
+        | {"w_row": "i32", "scale_row": "i32"},
+        {"PARTS": 2, "BITS": 0, "GROUP": 128, "LOW": 0, "MIDDLE": 0, "CURVED": False}
+        | {"RANKS": 64, "EVEN": True, "BR": 128},
+        8,
+    ),
+    "sums_kernel": (
+        {"found": "*bf16", "places": "*i64", "weights": "*bf16", "y": "*bf16", "columns": "i32"},
+        {"K": 8, "PLACED": True, "BC": 1024},
+        4,
+    ),
+    "routing_kernel": (
+        {"x": "*fp32", "x_row": "i32", "gain": "*bf16", "eps": "fp32", "logits": "*fp32"}
+        | {"logits_row": "i32", "normed": "*bf16", "chosen": "*i64", "weights": "*fp32"}
+        | {"columns": "i32", "experts": "i32"},
+        {"K": 8, "SCALED": True, "BC": 2048, "BE": 128, "BK": 8, "PDL": True},
+        8,
+    ),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel", COMPILED)
+def test_kernels_compile_for_a_gpu(kernel: str) -> None:
+    """At the sizes of Qwen3-30B-A3B, with nothing spilled."""
+    types, constants, warps = COMPILED[kernel]
+    odd = ("x_row", "eps", "logits_row", "scale_row")
+    result = compile_for(
+        *("blr.kernels.layers.experts.triton", kernel, types, constants, 90),
+        divisible=tuple(name for name in types if name not in odd),
+        num_warps=warps,
+    )
+    assert result["spills"] == 0
