@@ -1,7 +1,5 @@
 """Durable file operations: written under a name of their own, flushed, then renamed into place."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -4,8 +4,6 @@ A message is one line that says what was found (naming the file, key or tensor),
 expected and what to do about it. Anything else that escapes is a bug in `blr` (exit code 1).
 """
 
-from __future__ import annotations
-
 
 class BlrError(Exception):
     """Base of all errors meant for the user; `exit_code` is what the command returns."""

@@ -1,8 +1,6 @@
 """Errors of the machine and its file systems as errors of ours: what it lacks, whatever a library calls
 that, whose fault it is and what to do about it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -6,8 +6,6 @@ Here a glob is short, translated once, and each `*` takes the nearest match (whi
 https://research.swtch.com/glob), so that no text makes a match slow.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from fnmatch import translate

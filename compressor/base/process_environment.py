@@ -1,8 +1,6 @@
 """What the environment says of the processes of a run, as torchrun, `accelerate launch` and `--gpus` set
 it. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ Every process runs the same program on its own device. What is written is writte
 for finished layers, which each puts into the journal: on several hosts it lies in a folder they share.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Text from elsewhere, made fit for one line of ours: names and values out of files."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """Holds a stopping signal back for a moment, until work in progress is saved."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Tables on standard output: laid out by rich, plain text wherever it goes."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from io import StringIO
 

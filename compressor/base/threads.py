@@ -5,8 +5,6 @@ container's quota or with other jobs, one spins through the time slice that the 
 can be many times slower than one.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

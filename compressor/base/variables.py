@@ -1,7 +1,5 @@
 """Variables of the environment that libraries read, and end with a bare ValueError where they cannot."""
 
-from __future__ import annotations
-
 import linecache
 import os
 import re

@@ -5,8 +5,6 @@ other. A name that two modules define gets its module's name in front. The resul
 alone: the same bytes each time.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import re

@@ -1,7 +1,5 @@
 """Reads a module of this package for a bundle: what it defines, what it imports and where."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """config.json, read as hostile input: plain JSON whose counts and sizes some model could have."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ whatever can be executed, what no loader may meet in a folder of ours (links out
 does not parse) and files of over 64 MiB.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

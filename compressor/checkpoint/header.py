@@ -5,8 +5,6 @@ gigabyte on a huge header and hangs on a FIFO. Everything here fails with `Input
 byte of tensor data is read. Format: https://huggingface.co/docs/safetensors
 """
 
-from __future__ import annotations
-
 import io
 import math
 import os

@@ -4,8 +4,6 @@ Factors can all be finite and multiply to more than a dtype holds. The product o
 norms bounds every weight of the layer, so that only a layer beyond that bound is multiplied out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from math import isfinite, prod
 

@@ -5,8 +5,6 @@ recipes, texts, tables, journals. A FIFO, a device or a link to one is refused i
 on, and nothing is read that is larger than its kind can sensibly be.
 """
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 import io

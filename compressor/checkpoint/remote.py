@@ -5,8 +5,6 @@ it as it would the file and reads tensors from here. Whatever else opens a stand
 ends early, and refuses it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Iterator

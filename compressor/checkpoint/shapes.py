@@ -10,8 +10,6 @@ A dimension is an integer, a sum of products of integers and config keys, or `_`
 a name stands for anything; a name that ends in `#` counts the modules numbered there.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re

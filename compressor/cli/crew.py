@@ -5,8 +5,6 @@ say last if they fail. One that dies ends the run with one line. They hold the e
 end is this process's alone, and end when it does, however that happens.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

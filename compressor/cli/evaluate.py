@@ -1,7 +1,5 @@
 """`blr eval`: the quality of a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from blr.compressor.base.quoting import quote

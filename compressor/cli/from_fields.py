@@ -1,8 +1,6 @@
 """Options of commands, made of docstrings and of the fields of settings (`recipe/option`), and those
 that several commands share."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Collection, Iterable

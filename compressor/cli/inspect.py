@@ -1,7 +1,5 @@
 """`blr inspect`: what an output consists of."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from blr.compressor.cli.from_fields import Format, FormatOption, Output, print_result, taking

@@ -9,8 +9,6 @@ resume and leaves at once. This also covers background jobs of non-interactive s
 with SIGINT ignored. No wait has a deadline, so that a job may be suspended and continued.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

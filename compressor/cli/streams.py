@@ -4,8 +4,6 @@ the one line that says how a command failed.
 Results that cannot be written are never lost in silence; talk that nobody hears stops nothing.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """`blr sweep`: many compressions of one model, and which of them are worth their bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """`blr tune`: which kernel variants are the fastest on this GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -4,8 +4,6 @@ Used as callbacks of options. Beside the ranges that the options state they refu
 let pass (NaN) and what no library below holds (integers of hundreds of digits). All raise UsageError.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

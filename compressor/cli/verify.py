@@ -1,7 +1,5 @@
 """`blr verify`: an output against its manifest, and against a signature."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from blr.compressor.cli.from_fields import Format, FormatOption, Output, print_result, taking

@@ -1,7 +1,5 @@
 """An output beside its dense model: how far apart they are on the same tokens and sentences."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

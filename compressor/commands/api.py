@@ -208,10 +208,10 @@ def evaluate(
     from blr.compressor.integrations import lm_eval
     from blr.compressor.recipe.eval_settings import EvalSettings, check_eval
 
-    asked, progress = (
-        EvalSettings(tuple(map(Path, _several(text))), **settings),
-        progress or Progress(quiet=True),
-    )
+    names = [name for name in ("sts", "tasks_path", "keep_dense") if settings.get(name) is not None]
+    settings |= {name: Path(settings[name]) for name in names}
+    asked = EvalSettings(tuple(map(Path, _several(text))), **settings)
+    progress = progress or Progress(quiet=True)
     check_eval(asked)
     if asked.tasks:
         lm_eval.check_installed()

@@ -4,8 +4,6 @@ They are all that must be kept to judge further outputs. With its head they give
 the last bit, in a fraction of their bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Quality of a model: perplexity of decoders, STS correlation of sentence encoders."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Continues a prompt with a decoder, and measures where the time of a token goes."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Iterator

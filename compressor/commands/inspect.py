@@ -4,8 +4,6 @@ A model that was loaded, perhaps trained, and saved by transformers has the tabl
 config.json alone: what an error was measured against is no longer there.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What `blr eval --format json` prints, as other commands read it."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

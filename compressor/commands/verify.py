@@ -1,7 +1,5 @@
 """Checks an output: by its manifest, or, where transformers saved it and left none, by its model."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

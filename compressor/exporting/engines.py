@@ -5,8 +5,6 @@ there is refused, or written dense with `--dense-rest`. To add an engine, write 
 `engine` that returns its `Engine`, and name the module in `options.ENGINES`: that is what `--as` takes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace

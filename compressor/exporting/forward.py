@@ -6,8 +6,6 @@ that of a decoder returns logits and keeps no cache; writing it takes the whole 
 structured layers are plain products; batch and, for text, length are free.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -4,8 +4,6 @@ The header has numbers, texts and lists by key, then name, sizes, type and place
 tensors follow, each at a multiple of `ALIGNMENT` bytes. Sizes are listed from the fastest axis on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial

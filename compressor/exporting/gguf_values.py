@@ -1,7 +1,5 @@
 """What a GGUF file says of a tokenizer, by the keys that llama.cpp reads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

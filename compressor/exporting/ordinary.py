@@ -6,8 +6,6 @@ dense, for quantizers, adapters and servers that replace `nn.Linear`; that folde
 since no model of transformers has pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

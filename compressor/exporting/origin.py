@@ -1,7 +1,5 @@
 """Opens and checks what is to be exported: a dense checkpoint or an output of `blr compress`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

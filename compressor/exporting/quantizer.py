@@ -1,7 +1,5 @@
 """Packs the layers of an export to int8 or int4, one layer in memory at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod

@@ -1,7 +1,5 @@
 """Plans the tensors of an export. Each is made from stored ones when its turn to be written comes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,7 @@ pack-quantized, symmetric and in groups, with the values that it had. vLLM's gri
 So levels of int2, which are half-integers, are doubled, their scales halved, and 3 bits hold them.
 """
 
-from __future__ import annotations
-
+import re
 import warnings
 from collections.abc import Mapping
 from functools import partial
@@ -164,13 +163,14 @@ def _add_adapter(tensors: Tensors, source: Source, module: str, spec: Spec, dtyp
 
 
 def quantization(kept: Checkpoint) -> dict[str, object]:
-    """`quantization_config` of config.json: a group of layers for each of the schemes."""
+    """`quantization_config` of config.json: a group of layers for each of the schemes. Names may follow
+    others, as vLLM's `draft_model.` before those of a draft."""
     model = meta_model(kept.source)
     names = module_names(model, kept.specs)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     groups: dict[tuple[int, int], list[str]] = {}
     for module, spec in kept.specs.items():
-        groups.setdefault(scheme(spec), []).append(names[module])
+        groups.setdefault(scheme(spec), []).append(_named(names[module]))
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -179,8 +179,13 @@ def quantization(kept: Checkpoint) -> dict[str, object]:
             f"group_{n}": {"targets": targets, "weights": _arguments(*each)}
             for n, (each, targets) in enumerate(groups.items())
         },
-        "ignore": [name for name in linear if name not in names.values()],
+        "ignore": [_named(name) for name in linear if name not in names.values()],
     }
+
+
+def _named(name: str) -> str:
+    """The pattern of compressed-tensors for a module, whatever is before its name."""
+    return rf"re:(.*\.)?{re.escape(name)}$"
 
 
 def _arguments(bits: int, group: int) -> dict[str, object]:

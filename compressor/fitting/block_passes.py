@@ -1,7 +1,5 @@
 """Runs batches of windows through single blocks, and shows what modules inside of them read and give."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

@@ -5,8 +5,6 @@ loaded and run once; then each block is loaded, used and dropped. This works for
 blocks take hidden states as their first argument. `configs/*.yaml` names the blocks, or they are found.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from contextlib import suppress

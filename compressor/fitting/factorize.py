@@ -1,8 +1,6 @@
 """Factorizes the planned layers. Each finished layer is kept in the journal; processes share the layers
 out."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

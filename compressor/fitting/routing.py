@@ -4,8 +4,6 @@ What few tokens tell of an expert is mixed with what all tokens of its layer tel
 get the mean of the layer as if it were some more tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast

@@ -12,8 +12,6 @@ Wᵀ G^½ predict the loss that each further rank saves. FWSVD (arXiv 2207.00112
 of G; the Kronecker-factored form is that of K-FAC (arXiv 1503.05671).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

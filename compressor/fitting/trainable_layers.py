@@ -6,8 +6,6 @@ for the backward pass. Low-rank layers are left as they are: they have two
 products of full size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

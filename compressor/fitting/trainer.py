@@ -6,8 +6,6 @@ trains a block towards the dense block's outputs, and all blocks towards the den
 `healing/trainer.py` trains a model towards its teacher.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

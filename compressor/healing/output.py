@@ -4,8 +4,6 @@ the run.
 Layers in float8 are rounded once all is trained, in the norm of the inputs that they then read.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

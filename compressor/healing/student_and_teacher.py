@@ -1,8 +1,6 @@
 """Loads the two models of a healing run: the dense teacher, and the student with its trained
 parameters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

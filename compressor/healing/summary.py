@@ -1,7 +1,5 @@
 """The result of a healing run, as the command prints it and the Python interface returns it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

@@ -1,8 +1,6 @@
 """`--track NAME`: logs a training to TensorBoard, Weights & Biases and others, by accelerate's
 trackers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The passes of a step are made in parts that fit in memory, on a GPU as CUDA graphs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Opens a dense checkpoint as transformers reads it, and checks its tensors against config.json."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Models of diffusers: the class that a folder names, the dense model in it, ours; what they run on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loads dense and structured checkpoints for evaluation and generation, in a dtype that they run in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

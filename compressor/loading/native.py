@@ -3,8 +3,6 @@
 A family without a table in `configs/` has its layers found on the meta device.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout

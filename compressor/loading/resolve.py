@@ -1,8 +1,6 @@
 """Finds a checkpoint: a local folder, a short name, or a hub repository, whose weights are downloaded or
 stay there: then a folder stands in for it, and they are fetched as they are read."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ layers behind; and from config_sentence_transformers.json: the prompt before eve
 dimensions are kept. A folder without modules.json is pooled by the mean.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What an output takes along besides its weights: tried before the work, settled after it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Runs a model on a small input of its kind, and compares what another computes from the same."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Made and filled by transformers' own loader, part by part, so that renamed tenso
 merged arrive as in any model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

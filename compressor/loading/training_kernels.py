@@ -7,8 +7,6 @@ Modules keep their class and their tensors; `forward` is one of their own, as th
 features. Norms are torch's fused operator; one that computes anything else (Gemma's 1 + weight) stays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 Importing it calls `register`, as scripts for version 0.1 expect. New ones call it themselves.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 

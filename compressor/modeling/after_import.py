@@ -1,7 +1,5 @@
 """Runs a function as soon as another package has been imported, without importing it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder

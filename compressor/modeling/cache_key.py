@@ -5,8 +5,6 @@ So they are made anew when adapters are added or switched, a layer is replaced, 
 call no hooks: see `is_watched`.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What transformers calls a cache of keys and values: `cache` since 5.24, before `past_key_values`."""
 
-from __future__ import annotations
-
 from inspect import signature
 
 from torch import nn

@@ -1,8 +1,6 @@
 """How layers in few bits compute one token of a sequence on a CPU: as `kernels/layers/packed/cpu.py`
 says, by weights that are held a second time from the first such product on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import is_
 from typing import Any

@@ -5,8 +5,6 @@ captures its kernels in a CUDA graph with buffers of its own; later calls copy t
 the graph and return copies of the outputs. Threads take turns.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Models of diffusers where the package is installed: those of `diffusion_blr.py`, with kernels."""
 
-from __future__ import annotations
-
 from blr.compressor.modeling.diffusion_blr import StructuredDiffusion
 from blr.compressor.modeling.diffusion_blr import diffusion_class as structured_class
 from blr.compressor.modeling.float8 import share_rows

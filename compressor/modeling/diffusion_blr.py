@@ -5,8 +5,6 @@ the layers, by checkpoints of such models alone.
 ``blr``, as in a configuration of transformers. Classes are made on demand, for any model of diffusers.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import cache

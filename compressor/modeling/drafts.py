@@ -1,7 +1,5 @@
 """The draft in the folder of an export: a smaller model, of which its decoder takes proposals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel, load_state_dict

@@ -1,7 +1,5 @@
 """Models of a self-contained export: those of `modeling_blr.py`, decoding in the runtime beside it."""
 
-from __future__ import annotations
-
 import transformers
 
 from blr.compressor.modeling.cuda_graphs import CapturedForward

@@ -4,8 +4,6 @@ Several kernels read and write the widest tensors of a block again (times in scr
 module computes under `torch.compile`, for gradients, on a CPU and in single precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import FunctionType

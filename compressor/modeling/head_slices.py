@@ -5,8 +5,6 @@ less. The attention's own `forward` is called for every few heads, with function
 projections that give these heads alone.
 """
 
-from __future__ import annotations
-
 from inspect import signature
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ It asks whether there is padding, and whether a row holds several sequences, sin
 mask takes a faster kernel. While a CUDA graph is captured it cannot ask and makes a whole mask.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

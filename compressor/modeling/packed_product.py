@@ -1,7 +1,5 @@
 """Products with packed factors on a GPU: the weights of a layer are never plain."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Registers structured models with the Auto classes and other tables of transformers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

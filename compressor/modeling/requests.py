@@ -4,8 +4,6 @@ Plain decoding is greedy or samples by temperature, top-k and top-p; prompts are
 left, the result is tokens. Every other setting of transformers makes a call unusual.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Finds the layers of a model that read the same input."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from torch import nn

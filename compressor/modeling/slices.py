@@ -5,8 +5,6 @@ attention within one long sequence some heads (`head_slices.py`). Each calls the
 with a part of its input and writes the results side by side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ factors, in styles that transformers has. It serves models that are distributed 
 its own part only for factors that all hold whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 

@@ -1,8 +1,6 @@
 """What an output must pass before it is committed: it loads, runs, and loses no more than it may. What
 depends on the library of the model is in its `Door`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

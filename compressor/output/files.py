@@ -1,7 +1,5 @@
 """The files of an output: the small ones are made here, all are written, checked and listed here."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping

@@ -12,8 +12,6 @@ every token that it might have written there counts, as likely as it finds it: t
 then that of its own choice, and the loss is the Kullback-Leibler divergence of the two distributions.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Messages about the loss of an output (`loss.py`), and its numbers rounded. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ The page has no script and loads nothing. It follows the reader's choice of a li
 fits a phone: wide pictures scroll inside their frames.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from html import escape

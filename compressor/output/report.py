@@ -3,8 +3,6 @@
 The same plan, records and facts give the same bytes: no times, no paths, numbers rounded.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ No library, no script: strings whose numbers are rounded, so that the same data 
 bytes. Colours are the CSS variables --c0 … --c7, --ink, --faint and --line of the page.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape

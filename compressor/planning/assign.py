@@ -1,8 +1,6 @@
 """Turns each layer's settings into its spec: blocks, groups of heads, chains, and ranks that meet the
 budget."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

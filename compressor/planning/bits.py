@@ -5,8 +5,6 @@ rounding a layer costs what its sensitivity says of errors in all directions. Mo
 larger rank both leave a share of that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, sqrt

@@ -4,8 +4,6 @@ The expert n of a block is called ``model.layers.0.mlp.experts.gate_proj.n``, wh
 experts one by one (``experts.n.gate_proj.weight``) or in a stack.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ what the backward pass keeps of the tokens of a pass (`micro` windows), dense we
 factors (`fitting/trainable_layers.py`), and a chunk of logits (`healing/objective.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod

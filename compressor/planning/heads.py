@@ -12,8 +12,6 @@ groups, whose factors are [s, r] and [D, r]. For the paper's square projection o
 In grouped-query attention the k and v projections have H_kv heads.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf, log
 

@@ -1,7 +1,5 @@
 """Finds the compressible layers of a checkpoint, and those that a recipe selects, from headers alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

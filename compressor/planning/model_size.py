@@ -1,7 +1,5 @@
 """Finds the factor of the layers that makes the whole model as many times smaller as asked."""
 
-from __future__ import annotations
-
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.planning.plan import Plan, make_plan

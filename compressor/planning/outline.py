@@ -1,8 +1,6 @@
 """Makes a checkpoint without weights from config.json: the tensors that it implies, enough to plan
 with."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

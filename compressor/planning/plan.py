@@ -3,8 +3,6 @@
 No weight is read and torch is not imported, except for a family without a table in `configs/`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from blr.compressor.base.device import BYTES

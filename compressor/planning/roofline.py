@@ -6,8 +6,6 @@ kernels can take (design notes, "Floors at CF 2"), not what today's take. `launc
 kernel: at one token that decides whether a small layer gains at all.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

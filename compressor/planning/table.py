@@ -1,7 +1,5 @@
 """Shows a plan in numbers: parameters, bytes and predicted times of every layer, as JSON or a table."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 from typing import Any

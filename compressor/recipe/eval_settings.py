@@ -1,7 +1,5 @@
 """The settings of an evaluation, which are checked before anything is read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

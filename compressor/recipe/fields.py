@@ -1,7 +1,5 @@
 """Types of a recipe's fields: numbers, globs, chains, heads; and the messages for wrong values."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from typing import Annotated

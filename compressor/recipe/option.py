@@ -8,8 +8,6 @@ value. ``{values}`` stands for the values that its type allows::
         method (--method, -m): The structure: {values}. [svd; dense for --quantize alone]
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import dataclass

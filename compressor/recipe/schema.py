@@ -42,7 +42,7 @@ Allocation = Literal["uniform", "sensitivity"]
 Kind = Literal["int8", "int4", "int3", "int2", "fp8", "none"]
 Base = Literal["int8", "int4", "int3", "int2", "none"]
 Group = Literal[128, 64, 32]
-Grid = Literal["curved", "uniform", "q2_k", "q3_k"]
+Grid = Literal["uniform", "curved", "q2_k", "q3_k"]
 Couplings = Literal["int8", "none"]
 KvNumbers = Literal["int8", "int4", "none"]
 
@@ -160,8 +160,8 @@ class Recipe(RecipeFields):
         quantize: Store dense weights, or the factors of --method, in int8, int4, int3, int2 or fp8.
             [not; corrections by --base in int4]
         group: Let this many numbers share a scale: 128, 64 or 32. [128; 32 on q2_k, q3_k; a row for fp8]
-        grid: Space the levels of int3 wider outwards (curved), or all alike (uniform); or round int2 or
-            int3 to what llama.cpp holds as Q2_K or Q3_K (q2_k, q3_k). [curved]
+        grid: Space the levels of int3 all alike (uniform), or wider outwards (curved), for blr alone; or
+            round int2 or int3 to what llama.cpp holds as Q2_K or Q3_K (q2_k, q3_k). [uniform]
         base: Store the dense weights in int2, int3, int4 or int8, and let --method correct them. [none]
         bpw: Bits a weight of --base and correction, in place of --rank; --text gives some layers more.
         tokens_per_second: Take the largest size that is predicted to decode one sequence at this speed.
@@ -244,7 +244,7 @@ class Recipe(RecipeFields):
         kind = said("quantize") or (CORRECTION_KIND if base else NONE)
         coupled = said("couplings") or ("int8" if base else NONE)
         bpw = None if base is None or rule.rank else said("bpw")
-        shared, curved = K_QUANTS.get(said("grid")), said("grid") not in ("uniform", "q3_k")
+        shared, curved = K_QUANTS.get(said("grid")), said("grid") == "curved"
         group = said("group") or (ROW if kind == FP8 else K_GROUP if shared else GROUP)
         form = KINDS[kind], group, KINDS[coupled], base, bpw, kind == FP8, curved
         return StoredAs(*form, superblocks=shared == (base or KINDS[kind] or 0))

@@ -1,7 +1,5 @@
 """Finds and lists recipes: shipped ones by name, files by path. It also merges what they extend."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from difflib import get_close_matches

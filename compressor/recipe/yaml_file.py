@@ -6,8 +6,6 @@ follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema
 text, not a boolean and a number.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Which drafts are accepted, so that all tokens follow the model that wants them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The errors of the decoder. Each message has one line: found, expected, what to do."""
 
-from __future__ import annotations
-
 import threading
 
 MODES = ("auto", "graph", "eager")

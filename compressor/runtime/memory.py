@@ -1,7 +1,5 @@
 """Holds the memory of a decoder on one device: buffers, cache, rotary tables, tokens and positions."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any, cast
 

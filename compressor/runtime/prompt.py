@@ -1,8 +1,6 @@
 """Reads prompts into the static cache by the model's own modules. Short ones run as CUDA graphs of a few
 lengths, for the host takes longer to call the modules than a GPU to compute them."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import partial
 

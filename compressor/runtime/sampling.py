@@ -1,7 +1,5 @@
 """Chooses tokens on the device without waiting for it."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ of balanced sizes (`turned`). The least of all mixtures has sizes by the moments
 gained nothing by that (scripts/log).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 

@@ -14,8 +14,6 @@ same however the size of a term is spread over its factors.
 Models", section 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from math import isnan, nan

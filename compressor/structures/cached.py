@@ -1,7 +1,5 @@
 """How many bytes a cache of keys and values takes for ranks."""
 
-from __future__ import annotations
-
 KV_CACHES = ("ranks", "int8", "int4")  # in the model's dtype, or rounded, the last but for the first
 LEADING = 4  # one in so many ranks is in int8 beside int4, at least
 

@@ -6,8 +6,6 @@ Golub and Pereyra, "The differentiation of pseudo-inverses and nonlinear least s
 (1973); Nocedal, "Updating quasi-Newton matrices with limited storage" (1980).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Lists the layers that an export packs, as entries of a layer table, without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec

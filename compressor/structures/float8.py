@@ -6,8 +6,6 @@ follow (GPTQ, arXiv 2210.17323; scales are known before, so that the order is fr
 again to the nearest of what is best beside all others (coordinate descent, QuantEase, arXiv 2309.01885).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ are chosen group by group for the weights as they stand then, each column weight
 there costs. Columns are taken as they are stored: taking the costly ones first would scatter groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

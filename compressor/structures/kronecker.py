@@ -14,8 +14,6 @@ A *twiddle* [a, b, c, d] is a factor, or a product of neighbouring factors, stor
 zeros as in `KroneckerSpec`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 

@@ -7,8 +7,6 @@ Acceleration of Block Low-Rank Foundation Models", section 2; the block projecti
 Monarch (Dao et al., arXiv 2204.00595, section 3).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ Sources: "Fast Inference with Kronecker-Sparse Matrices" (section 4.3, appendix 
 patterns: Le, Zheng, Riccietti, Gribonval, arXiv 2411.04506, section 4.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

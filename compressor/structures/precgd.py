@@ -5,8 +5,6 @@ each multiplied by ``(GᵀG + δ‖E‖I)⁻¹`` with G what the factor is multi
 linearly from 1 to 0. Source: BLAST (Lee et al., arXiv 2410.21262, algorithm 2).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

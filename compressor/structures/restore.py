@@ -1,7 +1,5 @@
 """Computes factors and dense weights from stored tensors, of plain, packed and corrected layers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

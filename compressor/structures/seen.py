@@ -4,8 +4,6 @@ Of ``W_k = U_k Z_kᵀ`` an error δ in Z_k is made good as far as it lies in the
 of the inputs. To first order the rest costs ``U_k δᵀ (H − H Z_k (Z_kᵀ H Z_k)⁻¹ Z_kᵀ H) δ U_kᵀ``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import reduce
 

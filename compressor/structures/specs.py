@@ -297,7 +297,8 @@ class QuantizedSpec(Spec):
 
     def describe(self) -> str:
         group = f"/{self.group}" if self.group != (ROW if self.fp8 else GROUP) else ""
-        grid = f" q{self.bits}_k" if self.superblocks else "" if self.curved else " uniform"
+        curve = " curved" if self.curved and self.bits == 3 else ""
+        grid = f" q{self.bits}_k" if self.superblocks else curve
         return f"{self.of.describe()} {self.kind}{group}{grid}".strip()
 
 

@@ -9,8 +9,6 @@ outside of it, without waiting for the GPU.
 A model decodes this way only if that gives the logits of the model as it is (`can_be_static`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

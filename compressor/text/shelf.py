@@ -8,8 +8,6 @@ The folder may hold files of the user. Those of ours are listed in a file before
 other file is ever removed or replaced, and no link is followed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -5,8 +5,6 @@ it had begun to move whole folders. A file system without locks (some network on
 that text: a lock whose process is gone is taken over.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

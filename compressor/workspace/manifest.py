@@ -5,8 +5,6 @@ digits as zeros, so that a changed bit in any of its facts is noticed as one in 
 listed with the digest of their header too, which tells a relabelled tensor without reading all of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

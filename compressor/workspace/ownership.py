@@ -5,8 +5,6 @@ output, the manifest of a whole one) and if it holds nothing but plain files tha
 Everything else is the user's: it is refused by name and stays as it is. Links are never followed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Reads a whole checkpoint once before the work starts: is it finite, and which bytes are they."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Collection

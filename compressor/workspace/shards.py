@@ -4,8 +4,6 @@ Nothing larger than one chunk is held: the library's writer needs a whole shard 
 is what this module exists to avoid. Every shard is read back by the library at the end of a run.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

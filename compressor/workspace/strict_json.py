@@ -4,8 +4,6 @@ A file is read if it is a plain one, no link, of bounded size and depth, and if 
 of pydantic: known keys, right types, finite numbers.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import TypeVar

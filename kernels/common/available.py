@@ -1,7 +1,5 @@
 """What this process can run: Triton, a GPU that its kernels are for, programmatic launch."""
 
-from __future__ import annotations
-
 import os
 import re
 from functools import cache

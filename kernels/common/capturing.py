@@ -1,7 +1,5 @@
 """CUDA graphs are captured and replayed, on any GPU, whatever becomes of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache

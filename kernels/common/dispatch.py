@@ -1,7 +1,5 @@
 """Runs one product by the variant that the tables choose for its shape."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, partial

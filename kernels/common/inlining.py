@@ -8,8 +8,6 @@ Torch keeps compiled graphs on the disk by what was traced, which is the same fo
 than the default marks those of the process, as it is when inductor is imported.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from blr.kernels.common.available import kernel_device
+from blr.kernels.common.mode import setting
 from blr.kernels.common.registration import Operator
 from blr.kernels.common.tables import PLAIN, REFERENCE, Shape, choose
 
@@ -69,12 +68,7 @@ def _mark_caches(form: str) -> None:
 
 def compiled_form() -> str:
     """The value of BLR_COMPILED. Raises RuntimeError for one that is not in `FORMS`."""
-    form = os.environ.get(VARIABLE, "auto")
-    if form not in FORMS:
-        raise RuntimeError(
-            f"{VARIABLE} is {form!r}: expected one of {', '.join(FORMS)}; set one of these, or unset it"
-        )
-    return form
+    return setting(VARIABLE, FORMS)
 
 
 def is_plain(structure: str, shape: Shape, x: Tensor) -> bool:

@@ -5,8 +5,6 @@ before: 30 to 60 µs with twenty arguments. Here a tuple of what Triton speciali
 and the compiled kernel called.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ of one: a rank that is no multiple of `ALIGNED` has zeros behind it, since produ
 ours, are two to three times as slow where rows do not start at multiples of 16 bytes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Structures by name, and the folders that hold their kernels. No torch."""
 
-from __future__ import annotations
-
 # A structure's name in specs, recipes and files -> its folder here, the name that kernel tables use.
 FOLDERS = {
     **{"svd": "lowrank", "monarch": "monarch"},

@@ -1,7 +1,5 @@
 """Order of the axes of stored factors in memory, by name. No torch."""
 
-from __future__ import annotations
-
 Order = tuple[int, ...]
 
 

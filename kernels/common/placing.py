@@ -3,8 +3,6 @@ launches on the current GPU, and there on its stream, which waits for nothing th
 a model on the second GPU, or over several (`device_map`), would read what is not written yet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache

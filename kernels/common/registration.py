@@ -9,8 +9,6 @@ Without gradients and outside of tracing, `apply` calls the implementation itsel
 and autograd's Python layer cost 6 µs a call on a CPU of 2024, as long as a small kernel takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count

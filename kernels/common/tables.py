@@ -15,8 +15,6 @@ needs a rule, a compilation or a measurement of its own. Nothing is ever timed h
 writes tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple

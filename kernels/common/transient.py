@@ -5,8 +5,6 @@ computed in chunks of tokens, of sequences or of heads, with the same results up
 variable is not set it is 64 MiB on a CPU, and none on a GPU: chunks cost time there (scripts/log).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

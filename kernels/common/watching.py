@@ -1,7 +1,5 @@
 """Whether somebody looks on at a product: a trace, autograd, autocast."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

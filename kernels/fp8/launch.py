@@ -1,7 +1,5 @@
 """Launches the kernels of float8: rows of activations, batched products, BLAST's mix."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

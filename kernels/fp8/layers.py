@@ -6,8 +6,6 @@ hold what lies up to four orders of magnitude below as finely as what is large. 
 before any of it is known, and the second product is a plain one: no scales inside its sum.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Products of float8 by the vendor's library: `torch._scaled_mm`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ Neither operator has gradients. Rows are an operator under `torch.compile`, too:
 the two reductions behind a norm is slower than our kernel (scripts/log).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any

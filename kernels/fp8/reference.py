@@ -4,8 +4,6 @@ Each number is the nearest of e4m3 to itself over its scale, and a scale takes t
 its row, or of its block of 128 along the axis that is summed over, to 448, the largest of e4m3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

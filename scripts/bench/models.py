@@ -209,7 +209,7 @@ def replace_linears(model: Any, make: Callable[[Any], nn.Module]) -> None:
 def rounded_layer(layer: object, bits: int) -> nn.Module:
     """The layer with its factors, or the weight of an nn.Linear, rounded to `bits`."""
     plain, factors = factors_of(layer)
-    spec = QuantizedSpec(plain, bits)
+    spec = QuantizedSpec(plain, bits, curved=False)
     if "weight" in factors:
         return filled_layer(layer, spec, quantize_dense(factors["weight"], spec).tensors)
     return filled_layer(layer, spec, quantize_factors(spec, factors).tensors)
@@ -246,7 +246,7 @@ def corrected_layer(layer: Any, bits: int, rank: int) -> nn.Module:
     weight: Tensor = layer.weight.detach()
     outputs, inputs = weight.shape
     structure = LowRankSpec(inputs, outputs, min(rank, inputs, outputs))
-    base = QuantizedSpec(DenseSpec(inputs, outputs), bits)
+    base = QuantizedSpec(DenseSpec(inputs, outputs), bits, curved=False)
     correction = QuantizedSpec(structure, FACTOR_BITS, tiled=True)
     like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
     u = torch.randn(outputs, structure.rank, **like) * 0.1 / structure.rank**0.5

@@ -15,7 +15,7 @@ from running import Invoke
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blr.compressor.commands import dense_states, evaluate
+from blr.compressor.commands import api, dense_states, evaluate
 from blr.compressor.healing import objective
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.text.reading import beginning_of
@@ -109,6 +109,14 @@ def test_a_folder_is_itself_and_what_is_kept_changes_nothing(
     kept.unlink()
     assert judge(invoke, small, dense, *given, "--keep-dense", tmp_path / "kept") == alone
     assert not kept.exists()
+
+
+def test_the_interface_takes_paths_as_text(tmp_path: Path) -> None:
+    dense, text = save_dense(tmp_path / "dense", "llama"), write_text(tmp_path / "text.txt", 300)
+    given: dict[str, Any] = {"against": str(dense), "keep_dense": str(tmp_path / "kept")}
+    found = api.evaluate(str(dense), str(text), window=32, device="cpu", **given)
+    assert found["against"]["agreement"] == 1  # type: ignore[index]
+    assert len([*(tmp_path / "kept").iterdir()]) == 1
 
 
 def _only(folder: Path) -> Any:

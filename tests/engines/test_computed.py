@@ -29,17 +29,16 @@ from blr.kernels.decode.quantized.superblocks import K_GROUP, SUPERBLOCK
 register()
 
 TEXT = Path(__file__).parents[1] / "data" / "calibration.txt"
-UNIFORM = {"grid": "uniform"}
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"method": "dense", "quantize": "int8"},
     "int4": {"method": "dense", "quantize": "int4"},
-    "int3": {"method": "dense", "quantize": "int3", **UNIFORM},
+    "int3": {"method": "dense", "quantize": "int3"},
     "int2": {"method": "dense", "quantize": "int2"},
     "q2_k": {"method": "dense", "quantize": "int2", "grid": "q2_k"},
     "q3_k": {"method": "dense", "quantize": "int3", "grid": "q3_k"},
     "int8-16": {"method": "svd", "rank": 16, "base": "int8"},
     "int4-16": {"method": "svd", "rank": 16, "base": "int4"},
-    "int3-16": {"method": "svd", "rank": 16, "base": "int3", **UNIFORM},
+    "int3-16": {"method": "svd", "rank": 16, "base": "int3"},
     "int2-16": {"method": "svd", "rank": 16, "base": "int2"},
 }
 LLAMA3 = {

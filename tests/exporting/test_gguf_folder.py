@@ -32,7 +32,7 @@ ADDED = ("single_word", "lstrip", "rstrip", "normalized")
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"method": "dense", "quantize": "int8", "group": 64},
     "int4": {"method": "dense", "quantize": "int4"},
-    "int3": {"method": "dense", "quantize": "int3", "grid": "uniform", "group": 32},
+    "int3": {"method": "dense", "quantize": "int3", "group": 32},
     "int2": {"method": "dense", "quantize": "int2", "group": 32},
     "q2_k": {"method": "dense", "quantize": "int2", "grid": "q2_k"},
     "q3_k": {"method": "dense", "quantize": "int3", "grid": "q3_k"},
@@ -196,7 +196,9 @@ def test_what_llama_cpp_has_no_form_of_is_refused(
     tiny: Path, tmp_path: Path, invoke: Invoke, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A grid, a type of models, a scaling of positions, a tokenizer: each before any work."""
-    curved = compress_to(tiny, tmp_path / "curved", method="dense", quantize="int3", group=32)
+    curved = compress_to(
+        tiny, tmp_path / "curved", method="dense", quantize="int3", grid="curved", group=32
+    )
     capsys.readouterr()
     code, _, err = invoke("export", curved, "-o", tmp_path / "out", "--as", "gguf")
     assert code == 2 and "--grid uniform" in err and err.count("\n") == 1

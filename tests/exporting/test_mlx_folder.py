@@ -19,7 +19,7 @@ from torch import Tensor
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"method": "dense", "quantize": "int8", "group": 64},
     "int4": {"method": "dense", "quantize": "int4"},  # 128 numbers a scale, of rows of 64
-    "int3": {"method": "dense", "quantize": "int3", "grid": "uniform", "group": 32},
+    "int3": {"method": "dense", "quantize": "int3", "group": 32},
     "int2": {"method": "dense", "quantize": "int2", "group": 32},
     "int2-4": {
         **{"method": "svd", "base": "int2", "group": 32, "rank": 2},
@@ -83,7 +83,9 @@ def test_rotary_positions_are_said_as_mlx_lm_reads_them(dense: Path, tmp_path: P
 
 
 def test_what_mlx_has_no_form_of_is_refused(dense: Path, tmp_path: Path, invoke: Invoke) -> None:
-    curved = compress_to(dense, tmp_path / "curved", method="dense", quantize="int3", group=32)
+    curved = compress_to(
+        dense, tmp_path / "curved", method="dense", quantize="int3", grid="curved", group=32
+    )
     code, _, err = invoke("export", curved, "-o", tmp_path / "out", "--as", "mlx")
     assert code == 2 and "--grid uniform" in err and err.count("\n") == 1
     config, settings, cls = MODELS["llama"]

@@ -23,7 +23,7 @@ MIXED = {**PACKED, "rules": [{"match": "*down_proj", "quantize": "int8"}]}
 # settings, and what the refusal names
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "low rank": ({"method": "svd", "cf": 1.5}, "svd r="),
-    "curved": ({"method": "dense", "quantize": "int3", "group": 32}, "--grid uniform"),
+    "curved": ({"method": "dense", "quantize": "int3", "grid": "curved", "group": 32}, "--grid uniform"),
     "group": ({"method": "dense", "quantize": "int4"}, "take a smaller --group"),
     "blast": ({**CORRECTED, "method": "blast", "blocks": 2, "rules": []}, "a correction by blast"),
     "fp8": ({"method": "dense", "quantize": "fp8"}, "in the place of a weight"),
@@ -73,7 +73,7 @@ def test_each_scheme_is_a_group_of_layers(dense: Path, tmp_path: Path, invoke: I
     config = json.loads((folder / "config.json").read_bytes())
     groups = config["quantization_config"]["config_groups"].values()
     kinds = {group["weights"]["num_bits"]: len(group["targets"]) for group in groups}
-    assert kinds == {4: 12, 8: 2} and config["quantization_config"]["ignore"] == ["lm_head"]
+    assert kinds == {4: 12, 8: 2} and config["quantization_config"]["ignore"] == [r"re:(.*\.)?lm_head$"]
     assert config["model_type"] == "llama" and not list(folder.glob("*.py"))
     assert invoke("verify", folder)[0] == 0
     assert len(inspect_output(folder)["layers"]) == 14

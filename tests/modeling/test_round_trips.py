@@ -36,7 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "svd": {"method": "svd", "cf": 1.5},
     "monarch": {"method": "monarch", "cf": 1.5, "blocks": 4},
     "int3": {"method": "dense", "quantize": "int3", "group": 32},
-    "uniform": {"method": "dense", "quantize": "int3", "grid": "uniform", "group": 32},
+    "curved": {"method": "dense", "quantize": "int3", "grid": "curved", "group": 32},
     "corrected": {"method": "svd", "base": "int2", "rank": 4, "group": 32},
     "blast": {"method": "blast", "cf": 1.5, "blocks": 4, "rounds": 2},
     "ks": {"method": "ks", "cf": 1.5},

@@ -23,18 +23,10 @@ IDS = torch.arange(2, 26)
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"method": "dense", "quantize": "int8"},
     "int4": {"method": "dense", "quantize": "int4"},
-    "int3": {"method": "dense", "quantize": "int3", "grid": "uniform"},
+    "int3": {"method": "dense", "quantize": "int3"},
     "int2": {"method": "dense", "quantize": "int2"},
 }
-FORMATS |= {
-    f"{kind}-16": {
-        "method": "svd",
-        "rank": 16,
-        "base": kind,
-        **({"grid": "uniform"} if "3" in kind else {}),
-    }
-    for kind in FORMATS
-}
+FORMATS |= {f"{kind}-16": {"method": "svd", "rank": 16, "base": kind} for kind in FORMATS}
 TAKEN = {"llama": (*FORMATS,), "qwen2": ("int4", "int2-16"), "qwen3": ("int3", "int8-16")}
 # Loads folders where blr cannot be imported; prints the logits and the tokens of each
 STOCK = (

@@ -24,12 +24,12 @@ register()
 # numbers and in blocks with launches of their own; a mixture.
 KINDS: dict[str, dict[str, Any]] = {
     "int2": {"base": "int2", "quantize": "int4", "rank": 4},
-    "int3": {"base": "int3", "quantize": "int8", "rank": 3},
+    "int3": {"base": "int3", "grid": "curved", "quantize": "int8", "rank": 3},
     "plain": {"base": "int2", "quantize": "none", "rank": 4},
-    "uniform": {"base": "int3", "grid": "uniform", "quantize": "int4", "rank": 3},
+    "uniform": {"base": "int3", "quantize": "int4", "rank": 3},
     "blast": {"base": "int3", "quantize": "int4", "method": "blast", "blocks": 4, "rank": 4},
     "mixed": {"base": "int2", "rank": 4, "rules": [{"match": "*.k_proj", "base": "int3", "rank": 4}]},
-    "grids": {"base": "int3", "rank": 4, "rules": [{"match": "*.k_proj", "grid": "uniform", "rank": 4}]},
+    "grids": {"base": "int3", "rank": 4, "rules": [{"match": "*.k_proj", "grid": "curved", "rank": 4}]},
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
+from blr.compressor.exporting.drafts import elsewhere
 
 register()
 
@@ -30,7 +32,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"method": "dense", "quantize": "int4"},
     "int4-16": {"method": "svd", "base": "int4", "rank": 16},
     "int8": {"method": "dense", "quantize": "int8"},
-    "int3-16": {"method": "svd", "base": "int3", "rank": 16, "grid": "uniform"},
+    "int3-16": {"method": "svd", "base": "int3", "rank": 16},
     "int2": {"method": "dense", "quantize": "int2"},
     "int2-16": {"method": "svd", "base": "int2", "rank": 16},
 }
@@ -74,6 +76,20 @@ if __name__ == "__main__":
         json.dump([scores, list(found.outputs[0].token_ids)], file)
 """
 
+# arguments: a model, a prompt, a file for its greedy tokens, the settings of a draft or nothing
+DRAFTED = """
+import json, sys
+if __name__ == "__main__":
+    from vllm import LLM, SamplingParams
+    folder, prompt, out, *draft = sys.argv[1:]
+    how = {"speculative_config": json.loads(draft[0])} if draft else {}
+    llm = LLM(folder, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=128,
+              max_num_seqs=4, **how)
+    sampling = SamplingParams(temperature=0, max_tokens=32, detokenize=False, ignore_eos=True)
+    found = llm.generate([{"prompt_token_ids": json.loads(prompt)}], sampling)[0]
+    open(out, "w").write(json.dumps(list(found.outputs[0].token_ids)))
+"""
+
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
@@ -114,3 +130,15 @@ def test_the_same_as_the_checkpoint(kind: str, name: str, tiny: Path, tmp_path: 
     assert float(missed) < TOLERANCES[torch.bfloat16]
     behind = after.max(-1).values - after.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     assert float(behind.max()) < TOLERANCES[torch.bfloat16] * float(after.abs().max())  # but for ties
+
+
+def test_a_draft_of_ours_leaves_the_dense_models_tokens(tiny: Path, tmp_path: Path) -> None:
+    """By the settings that the card of a pair names."""
+    _, folder = exported("tiny", "int4", tiny, tmp_path)
+    line = shlex.split(elsewhere("model", str(folder))["vllm"])
+    found = []
+    for draft in ([], line[line.index("--speculative-config") + 1 :]):
+        done = run(DRAFTED, str(tiny), json.dumps(PROMPT), str(tmp_path / "out.json"), *draft)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append(json.loads((tmp_path / "out.json").read_text()))
+    assert found[0] == found[1] and len(found[0]) == 32

@@ -1,7 +1,5 @@
 """The points of a sweep: which compressions of a model are made."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product

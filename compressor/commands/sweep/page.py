@@ -1,7 +1,5 @@
 """The page and the table of a sweep."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape

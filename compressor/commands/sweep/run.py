@@ -1,7 +1,5 @@
 """A sweep from a model and a grid to a table: what is missing is made, what fails is said and left."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Launches the decoding attention: shapes in; splits, tiles and workspace out."""
 
-from __future__ import annotations
-
 from math import e, log2
 
 import torch

@@ -1,7 +1,5 @@
 """Attention of one new token a row over a static cache, in plain torch and the dtype of its input."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Keys and values in int8, with a scale for every token and head."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

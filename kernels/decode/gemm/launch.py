@@ -1,7 +1,5 @@
 """Launches the batched product, and the matching call of cuBLAS."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -151,9 +149,13 @@ def tile_shape(m: int, n: int, k: int, dtype: torch.dtype) -> dict[str, int]:
     return {"BM": 128, "BN": 128, "BK": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3}
 
 
-def library_bmm(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`bmm` by the vendor's library; `out` may have any strides with one of 1 in its matrices."""
+def library_rows(z: Tensor, U: Tensor, bias: Tensor | None, batch: Sequence[int]) -> Tensor:
+    """[*batch, B·q] of z [B, n, r], U [B, q, r] and bias [B·q], by the vendor's library."""
+    y = torch.empty(z.shape[1], *U.shape[:2], dtype=z.dtype, device=z.device)
+    out = y.transpose(0, 1)
     if bias is None:
-        return torch.bmm(a, b, out=out)
-    out.copy_(bias.unsqueeze(1).expand_as(out))
-    return torch.baddbmm(out, a, b, out=out)
+        torch.bmm(z, U.mT, out=out)
+    else:
+        out.copy_(bias.view(len(U), 1, -1).expand_as(out))
+        torch.baddbmm(out, z, U.mT, out=out)
+    return y.view(*batch, U.shape[0] * U.shape[1])

@@ -1,7 +1,5 @@
 """``act(gate) ⊙ up`` of what two stages of one launch have stored side by side."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -5,8 +5,6 @@ specialized by its own strides and blocks, and a program picks one by its number
 that of `triton.py` beside this file; the reference is in segments.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

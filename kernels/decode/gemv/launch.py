@@ -1,7 +1,5 @@
 """Launches one decoding stage: shapes in, grid and tile sizes out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any

@@ -1,7 +1,5 @@
 """One decoding stage in plain torch, in the dtype of its input."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

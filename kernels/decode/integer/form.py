@@ -1,8 +1,6 @@
 """How inputs lie in words for products of bytes, and which stages are multiplied so: for host and
 kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """Launches of stages of 2 and 3 bits whose inputs are made once, as words of bytes: one for them, one
 for the rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

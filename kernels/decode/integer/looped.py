@@ -1,7 +1,5 @@
 """Launches of stages of 4 bits by products of bytes, each program with many tiles (`loop.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

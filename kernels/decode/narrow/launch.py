@@ -1,7 +1,5 @@
 """Launches of the products of few tokens: shapes in, tiles out."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Whole layers of 1 to 64 tokens: low-rank, BLAST, Monarch. The references are those of the layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Launches of stages whose weights may be dense (`kernels.decode.gemv`) or packed (the kernels here)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -3,8 +3,6 @@
 What the bytes mean is said in `reference.py`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 GROUP = 128

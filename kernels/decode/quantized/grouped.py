@@ -4,8 +4,6 @@ As kernels/decode/gemv/grouped.py, with the row functions of `triton.py` beside 
 of a launch may differ in everything but the number of tokens and of bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Of several tokens one launch each: many are for `kernels/decode/skinny`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

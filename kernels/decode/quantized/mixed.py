@@ -6,8 +6,6 @@ A program owns a few ranks of all blocks. The tile of packed weights is that of 
 quads of all blocks in one axis. S is in full precision.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait

@@ -14,8 +14,6 @@ planes, first the low two bits of every level in words of 16 fields, then the hi
 48 bytes of 128 levels.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Functions that run the stages of a phase on tensor cores, their inputs prepared before."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Launches skinny products: segments in; grid, tiles and workspace out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -4,8 +4,6 @@ A layer's couplings are read once for few tokens, before the products they wait 
 reference is `gemv.segments.Segment.product`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple

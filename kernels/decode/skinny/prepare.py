@@ -4,8 +4,6 @@ same launch the first factors of corrections.
 With V of ``Q + U V`` among the programs that prepare the input of Q, the correction costs no launch.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """What one launch of the skinny products is made of."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Launches the product of an MLP's gate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What gates an MLP, in plain torch: an activation of the gate, rounded to its dtype, times up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

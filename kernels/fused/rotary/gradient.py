@@ -1,8 +1,6 @@
 """The rotation of queries and keys with its gradient, one kernel each way. For training alone: it does
 not travel."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable

@@ -1,7 +1,5 @@
 """Launches the rotation of queries and keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Rotary position embeddings in plain torch, halves in place of pairs. RoFormer (arXiv 2104.09864)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

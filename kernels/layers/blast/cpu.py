@@ -6,8 +6,6 @@ does the second product; as many tokens at a time as caches hold. Few tokens are
 where the whole is as fast as S is read. Measured in `scripts/log`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Launches the mix of BLAST on tensors [blocks, ranks, tokens]."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

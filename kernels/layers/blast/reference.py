@@ -1,7 +1,5 @@
 """BLAST linear layer in plain torch: shared input factors, a diagonal mix, shared output factors."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

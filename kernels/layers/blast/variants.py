@@ -1,8 +1,6 @@
 """Complete BLAST layers: what each reads, writes and launches."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from blr.kernels.common.available import supports_pdl
 from blr.kernels.common.replay import at_once
-from blr.kernels.decode.gemm.launch import library_bmm
+from blr.kernels.decode.gemm.launch import library_rows
 from blr.kernels.decode.gemv.launch import product as stage
 from blr.kernels.decode.gemv.segments import Segment
 from blr.kernels.decode.narrow.layers import blast as narrow
@@ -59,7 +57,7 @@ def bmm_mix(
         z = torch.bmm(V.mT, part, out=z[:, :, :n])
     else:
         z = torch.bmm(V.mT, part)
-    return _outputs(by(_mixed, z, S, **config).mT, U, bias, x.shape[:-1])
+    return library_rows(by(_mixed, z, S, **config).mT, U, bias, x.shape[:-1])
 
 
 def _mixed(z: Tensor, S: Tensor, **config: Any) -> Tensor:
@@ -67,15 +65,6 @@ def _mixed(z: Tensor, S: Tensor, **config: Any) -> Tensor:
     from blr.kernels.layers.blast.launch import mix
 
     return mix(z, S, z, **config)
-
-
-def _outputs(z: Tensor, U: Tensor, bias: Tensor | None, batch: Sequence[int]) -> Tensor:
-    """[..., b·q] of z [b, n, r], by the library."""
-    blocks, n, _ = z.shape
-    y = torch.empty(n, blocks, U.shape[1], dtype=z.dtype, device=z.device)
-    bias = None if bias is None else bias.view(blocks, -1)
-    library_bmm(z, U.mT, y.transpose(0, 1), bias)
-    return y.view(*batch, blocks * U.shape[1])
 
 
 def plain(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -87,7 +76,7 @@ def bmm(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None) 
     """The plain form with tokens last: three products of the library, none of which copies."""
     z = torch.bmm(V.mT, x.reshape(-1, *V.shape[:2]).permute(1, 2, 0))  # [l, r, n]
     w = torch.bmm(S.permute(2, 0, 1), z.transpose(0, 1))  # [r, k, n]
-    return _outputs(w.permute(1, 2, 0), U, bias, x.shape[:-1])
+    return library_rows(w.permute(1, 2, 0), U, bias, x.shape[:-1])
 
 
 VARIANTS = {

@@ -7,8 +7,6 @@ output side to the input side, g [n, a, b, d] the gradient of its output and x [
     dx_il = w_i··lᵀ g_il      dw_i··l = Σ_n g_il x_ilᵀ
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any

@@ -7,8 +7,6 @@ side of the features is addressed as one run of BM·d elements, so that small d 
 too. Neighbouring programs read neighbouring features: the batch is the slowest index.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import triton

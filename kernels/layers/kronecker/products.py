@@ -9,8 +9,6 @@ and return out:
 Source: "Fast Inference with Kronecker-Sparse Matrices", algorithm 1.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Kronecker-sparse linear layer in plain torch: one batch of small products a factor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -6,8 +6,6 @@ does not matter.
 Source: "Fast Inference with Kronecker-Sparse Matrices", algorithm 2.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

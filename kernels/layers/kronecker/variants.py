@@ -4,8 +4,6 @@ All take x [n, i] and canonical factors [a, b, c, d] in any strides; they are fa
 are stored [a, d, b, c]. Source: "Fast Inference with Kronecker-Sparse Matrices", algorithms 1 and 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -5,8 +5,6 @@ Backward, with g the gradient of y [n, o], h = g U and z = x V [n, r] (computed 
     dx = h Vᵀ        dV = xᵀ h        dU = gᵀ z        dbias = Σ_n g
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Low-rank linear layer in plain torch: ``y = (x V) Uᵀ + bias``, whole or in groups of heads."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

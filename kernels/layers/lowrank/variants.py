@@ -1,7 +1,5 @@
 """Complete low-rank layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ g_k [n, q] the gradient of y_k, z and w computed again:
     dU_k = g_kᵀ w_k      dV_l = x_lᵀ dz_l             dbias = Σ_n g
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Monarch linear layer in plain torch: a block-diagonal product, a transpose, another one."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

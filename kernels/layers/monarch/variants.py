@@ -1,8 +1,6 @@
 """Complete Monarch layers."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor
 from blr.kernels.common.available import supports_pdl
 from blr.kernels.common.replay import at_once
 from blr.kernels.decode.gemm.launch import bmm as our_bmm
-from blr.kernels.decode.gemm.launch import library_bmm, run_length
+from blr.kernels.decode.gemm.launch import library_rows, run_length
 from blr.kernels.decode.gemv.launch import product as stage
 from blr.kernels.decode.narrow.layers import monarch as narrow
 from blr.kernels.layers.monarch.reference import monarch_linear as reference
@@ -45,7 +43,7 @@ def permuted_store(
     """
     if run_length(V.shape[2] // V.shape[0]) < RUN:
         return bmm(x, U, V, bias)
-    return _second(by(_stored, x, V, **config), U, bias, x.shape[:-1])
+    return library_rows(by(_stored, x, V, **config), U, bias, x.shape[:-1])
 
 
 def _stored(x: Tensor, V: Tensor, **config: Any) -> Tensor:
@@ -63,15 +61,7 @@ def bmm(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
     blocks, p, middle = V.shape
     z = torch.bmm(x.reshape(-1, blocks, p).transpose(0, 1), V)
     z = z.view(blocks, -1, blocks, middle // blocks).permute(2, 1, 0, 3)
-    return _second(z.flatten(2), U, bias, x.shape[:-1])
-
-
-def _second(z: Tensor, U: Tensor, bias: Tensor | None, batch: Sequence[int]) -> Tensor:
-    blocks, n, _ = z.shape
-    y = torch.empty(n, blocks, U.shape[1], dtype=z.dtype, device=z.device)
-    bias = None if bias is None else bias.view(blocks, -1)
-    library_bmm(z, U.mT, y.transpose(0, 1), bias)
-    return y.view(*batch, blocks * U.shape[1])
+    return library_rows(z.flatten(2), U, bias, x.shape[:-1])
 
 
 VARIANTS = {

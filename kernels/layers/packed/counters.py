@@ -4,8 +4,6 @@ Kernels of one stream run one after the other, so that they share theirs. A laun
 captures may run beside any other later: it gets numbers of its own, which nothing else uses again.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ a relative error of .0024 (a model in bfloat16 has .0029, rounding to int4 costs
 generation alone, where every sequence has one token; whole texts are computed as they were.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from functools import cache

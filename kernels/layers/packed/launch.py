@@ -1,8 +1,6 @@
 """Launches the products of packed weights (`few.py`, `fused.py`): shapes in; grid, tiles and workspace
 out."""
 
-from __future__ import annotations
-
 import functools
 from functools import partial
 from typing import Any, NamedTuple

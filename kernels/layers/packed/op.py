@@ -6,8 +6,6 @@ pass makes them again. It gives the gradient of x and of the bias. Where kernels
 gradient of scales, layers take the formula of `blr.kernels.decode.quantized.reference`.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What the fused product (`fused.py`) takes beside weights: inputs in the order of the weights' fields,
 V x of a correction, and counters at zero, by one launch."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

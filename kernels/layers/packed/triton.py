@@ -1,7 +1,5 @@
 """Weights in few bits as plain numbers, by one kernel at about the memory's speed."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

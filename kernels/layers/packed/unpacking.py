@@ -5,8 +5,6 @@ mantissa of a number whose exponent gives the field's last bit the value 1; then
 with the same exponent, is taken away, which is exact, and the scale multiplied, which rounds once.
 """
 
-from __future__ import annotations
-
 import functools
 
 from blr.kernels.decode.quantized.formats import LevelGrid, grid_of

@@ -1,7 +1,5 @@
 """Launches factorizations of batches of symmetric positive definite matrices and solutions with them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

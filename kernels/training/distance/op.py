@@ -1,7 +1,5 @@
 """The relative distance of rows of states with its gradient, by one kernel each where kernels run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

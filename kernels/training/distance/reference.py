@@ -1,7 +1,5 @@
 """The relative distance of rows of states and its gradient, in plain torch."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 LEAST = 1e-12  # of what is divided by: rows of zeros

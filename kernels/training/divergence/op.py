@@ -1,7 +1,5 @@
 """The divergence of rows of logits with its gradient, by one kernel where kernels run."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

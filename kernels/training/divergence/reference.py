@@ -1,7 +1,5 @@
 """The divergence of rows of logits in plain torch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax

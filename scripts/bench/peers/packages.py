@@ -108,7 +108,7 @@ def awq(task: Task) -> Found:
 
 
 def _llmcompressor(task: Task, modifier: Any, symmetric: bool) -> Found:
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, fake_quantize
     from llmcompressor import oneshot
     from torch.utils.data import DataLoader
 
@@ -129,6 +129,10 @@ def _llmcompressor(task: Task, modifier: Any, symmetric: bool) -> Found:
         for name, module in inside
         if isinstance(getattr(module, "weight", None), Tensor)
     }
+    for name, layer in task.layers():  # AWQ leaves the rounding to what saves
+        rounded: Any = layer
+        given = (rounded.weight_scale, rounded.weight_zero_point, rounded.quantization_scheme.weights)
+        weights[name] = fake_quantize(weights[name], *given)
     return Found(
         weights, _saved(lambda folder: task.model.save_pretrained(folder, save_compressed=True))
     )
