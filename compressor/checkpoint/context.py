@@ -6,13 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+NGRAM = "ngram"  # in place of a draft: what followed the same tokens before
 UNLIMITED = 1 << 30  # tokens of context where a model names no limit
 # Families whose first position is the one behind the padding id, as fairseq counts them
 _BEHIND_PADDING = re.compile(
     r"(blr_)?(.*roberta.*|camembert|data2vec-text|ibert|lilt|longformer|luke|mpnet|xmod)"
 )
-
-NGRAM = "ngram"  # in place of a draft: what followed the same tokens before
 
 
 def of_text(config: Mapping[str, object]) -> Mapping[str, Any]:

@@ -112,7 +112,7 @@ def small_files(
     for a file to carry over that cannot be read."""
     folder, contents = (
         checkpoint.source.folder,
-        contents_of([*checkpoint.specs.values(), *(draft.specs if draft else [])], settings),
+        contents_of([*checkpoint.specs.values(), *(draft.specs if draft else [])], settings, config),
     )
     files = carried_files(checkpoint.source)
     kept = {file: _read(folder, file) for file in kept_files(checkpoint)}

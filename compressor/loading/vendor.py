@@ -62,13 +62,15 @@ class Contents:
     """What an export holds, which decides on the kernels that it needs.
 
     structures: names of its specs. quantized: whether weights are in few bits. rows: sequences decoded
-    at once, 0 for a model that generates nothing. drafted: whether tokens are proposed.
+    at once, 0 for a model that generates nothing. drafted: whether tokens are proposed. experts: whether
+    it is a mixture of them.
     """
 
     structures: frozenset[str]
     quantized: bool = False
     rows: int = 1
     drafted: bool = False
+    experts: bool = False
 
     def left_out(self) -> frozenset[str]:
         """Modules and packages that the export does without."""
@@ -83,17 +85,21 @@ class Contents:
         others = set() if self.rows else {"blr.compressor.runtime"}
         if not self.drafted:
             others |= {f"blr.compressor.{part}" for part in DRAFTED}
+        if not self.experts:
+            absent.add("layers.routing")
+            others.add("blr.compressor.runtime.mixtures")
         return frozenset({f"blr.kernels.{name}" for name in absent} | others)
 
 
-def contents_of(specs: Iterable[Spec], settings: ExportSettings) -> Contents:
-    """The contents of an export with layers of `specs`."""
+def contents_of(specs: Iterable[Spec], settings: ExportSettings, config: Iterable[str]) -> Contents:
+    """The contents of an export with layers of `specs` and these settings in its config.json."""
     specs = list(specs)
     return Contents(
         structures=frozenset(name for spec in specs for name in families(spec)),
         quantized=bool(settings.quantize or settings.head) or any(spec.quantized for spec in specs),
         rows=0 if settings.context is None else max(settings.batch, SEVERAL * bool(settings.draft)),
         drafted=settings.draft is not None,
+        experts=any(name.endswith("_experts") for name in config),
     )
 
 

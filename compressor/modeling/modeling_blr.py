@@ -391,8 +391,7 @@ class FormulaLinear(ComposedLinear):
         return self.product(torch.eye(self.in_features, dtype=like.dtype, device=like.device), None).mT
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Every move and cast of torch goes through this: float8 numbers are moved as bytes, never
-        cast."""
+        """Moves and casts of torch go through this: float8 numbers are moved as bytes, never cast."""
 
         def apply(tensor: Tensor) -> Tensor:
             return fn(tensor.view(torch.uint8)).view(E4M3) if tensor.dtype == E4M3 else fn(tensor)
@@ -408,7 +407,6 @@ class SummedLinear(ComposedLinear):
         self.base, self.correction = (self.make(part, exported) for part in ("base", "correction"))
 
     def make(self, part: str, exported: bool) -> FormulaLinear:
-        """The layer called `part`, base or correction."""
         return FormulaLinear(self.entry[part], False, exported)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -420,8 +418,7 @@ class SummedLinear(ComposedLinear):
 
 
 class Experts(nn.Module):
-    """Experts in the place of transformers' own. Each computes with the tokens that chose it. parts: by
-    each stack of weights [E, o, i] that is taken apart the lists of layers in its place."""
+    """Experts in place of transformers' own. parts: the lists of layers in place of stacks [E, o, i]."""
 
     def __init__(self, native: Any, parts: dict[str, list[str]]) -> None:
         super().__init__()
@@ -436,40 +433,29 @@ class Experts(nn.Module):
                     layer.weight = nn.Parameter(weight, requires_grad=False)
                 setattr(self, name, nn.ModuleList(layers))
 
-    def multiply(self, stack: str, given: list[tuple[int, Tensor]]) -> Tensor:
-        """The products of rows [n, i] with the weights of the experts that they are given to, or with
-        their layers, below each other."""
-        if names := self.parts.get(stack):
-            columns = [torch.cat([getattr(self, name)[e](x) for e, x in given]) for name in names]
-            y = columns[0] if len(columns) == 1 else torch.cat(columns, -1)
-        else:
-            weights = getattr(self, stack).mT if self.is_transposed else getattr(self, stack)
-            y = torch.cat([linear(x, weights[e]) for e, x in given])
-        if self.has_bias:
-            bias = getattr(self, f"{stack}_bias")
-            y = y + torch.cat([bias[e].expand(len(x), -1) for e, x in given])
-        return y
+    def one(self, expert: int, x: Tensor) -> Tensor:
+        """What an expert makes of x [n, i], by its weight in each stack or by its layers."""
+        for stack, gate in (("gate_up_proj", self.native._apply_gate), ("down_proj", lambda _, y: y)):
+            if names := self.parts.get(stack):
+                y = torch.cat([getattr(self, name)[expert](x) for name in names], -1)
+            else:
+                weight = getattr(self, stack)[expert]
+                y = x @ weight if self.is_transposed else linear(x, weight)
+            x = gate(self, y + getattr(self, f"{stack}_bias")[expert] if self.has_bias else y)
+        return x
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x, (chosen, at) = hidden_states.flatten(0, -2), top_k_index.sort(-1)
-        weights, y = top_k_weights.gather(-1, at), torch.zeros((), device=hidden_states.device)
+        w, flat = top_k_weights.gather(-1, at), chosen.flatten()
         if (x.is_cuda and torch.cuda.is_current_stream_capturing()) or torch.compiler.is_compiling():
-            for expert in range(self.count):  # with all tokens, for no shape may depend on the choice
-                weight = (weights * (chosen == expert)).sum(-1, keepdim=True)
-                y = y + self._outputs([(expert, x)]) * weight
-            return y.to(x.dtype).view_as(hidden_states)
-        order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=self.count).tolist()
-        rows = x[order // chosen.shape[-1]].split(counts)
-        y = self._outputs([(expert, own) for expert, own in enumerate(rows) if len(own)] or [(0, x)])
-        y = torch.empty_like(y).index_copy(0, order, y).view(*chosen.shape, -1)
-        return (y * weights.unsqueeze(-1)).sum(1).to(x.dtype).view_as(hidden_states)
-
-    def _outputs(self, given: list[tuple[int, Tensor]]) -> Tensor:
-        """What experts make of the rows that they are given, below each other."""
-        gated = self.native._apply_gate(self, self.multiply("gate_up_proj", given))
-        parts = zip(given, gated.split([len(x) for _, x in given]), strict=True)
-        return self.multiply("down_proj", [(expert, part) for (expert, _), part in parts])
+            y: Any = sum(self.one(n, x) * (w * (chosen == n)).sum(-1, True) for n in range(self.count))
+        else:
+            order = flat.argsort(stable=True)
+            rows = x[order // chosen.shape[-1]].split(flat.bincount(minlength=self.count).tolist())
+            found = torch.cat([self.one(n, own) for n, own in enumerate(rows) if len(own)] or [x])
+            found = torch.empty_like(found).index_copy(0, order, found).view(*chosen.shape, -1)
+            y = (found * w[..., None]).sum(1)
+        return y.to(x.dtype).view_as(hidden_states)
 
 
 class Numbered(nn.Module):

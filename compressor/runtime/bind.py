@@ -16,7 +16,6 @@ from blr.compressor.runtime.memory import CHOICE_BLOCK, DecoderState
 from blr.compressor.runtime.plan import Columns, Phase, StagePart
 from blr.kernels.decode.gemv.segments import ACTIVATIONS, SEVERAL, Run, Segment, in_turn
 from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment, dual, grouped
-from blr.kernels.layers.experts.op import routed, routed_reference
 
 # Kinds of phases that are kernels of ours, as the others are torch's.
 KERNELS = ("embed", "stages", "dual", "attention", "choose")
@@ -153,13 +152,9 @@ class Binder:
         return call
 
     def _experts(self, phase: Phase) -> Run:
-        """The router's choice and the norm by one kernel, then the experts' own forward."""
-        logits, x = self._slots(phase)
-        experts, routing, gain, dtype = phase.module, phase.routing, phase.gain, self.state.kv.dtype
-        assert experts is not None and routing is not None and gain is not None
-        given = x, gain, phase.eps, logits, routing, dtype
-        route = partial(routed, *given, self.pdl) if self.triton else partial(routed_reference, *given)
-        return lambda: x.add_(experts(*route()))
+        from blr.compressor.runtime.mixtures import bound
+
+        return bound(phase, *self._slots(phase), self.state.kv.dtype, self.triton, self.pdl)
 
     def _attention(self, phase: Phase) -> Run:
         """Several tokens of a sequence read what each of them appends: in turn, or by a second launch of

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from blr.compressor.modeling.modeling_blr import Experts
-from blr.compressor.modeling.stages import LayerStage, Packed, blocked, kind_of, stages_of
+from blr.compressor.modeling.stages import LayerStage, Packed, kind_of, stages_of
 from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.plan import Columns, Heads, Phase, StagePart, TokenPlan
 from blr.kernels.decode.gemv.segments import dual_fits
 from blr.kernels.decode.quantized.formats import GROUP
-from blr.kernels.layers.experts.op import Routing
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -49,19 +48,13 @@ def supports(model: PreTrainedModel) -> str | None:
         return f"{type(model).__name__} has no output embedding: expected a causal language model"
     if model.dtype not in DTYPES:
         return f"dtype {model.dtype}: expected float32, float16 or bfloat16"
-    if model.device.type == "cuda" and _waits_for_the_host(model):
-        return f"dense experts in {model.dtype}: expected bfloat16, which alone a CUDA graph takes"
+    if model.device.type == "cuda" and family in MIXTURES:
+        from blr.compressor.runtime.mixtures import waits_for_the_host
+
+        if waits_for_the_host(model):
+            return f"dense experts in {model.dtype}: expected bfloat16, which alone a CUDA graph takes"
     devices = {parameter.device for parameter in model.parameters()}
     return None if len(devices) == 1 else f"weights on {len(devices)} devices: expected one"
-
-
-def _waits_for_the_host(model: PreTrainedModel) -> bool:
-    """Whether experts of transformers' own ask the host how many tokens each has, which no CUDA graph
-    holds: torch's grouped products do, but in bfloat16, and so does its loop over experts."""
-    grouped = getattr(model.config, "_experts_implementation", None) != "eager"
-    held = [m.experts for m in model.modules() if isinstance(getattr(m, "experts", None), nn.Module)]
-    native = any(not isinstance(experts, Experts) for experts in held)
-    return native and not (grouped and model.dtype == torch.bfloat16)
 
 
 @torch.no_grad()
@@ -108,18 +101,20 @@ def _attention(plan: TokenPlan, prefix: str, layer: Any, heads: Heads, x: Column
         at += width
     _projections(plan, prefix, targets, x, "qkv", layer.input_layernorm)
     mixed = Columns("heads", own.o_proj.in_features)
-    plan.add(
-        Phase(f"{prefix}attention", "attention", source=Columns("qkv", at), target=mixed, heads=heads)
-    )
+    read = Columns("qkv", at)
+    plan.add(Phase(f"{prefix}attention", "attention", source=read, target=mixed, heads=heads))
     _projections(plan, prefix, {"o": (own.o_proj, x)}, mixed, "o", add=True)
 
 
 def _mlp(plan: TokenPlan, prefix: str, layer: Any, activation: str, x: Columns) -> None:
     """Add the norm, gated projections and output projection of a decoder layer, or its experts."""
     mlp, norm = layer.mlp, layer.post_attention_layernorm
-    if hasattr(mlp, "experts"):
-        _experts(plan, prefix, mlp, x, norm)
-        return
+    if (parts := {name for name, _ in mlp.named_children()}) == {"gate", "experts"}:
+        from blr.compressor.runtime.mixtures import add_routed
+
+        return add_routed(plan, prefix, mlp, x, norm)
+    if "experts" in parts:  # beside others
+        return _modules(plan, prefix, {"experts": (mlp, x)}, x, norm, add=True)
     width = mlp.down_proj.in_features
     inner = Columns("inner", width)
     modules = [getattr(mlp, name) for name in TOGETHER["mlp"]]
@@ -138,20 +133,6 @@ def _mlp(plan: TokenPlan, prefix: str, layer: Any, activation: str, x: Columns) 
         _projections(plan, prefix, targets, x, "gate_up", norm)
         plan.add(Phase(f"{prefix}act", "gate", source=both, target=inner, activation=activation))
     _projections(plan, prefix, {"down": (mlp.down_proj, x)}, inner, "down", add=True)
-
-
-def _experts(plan: TokenPlan, prefix: str, mlp: Any, x: Columns, norm: Any) -> None:
-    """Add the router and the experts that it chooses, or a block that has more than these as a whole."""
-    if {name for name, _ in mlp.named_children()} != {"gate", "experts"}:
-        _modules(plan, prefix, {"experts": (mlp, x)}, x, norm, add=True)
-        return
-    router, logits = mlp.gate, Columns("router", len(mlp.gate.weight))
-    routing = Routing(router.top_k, getattr(router, "norm_topk_prob", True))
-    gain: dict[str, Any] = {"gain": norm.weight, "eps": norm.variance_epsilon}
-    part = StagePart(LayerStage(blocked(router.weight)), x, logits)
-    plan.add(Phase(f"{prefix}router", "stages", (part,), **gain))
-    chosen: dict[str, Any] = {"source": logits, "target": x, "module": mlp.experts, "routing": routing}
-    plan.add(Phase(f"{prefix}experts", "experts", **chosen, **gain))
 
 
 def _order(stages: Sequence[Sequence[LayerStage] | None], depth: int) -> tuple[int, int] | None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from blr.compressor.modeling.stages import LayerStage, Packed
 from blr.kernels.decode.gemv.segments import SEVERAL
-from blr.kernels.layers.experts.op import Routing
 
 LARGE = 300e6  # bytes of a layer of plain weights
 
@@ -67,9 +66,8 @@ class Phase:
 
     kind: "embed" (token to `target`), "stages" (`parts` in one launch), "dual" (act(first part) ⊙ second
     part), "gate" (act(first half of `source`) ⊙ second half), "norm", "module" (calls `module`),
-    "attention", "experts" (adds what experts make of `target` that the logits in `source` choose),
-    "choose" (takes the token of the largest logit). gain, eps: of the RMS norm before. add: add the
-    result to `target`.
+    "attention", "experts" (of the logits in `source`), "choose" (takes the token of the largest logit).
+    gain, eps: of the RMS norm before. add: add the result to `target`.
     """
 
     name: str
@@ -84,7 +82,7 @@ class Phase:
     heads: Heads | None = None
     module: nn.Module | None = None
     weight: Tensor | None = None
-    routing: Routing | None = None
+    routing: tuple[int, bool] | None = None
 
     @property
     def bytes(self) -> int:

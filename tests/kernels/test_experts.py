@@ -28,16 +28,14 @@ from blr.kernels.decode.quantized.launch import complete, tile_shape
 from blr.kernels.decode.quantized.reference import dequantize, quantize
 from blr.kernels.decode.quantized.segments import QuantizedTile
 from blr.kernels.layers.experts.op import (
-    Routing,
     Stack,
     Weight,
     expert_products,
     expert_sums,
     expert_weights,
-    routed,
-    routed_reference,
     stack_of,
 )
+from blr.kernels.layers.routing.launch import Routing, routed, routed_reference
 
 E, P = 4, 2
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
@@ -235,8 +233,9 @@ def test_kernels_compile_for_a_gpu(kernel: str) -> None:
     """At the sizes of Qwen3-30B-A3B, with nothing spilled."""
     types, constants, warps = COMPILED[kernel]
     odd = ("x_row", "eps", "logits_row", "scale_row")
+    room = "routing" if kernel == "routing_kernel" else "experts"
     result = compile_for(
-        *("blr.kernels.layers.experts.triton", kernel, types, constants, 90),
+        *(f"blr.kernels.layers.{room}.triton", kernel, types, constants, 90),
         divisible=tuple(name for name in types if name not in odd),
         num_warps=warps,
     )

@@ -68,7 +68,7 @@ for name in sys.argv[2:]:
 """
 SUPPORT = Path(bare.__file__).parent
 IDS = torch.arange(2, 26).view(2, 12)
-EVERYTHING = Contents(frozenset(SPECS), quantized=True, rows=16, drafted=True)
+EVERYTHING = Contents(frozenset(SPECS), quantized=True, rows=16, drafted=True, experts=True)
 Made = Callable[[], dict[str, bytes]]
 FILES: dict[str, Made] = {
     "checkpoint": code_files,
@@ -211,7 +211,11 @@ EXPORTS: dict[str, tuple[Contents, int, set[str], set[str]]] = {
     ),
     "int4-batch": (
         *(Contents(frozenset({"dense"}), True, rows=4), 4, {"decode.skinny.triton"}),
-        {"decode.skinny.mix", "layers.packed.prepare"},
+        {"decode.skinny.mix", "layers.packed.prepare", "layers.routing.triton"},
+    ),
+    "mixture": (
+        *(Contents(frozenset({"dense"}), experts=True), 4, {"layers.routing.triton"}),
+        {"decode.quantized.launch"},
     ),
     "encoder": (Contents(frozenset({"svd"}), rows=0), 2, set(), {"decode.gemv.triton"}),
 }

@@ -1,0 +1,46 @@
+"""The phases of a router and of the experts that it chooses, and which experts a graph can hold."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from blr.compressor.modeling.modeling_blr import Experts
+from blr.compressor.modeling.stages import LayerStage, blocked
+from blr.compressor.runtime.plan import Columns, Phase, StagePart, TokenPlan
+from blr.kernels.decode.gemv.segments import Run
+from blr.kernels.layers.routing.launch import Routing, routed, routed_reference
+
+
+def add_routed(plan: TokenPlan, prefix: str, mlp: Any, x: Columns, norm: Any) -> None:
+    """Add the router of a block and its experts."""
+    router, logits = mlp.gate, Columns("router", len(mlp.gate.weight))
+    routing = Routing(router.top_k, getattr(router, "norm_topk_prob", True))
+    gain: dict[str, Any] = {"gain": norm.weight, "eps": norm.variance_epsilon}
+    part = StagePart(LayerStage(blocked(router.weight)), x, logits)
+    plan.add(Phase(f"{prefix}router", "stages", (part,), **gain))
+    chosen: dict[str, Any] = {"source": logits, "target": x, "module": mlp.experts, "routing": routing}
+    plan.add(Phase(f"{prefix}experts", "experts", **chosen, **gain))
+
+
+def bound(phase: Phase, logits: Tensor, x: Tensor, dtype: torch.dtype, triton: bool, pdl: bool) -> Run:
+    """Adds to `x` what the experts make of it that `logits` choose: the choice and the norm by one
+    kernel, then the experts' own forward."""
+    experts, gain = phase.module, phase.gain
+    assert experts is not None and phase.routing is not None and gain is not None
+    given = x, gain, phase.eps, logits, Routing(*phase.routing), dtype
+    route = partial(routed, *given, pdl) if triton else partial(routed_reference, *given)
+    return lambda: x.add_(experts(*route()))
+
+
+def waits_for_the_host(model: PreTrainedModel) -> bool:
+    """Whether experts of transformers' own ask the host how many tokens each has, which no CUDA graph
+    holds: torch's grouped products do, but in bfloat16, and so does its loop over experts."""
+    grouped = getattr(model.config, "_experts_implementation", None) != "eager"
+    held = [m.experts for m in model.modules() if isinstance(getattr(m, "experts", None), nn.Module)]
+    native = any(not isinstance(experts, Experts) for experts in held)
+    return native and not (grouped and model.dtype == torch.bfloat16)
