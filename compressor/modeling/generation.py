@@ -4,8 +4,6 @@ The runtime takes plain decoding (`requests.py`) of as many sequences and tokens
 for, on an NVIDIA GPU with Triton. Transformers answers every other call, with the same layers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
