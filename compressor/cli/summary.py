@@ -1,7 +1,5 @@
 """What compress, heal and export say at their end: labelled lines, aligned, in colour on a terminal."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping
 from shlex import quote

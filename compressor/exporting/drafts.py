@@ -1,7 +1,5 @@
 """A second, smaller model in the folder of an export, which proposes tokens to the first one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

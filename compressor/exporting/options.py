@@ -1,7 +1,5 @@
 """What the command line says of an export, checked."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Plans an export from headers alone, and checks that it will load."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,8 +1,6 @@
 """Runs a calibrated compression: reads the text, measures sensitivities, plans ranks, fits block after
 block."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable

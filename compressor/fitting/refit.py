@@ -16,8 +16,6 @@ A step is one batch. A large batch is split into parts, whose gradients are adde
 share out the parts, and the result does not depend on how many processes there are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

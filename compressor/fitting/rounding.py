@@ -13,8 +13,6 @@ stored. Beside integers the results hold the numbers before rounding (`latent_na
 training goes on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial

@@ -10,8 +10,6 @@ together, and go on from what the journal then holds. The sequential targets are
 2604.02119).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Fits one layer to calibration: moments of its inputs give the target and the norm of its fit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial

@@ -1,7 +1,5 @@
 """Writes the section of a model card that says how the model was healed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from blr.compressor.output.loss_messages import MARK

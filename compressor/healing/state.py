@@ -1,7 +1,5 @@
 """Saves and loads the state of a training run; every save replaces it in the workspace's journal."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Annotated, NotRequired

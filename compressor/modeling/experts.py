@@ -5,8 +5,6 @@ Many take grouped products with weights that are made plain for the time of the 
 Else they are those of `modeling_blr.py`, which multiply by one expert after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property

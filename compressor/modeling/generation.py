@@ -4,8 +4,6 @@ The runtime takes plain decoding (`requests.py`) of as many sequences and tokens
 for, on an NVIDIA GPU with Triton. Transformers answers every other call, with the same layers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_utils import PreTrainedModel
 
-from blr.compressor.checkpoint.context import NGRAM, context_of
+from blr.compressor.checkpoint.context import context_of
 from blr.compressor.modeling.cache_key import held_for
 from blr.compressor.modeling.modeling_blr import Mixin
 from blr.compressor.modeling.requests import Request, read_request
@@ -114,12 +112,10 @@ def _make_decoder(model: PreTrainedModel, settings: ExportSettings) -> object:
     assert settings.context is not None  # as every export that generates has it
     options: dict[str, Any] = {n: getattr(settings, n) for n in ("batch", "context", "cache")}
     if settings.draft is not None:
-        from blr.compressor.modeling.drafts import load_draft
-        from blr.compressor.runtime.drafted import DraftedDecoder
+        from blr.compressor.runtime.drafted import make_drafted
 
-        draft = None if settings.draft == NGRAM else load_draft(model, settings.draft)
-        if draft is not None or settings.draft == NGRAM:
-            return DraftedDecoder(model, draft, **options)
+        if (decoder := make_drafted(model, settings.draft, options)) is not None:
+            return decoder
     return Decoder(model, **options)
 
 

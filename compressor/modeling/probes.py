@@ -1,7 +1,5 @@
 """Finds out what a module computes by asking it on a few numbers, whatever its name is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Reads from config.json what an export was made for and what its caches hold."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, field, fields
 

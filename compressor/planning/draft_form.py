@@ -1,7 +1,5 @@
 """Chooses in what form a model is the best draft of itself: many tokens a second of the two together."""
 
-from __future__ import annotations
-
 from math import sqrt
 
 from blr.compressor.base.errors import UsageError

@@ -6,8 +6,6 @@ or are left out. *Taken* memory is what the driver then shows, with what torch's
 Both were compared with runs on H200 and H100 (`scripts/log`; the test has them).
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

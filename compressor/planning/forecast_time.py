@@ -6,8 +6,6 @@ proportion to their matrix products and their memory bandwidth. Phases have the 
 `spent` gives them.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 
 from blr.compressor.checkpoint.source import Source

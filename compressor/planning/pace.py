@@ -1,7 +1,5 @@
 """How fast a model decodes beside a draft."""
 
-from __future__ import annotations
-
 PASS = 1.1  # a pass of several tokens, as a part of a step of one
 
 

@@ -5,8 +5,6 @@ that depends on a GPU's multiprocessors and clock. Constants are what exports re
 2026-11-25: "few bits by products of bytes").
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from blr.compressor.base.errors import BlrError, UsageError

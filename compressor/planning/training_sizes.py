@@ -1,8 +1,6 @@
 """Sizes that fits and healing share with the forecasts of them, without torch: a model's dimensions, and
 how much text, memory and training there is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

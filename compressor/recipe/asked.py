@@ -4,8 +4,6 @@ Options that nothing would read are refused, for silence would mislead. A recipe
 settings, for recipes that extend it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NoReturn

@@ -1,7 +1,5 @@
 """The settings of a healing run, which are checked before any work."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 

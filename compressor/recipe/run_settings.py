@@ -1,7 +1,5 @@
 """Settings that all commands share which write a folder."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Self
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
+from blr.compressor.checkpoint.context import NGRAM
+from blr.compressor.modeling.drafts import load_draft
 from blr.compressor.planning.pace import times_as_fast
 from blr.compressor.runtime.acceptance import accept, agreed
 from blr.compressor.runtime.decoder import MAX_BATCH, Decoder
@@ -275,3 +277,10 @@ class DraftedDecoder(Decoder):
         before.copy_(chain.gather(0, count[None])[0])
         last.copy_(chain.gather(0, count[None] + 1)[0])
         at.add_(count + 1).clamp_(max=self.context - 1)
+
+
+def make_drafted(model: Any, name: str, options: dict[str, Any]) -> Decoder | None:
+    """The decoder of an export with the draft of class `name` in its folder, or with n-gram lookup; None
+    if that draft is gone."""
+    draft = None if name == NGRAM else load_draft(model, name)
+    return None if draft is None and name != NGRAM else DraftedDecoder(model, draft, **options)

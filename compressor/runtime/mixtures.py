@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,12 @@ from blr.kernels.decode.gemv.segments import Run
 from blr.kernels.layers.routing.launch import Routing, routed, routed_reference
 
 
-def add_routed(plan: TokenPlan, prefix: str, mlp: Any, x: Columns, norm: Any) -> None:
-    """Add the router of a block and its experts."""
+def add_experts(
+    plan: TokenPlan, prefix: str, mlp: Any, x: Columns, norm: Any, add_modules: Callable[..., None]
+) -> None:
+    """Add the router and the experts that it chooses, or a block that has more than these as a whole."""
+    if {name for name, _ in mlp.named_children()} != {"gate", "experts"}:
+        return add_modules(plan, prefix, {"experts": (mlp, x)}, x, norm, add=True)
     router, logits = mlp.gate, Columns("router", len(mlp.gate.weight))
     routing = Routing(router.top_k, getattr(router, "norm_topk_prob", True))
     gain: dict[str, Any] = {"gain": norm.weight, "eps": norm.variance_epsilon}

@@ -109,12 +109,10 @@ def _attention(plan: TokenPlan, prefix: str, layer: Any, heads: Heads, x: Column
 def _mlp(plan: TokenPlan, prefix: str, layer: Any, activation: str, x: Columns) -> None:
     """Add the norm, gated projections and output projection of a decoder layer, or its experts."""
     mlp, norm = layer.mlp, layer.post_attention_layernorm
-    if (parts := {name for name, _ in mlp.named_children()}) == {"gate", "experts"}:
-        from blr.compressor.runtime.mixtures import add_routed
+    if hasattr(mlp, "experts"):
+        from blr.compressor.runtime.mixtures import add_experts
 
-        return add_routed(plan, prefix, mlp, x, norm)
-    if "experts" in parts:  # beside others
-        return _modules(plan, prefix, {"experts": (mlp, x)}, x, norm, add=True)
+        return add_experts(plan, prefix, mlp, x, norm, _modules)
     width = mlp.down_proj.in_features
     inner = Columns("inner", width)
     modules = [getattr(mlp, name) for name in TOGETHER["mlp"]]

@@ -1,7 +1,5 @@
 """What proposes tokens to a decoder: a smaller model, or the text so far."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol

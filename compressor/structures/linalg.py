@@ -5,8 +5,6 @@ Decompositions of the library stop converging on a GPU where the statistics of a
 the CPU in float64, a bounded number of times, and records that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar

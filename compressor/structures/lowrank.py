@@ -9,8 +9,6 @@ of input columns (heads of o) are not, for H couples them: each is solved with i
 then all U together exactly with the full H.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Packs factors in few bits or float8, as the matrices that a layer stores, and unpacks them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

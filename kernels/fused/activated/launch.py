@@ -4,8 +4,6 @@ Apart, the library's product writes ``x Wᵀ + b`` and the activation reads and 
 which takes as long as the product where k is a rank (scripts/log).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

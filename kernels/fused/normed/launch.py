@@ -1,7 +1,5 @@
 """Launches layer normalization."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

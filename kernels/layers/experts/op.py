@@ -5,8 +5,6 @@ A launch takes all experts of a stack wherever their tensors lie, by a table of 
 copied, and a launch that a CUDA graph holds serves whichever experts later tokens choose.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
