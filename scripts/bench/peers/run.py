@@ -175,7 +175,7 @@ class Bench:
             "seconds": seconds,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "tokens": torch.load(self.ids).numel(),
-            "command": command,
+            "command": " ".join(Path(part).name if "/" in part else part for part in command.split()),
         }
 
     def judged(self, folder: Path) -> dict[str, Any]:
