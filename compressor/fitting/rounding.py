@@ -148,11 +148,13 @@ def round_layers(
 
 def are_stacked(spec: Spec) -> bool:
     """Whether layers can be rounded as a stack: dense ones in few bits, also with low rank beside."""
-    added = spec.correction if isinstance(spec, CorrectedSpec) else None
-    base = spec.base if isinstance(spec, CorrectedSpec) else spec
-    packings = [part.packing for part in (base, added) if part is not None]
+    (_, base), *more = spec.parts()
     few = base.packing is not None and base.plain.structure == DenseSpec.structure
-    low_rank = added is None or (isinstance(added.plain, LowRankSpec) and added.plain.groups == 1)
+    low_rank = all(
+        added.plain.structure == LowRankSpec.structure and getattr(added.plain, "groups", 1) == 1
+        for _, added in more
+    )
+    packings = [part.packing for _, part in spec.parts()]
     return few and low_rank and not any(packing.fp8 for packing in packings if packing is not None)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -157,14 +158,14 @@ def fit_together(fits: Sequence[WeightedFit]) -> list[Kept]:
 
 def _fit_stack(fits: Sequence[WeightedFit], matrices: Tensor, spec: Spec) -> dict[str, Tensor]:
     """Low rank of the `matrices` [n, o, i] of layers of one shape."""
-    assert isinstance(spec, LowRankSpec)
+    shape = cast(LowRankSpec, spec)
     grams = torch.stack([fit.moments.metric.gram for fit in fits])
     roots = [fit.root for fit in fits if fit.root is not None]
     if not roots:
         dtype = fitting_dtype(matrices.device)
-        return lowrank.fit(matrices.to(dtype), spec, grams.to(dtype)).tensors
+        return lowrank.fit(matrices.to(dtype), shape, grams.to(dtype)).tensors
     root = torch.stack(roots)
-    found = lowrank.fit(root @ matrices, spec, grams).tensors
+    found = lowrank.fit(root @ matrices, shape, grams).tensors
     left, right = balance(solve_upper(root, found["U"]), found["V"])
     return {"U": left, "V": right}
 
