@@ -56,6 +56,19 @@ def made(bits: int, group: int, rows: int, K: int, ranks: int) -> tuple[Stack, T
     return stack_of(each, rows, K, bits, group, True), torch.stack(dense).view(E, P * rows, K), weights
 
 
+def assert_multiplies(stack: Stack, dense: torch.Tensor) -> None:
+    """Products with the chosen experts and plain weights are those of `dense` [E, R, K], in float64."""
+    x, chosen = torch.randn(3, stack.K), torch.tensor([2, 0, 0, 3, 2, 2])
+    ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    with torch.no_grad():
+        y, plain = expert_products(x, chosen, stack), expert_weights(ends, stack, x)
+    wanted = torch.einsum("prk,pk->pr", dense[chosen], x.double().repeat_interleave(2, 0))
+    assert (y - wanted).norm() <= TOLERANCES[torch.float32] * wanted.norm()
+    some = plain[[0, 2, 3]] - dense[[0, 2, 3]]
+    assert some.norm() <= TOLERANCES[torch.float32] * dense.norm()
+    assert plain[1].isnan().all()
+
+
 @needs_triton
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("ranks", [0, 5])
@@ -65,15 +78,7 @@ def test_products_with_the_chosen_experts(bits: int, group: int, rows: int, K: i
     """Each token is multiplied with those it chose, of one layer or several; plain weights are those of
     experts with tokens."""
     stack, dense, _alive = made(bits, group, rows, K, ranks)
-    x, chosen = torch.randn(3, K), torch.tensor([2, 0, 0, 3, 2, 2])
-    ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
-    with torch.no_grad():
-        y, plain = expert_products(x, chosen, stack), expert_weights(ends, stack, x)
-    wanted = torch.einsum("prk,pk->pr", dense[chosen], x.double().repeat_interleave(2, 0))
-    assert (y - wanted).norm() <= TOLERANCES[torch.float32] * wanted.norm()
-    some = plain[[0, 2, 3]] - dense[[0, 2, 3]]
-    assert some.norm() <= TOLERANCES[torch.float32] * dense.norm()
-    assert plain[1].isnan().all()
+    assert_multiplies(stack, dense)
 
 
 @needs_triton
@@ -84,15 +89,7 @@ def test_low_rank_of_the_chosen_experts(rows: int, K: int, ranks: int) -> None:
     each = [(torch.randn(rows, ranks - n), torch.randn(ranks - n, K)) for n in range(E)]
     stack = stack_of([[Weight(None, None, u, v)] for u, v in each], rows, K, 0, 0, False)
     dense = torch.stack([u.double() @ v.double() for u, v in each])
-    x, chosen = torch.randn(3, K), torch.tensor([2, 0, 0, 3, 2, 2])
-    ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
-    with torch.no_grad():
-        y, plain = expert_products(x, chosen, stack), expert_weights(ends, stack, x)
-    wanted = torch.einsum("prk,pk->pr", dense[chosen], x.double().repeat_interleave(2, 0))
-    assert (y - wanted).norm() <= TOLERANCES[torch.float32] * wanted.norm()
-    some = plain[[0, 2, 3]] - dense[[0, 2, 3]]
-    assert some.norm() <= TOLERANCES[torch.float32] * dense.norm()
-    assert plain[1].isnan().all()
+    assert_multiplies(stack, dense)
 
 
 @needs_triton
