@@ -14,8 +14,7 @@ from functools import cache
 from importlib.resources import files
 
 from blr.compressor import __version__
-from blr.compressor.bundling.bundle import bundle, reached
-from blr.compressor.bundling.module import BundleError, Module
+from blr.compressor.bundling.bundle import BundleError, Module, bundle, reached
 from blr.compressor.modeling.modeling_blr import HOME
 from blr.compressor.modeling.settings import ExportSettings
 from blr.compressor.structures.specs import Spec, families
