@@ -101,7 +101,8 @@ class Module:
     @cached_property
     def words(self) -> set[str]:
         """Every name that the module binds or reads, without attributes."""
-        return {getattr(node, "id", None) or getattr(node, "arg", "") for node in self.nodes}
+        arguments = {node.arg for node in self.nodes if isinstance(node, ast.arg)}
+        return arguments | {node.id for node in self.nodes if isinstance(node, ast.Name)}
 
     def uses(self, name: str) -> Iterator[int]:
         """The bytes at which the global `name` stands. Raises BundleError where it has another meaning,
@@ -111,7 +112,9 @@ class Module:
             if self._is_other(node, name):
                 raise BundleError(f"{self.name}: {name} has two meanings; rename one of them")
             named = isinstance(node, Definition) and node.name == name
-            if not named and not (isinstance(node, ast.Name) and node.id == name and id(node) not in fields):
+            if not named and not (
+                isinstance(node, ast.Name) and node.id == name and id(node) not in fields
+            ):
                 continue
             start = self.starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
             start += next((len(k) for k in KEYWORDS if self.data.startswith(k, start)), 0)
@@ -127,11 +130,13 @@ class Module:
         it."""
         if isinstance(node, ast.ClassDef):
             parts = [part for part in node.body if not isinstance(part, ast.AnnAssign)]
-            return any(name in bound_names(part) for part in parts)
-        inside = isinstance(node, Definition) and node not in self.held
-        bound = [node.arg] if isinstance(node, ast.arg) else [node.name] if inside else []
-        bound += [node.asname or node.name] if isinstance(node, ast.alias) else []
-        return name in bound
+            if any(name in bound_names(part) for part in parts):
+                return True
+        if isinstance(node, ast.arg):
+            return node.arg == name
+        if isinstance(node, ast.alias):
+            return (node.asname or node.name) == name
+        return isinstance(node, Definition) and node.name == name and node not in self.held
 
 
 def imported(node: ast.stmt) -> list[Imported]:
@@ -276,7 +281,9 @@ class _Writer:
         plain = {one for module in held for one in module.others}
         guarded = {one for module in held for one in module.guarded}
         packages = ", ".join(sorted({(one.module or one.name).partition(".")[0] for one in guarded}))
-        tried = GUARD.format(imports=indent(_imports(guarded), "    "), file=self.file, packages=packages)
+        tried = GUARD.format(
+            imports=indent(_imports(guarded), "    "), file=self.file, packages=packages
+        )
         parts = [f'{HEAD}"""{about}\n"""', "from __future__ import annotations"]
         parts += [_imports(plain - guarded), tried if guarded else "", self._siblings(held)]
         parts += [f"{RULE} {module.name}\n{self._section(module)}" for module in held]

@@ -14,11 +14,11 @@ from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.loading.loader_names import load_empty, misfit
 from blr.compressor.loading.native import native_errors, read_context
 from blr.compressor.loading.sidecar_files import token_ids
-from blr.compressor.modeling.drafts import ENDS, FOLDER, WEIGHTS
 from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import register
 from blr.compressor.output.files import check_fills, json_file, structured_config
 from blr.compressor.planning.plan import Plan
+from blr.compressor.runtime.drafted import ENDS, FOLDER, WEIGHTS
 from blr.compressor.runtime.phases import FAMILIES
 from blr.compressor.structures.specs import Spec, spec_from_dict
 from blr.compressor.workspace.shards import Slot

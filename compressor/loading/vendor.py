@@ -53,7 +53,7 @@ def _verbatim(*names: str) -> dict[str, bytes]:
     return {f"{name}.py": _source(f"{MODELING}.{name}").encode() for name in names}
 
 
-DRAFTED = ("runtime.drafted", "runtime.proposals", "runtime.acceptance", "modeling.drafts")
+DRAFTED = ("runtime.drafted", "runtime.proposals")
 
 
 @dataclass(frozen=True)

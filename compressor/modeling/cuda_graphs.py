@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from blr.compressor.modeling.cache_key import held_for
-from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.masks import is_full, unmasked
 from blr.compressor.modeling.modeling_blr import Mixin
-from blr.compressor.modeling.settings import export_settings, warn_once
+from blr.compressor.modeling.settings import CACHE_NAMES, export_settings, warn_once
 from blr.kernels.common.capturing import Captured, own_stream
 from blr.kernels.common.placing import on_gpu
 
@@ -194,7 +193,7 @@ def _key(leaves: list[object], spec: object) -> Hashable:
 
 def _check_output(result: object) -> None:
     """Raise ValueError for results that a replay cannot repeat: a cache grows from call to call."""
-    if isinstance(result, dict) and any(result.get(name) is not None for name in NAMES):
+    if isinstance(result, dict) and any(result.get(name) is not None for name in CACHE_NAMES):
         raise ValueError("it returns a cache")
     if not all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_flatten(result)[0]):
         raise ValueError("it returns more than tensors")

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.modeling.extended import Extension, extend
-from blr.compressor.modeling.probes import activation_of, gate_of, norm_of
+from blr.compressor.modeling.probes import activation_of, gate_of, norm_of, siblings
 from blr.compressor.modeling.settings import warn_once
-from blr.compressor.modeling.siblings import siblings
 from blr.compressor.structures.specs import QuantizedSpec, Spec
 from blr.kernels.common.available import HALF
 from blr.kernels.common.dispatch import Plans

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from blr.compressor.modeling.extended import Extension, extend, with_children
+from blr.compressor.modeling.extended import Extension, extend, same, with_children
 from blr.compressor.modeling.ranks import OfRanks, RankRequest, ranked
 from blr.compressor.modeling.settings import warn_once
 from blr.compressor.modeling.slices import is_hooked, limit_of
@@ -102,7 +102,7 @@ def _attended(attention: HeadSlices, given: Given, at_once: int) -> Tensor:
     layers = ranked(attention, *attention.projections)
     made = [layer(RankRequest(x)) for layer in layers]
     heads, out = attention.key_heads, x.new_empty((*x.shape[:-1], layers[0].out_features))
-    behind = {attention.last: _same} if attention.last else {}
+    behind = {attention.last: same} if attention.last else {}
     for start, stop in chunks(heads, at_once):
         spans = [(start * p.out_features // heads, stop * p.out_features // heads) for p in layers]
         parts = {
@@ -125,10 +125,6 @@ class _Outputs(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.product.outputs(self.ranks, self.start, self.stop)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _is_plain(given: Given) -> bool:

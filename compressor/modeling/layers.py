@@ -16,9 +16,8 @@ from torch.nn.functional import linear
 
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.after_import import after_import
-from blr.compressor.modeling.cpu_product import cpu_product
 from blr.compressor.modeling.float8 import float8_product, forget_scales, is_float8, prepare_layer
-from blr.compressor.modeling.packed_product import packed_product
+from blr.compressor.modeling.packed_products import cpu_product, packed_product
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
 from blr.compressor.modeling.stages import Packed, packed_factor
 from blr.compressor.structures.specs import CorrectedSpec, Spec, spec_from_dict

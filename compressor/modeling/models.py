@@ -17,7 +17,6 @@ from transformers import initialization as init
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.experts import KernelExperts
 from blr.compressor.modeling.exported import model_class as exported_class
 from blr.compressor.modeling.float8 import prepare_float8, share_rows
@@ -28,7 +27,7 @@ from blr.compressor.modeling.modeling_blr import PREFIX, Entry, Factor, Structur
 from blr.compressor.modeling.modeling_blr import replace_layers as put_layers
 from blr.compressor.modeling.rank_attention import keep_ranks
 from blr.compressor.modeling.rank_cache import rank_cache
-from blr.compressor.modeling.settings import caches_ranks
+from blr.compressor.modeling.settings import CACHE_NAMES, caches_ranks
 from blr.compressor.modeling.shared_input import share_siblings
 from blr.compressor.modeling.slices import bound_blocks, bound_norms
 from blr.compressor.modeling.splitting import (
@@ -90,7 +89,7 @@ class KernelModel(StructuredModel):
         **options: object,
     ) -> None:
         """Make a cache as transformers does; it holds ranks if the checkpoint says so."""
-        made = [name for name in NAMES if model_kwargs.get(name) is None]  # not by whoever calls
+        made = [name for name in CACHE_NAMES if model_kwargs.get(name) is None]  # not by whoever calls
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest, **options)
         if (kind := caches_ranks(self.config)) is None:
             return

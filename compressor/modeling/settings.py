@@ -1,11 +1,15 @@
-"""Reads from config.json what an export was made for and what its caches hold."""
+"""What config.json says of exports and caches, and what transformers calls a cache."""
 
 import logging
 from dataclasses import dataclass, field, fields
+from inspect import signature
+
+from torch import nn
 
 from blr.compressor.modeling.modeling_blr import LAYOUT
 from blr.compressor.structures.cached import KV_CACHES
 
+CACHE_NAMES = ("cache", "past_key_values")  # the first since transformers 5.24
 _said: set[str] = set()
 
 
@@ -56,6 +60,12 @@ def caches_ranks(config: object) -> str | None:
     if found not in (None, *KV_CACHES):
         raise ValueError(f"config.blr.kv_cache is {found!r}: expected one of {', '.join(KV_CACHES)}")
     return found if found is None else str(found)
+
+
+def cache_name(model: nn.Module) -> str:
+    """The name of the argument by which a call of `model` takes a cache."""
+    taken = signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in taken), CACHE_NAMES[-1])
 
 
 def warn_once(message: str) -> None:

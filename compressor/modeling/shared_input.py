@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.modeling.siblings import siblings
+from blr.compressor.modeling.probes import siblings
 from blr.kernels.common.watching import is_unwatched
 from blr.kernels.layers.lowrank.op import packed
 

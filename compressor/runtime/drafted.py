@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_utils import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel, load_state_dict
+from transformers.utils import cached_file
 
 from blr.compressor.checkpoint.context import NGRAM
-from blr.compressor.modeling.drafts import load_draft
+from blr.compressor.modeling.settings import warn_once
 from blr.compressor.planning.pace import times_as_fast
-from blr.compressor.runtime.acceptance import accept, agreed
 from blr.compressor.runtime.decoder import MAX_BATCH, Decoder
 from blr.compressor.runtime.memory import bucket_of
 from blr.compressor.runtime.proposals import (
@@ -34,6 +34,9 @@ from blr.compressor.runtime.proposals import (
 from blr.compressor.runtime.sampling import Collector, Sampler, check_logits
 from blr.kernels.decode.gemv.segments import SEVERAL, Run, in_turn
 
+FOLDER = "draft"  # in that of the export
+WEIGHTS = f"{FOLDER}/model.safetensors"
+ENDS = ("model.embed_tokens.weight", "lm_head.weight")  # which may be stored once for both models
 DRAFTS = (1, 2, 3, 5, 7)  # numbers of drafts that a round may have, each a CUDA graph
 NONE = 0  # the model alone
 CORES = 0.4  # what each more token of a pass adds on CUDA cores
@@ -279,8 +282,59 @@ class DraftedDecoder(Decoder):
         at.add_(count + 1).clamp_(max=self.context - 1)
 
 
+def agreed(hits: Tensor) -> Tensor:
+    """How many drafts [B] come before the first that is no hit. hits: [drafts, B]."""
+    return hits.long().cumprod(0).sum(0)
+
+
+def accept(
+    wanted: Tensor, likely: Tensor, drafts: Tensor, chances: Tensor, noise: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Accept drafts [k, B] so that all tokens follow `wanted` [k + 1, B, vocab], whatever `likely`
+    [k, B, vocab] they were drawn from: one of probability q, wanted with p, is accepted with p / q, else
+    a token is drawn from what p has more than q. chances: [k, B], uniform; noise: [B, vocab],
+    exponential variates.
+
+    Returns tokens [k + 1, B] and how many drafts [B] come before the drawn one.
+    """
+    index = drafts[..., None]
+    count = agreed(chances * likely.gather(-1, index)[..., 0] < wanted[:-1].gather(-1, index)[..., 0])
+    at = count[None, :, None].expand(1, *noise.shape)
+    p = wanted.gather(0, at)[0]
+    q = torch.cat((likely, torch.zeros_like(likely[:1]))).gather(0, at)[0]
+    rest = (p - q).clamp_min(0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # equal but for rounding
+    drawn = (rest / noise).argmax(-1)
+    tokens = torch.cat((drafts, drawn[None])).scatter(0, count[None], drawn[None])
+    return tokens, count
+
+
 def make_drafted(model: Any, name: str, options: dict[str, Any]) -> Decoder | None:
     """The decoder of an export with the draft of class `name` in its folder, or with n-gram lookup; None
     if that draft is gone."""
     draft = None if name == NGRAM else load_draft(model, name)
     return None if draft is None and name != NGRAM else DraftedDecoder(model, draft, **options)
+
+
+def load_draft(model: Any, name: str) -> PreTrainedModel | None:
+    """The draft of class `name` in the folder of `model`, on its device and in its dtype; None, with a
+    warning, where the folder has none any more. Ends that it lacks are those of `model`."""
+    cls, folder = type(model).make_model(name), model.config._name_or_path
+    revision = {"revision": getattr(model.config, "_commit_hash", None) or "main"}
+    try:
+        config = cls.config_class.from_pretrained(folder, subfolder=FOLDER, **revision)
+        stored = load_state_dict(str(cached_file(folder, WEIGHTS, **revision)), map_location="cpu")
+    except OSError as error:
+        warn_once(f"no draft in {folder} ({error}): decoding without it")
+        return None
+    own = dict(model.named_parameters(remove_duplicate=False))
+    ends = {key: own[key] for key in ENDS if key in own and key not in stored}
+    if "lm_head.weight" in ends and config.tie_word_embeddings:
+        del ends["lm_head.weight"]
+    draft = cls.from_pretrained(None, config=config, state_dict=stored | ends, dtype=model.dtype)
+    draft = draft.to(model.device).eval()
+    for key, tensor in ends.items():
+        module, _, leaf = key.rpartition(".")
+        setattr(draft.get_submodule(module), leaf, tensor)
+    draft.tie_weights()
+    return draft

@@ -14,7 +14,7 @@ from blr.bench.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.context import NGRAM
 from blr.compressor.exporting.quantizer import KINDS
-from blr.compressor.modeling.cache_names import cache_name
+from blr.compressor.modeling.settings import cache_name
 from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.runtime.drafted import DRAFTS, DraftedDecoder
 from blr.compressor.runtime.failures import CACHES

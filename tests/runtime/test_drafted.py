@@ -16,9 +16,8 @@ from torch.nn.functional import one_hot
 from blr.compressor import register
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.runtime import plan
-from blr.compressor.runtime.acceptance import accept
 from blr.compressor.runtime.decoder import Decoder
-from blr.compressor.runtime.drafted import DRAFTS, Acceptance
+from blr.compressor.runtime.drafted import DRAFTS, Acceptance, accept
 from blr.compressor.runtime.drafted import DraftedDecoder as Drafted
 from blr.compressor.runtime.proposals import Lookup
 from blr.compressor.runtime.sampling import Collector, Sampler
