@@ -1,7 +1,5 @@
-"""Joins modules of this package into a few files that run where it is not installed.
-
-Their text stays as it is but for imports and names that clash. The same sources give the same bytes.
-"""
+"""Joins modules of this package into a few files that run where it is not installed. Their text stays as
+it is but for imports and names that clash. The same sources give the same bytes."""
 
 import ast
 import builtins
@@ -51,12 +49,9 @@ class Imported(NamedTuple):
 
 @dataclass
 class Module:
-    """A module by its name and source text.
-
-    ours, others: its imports at the top, from this package and from others. guarded: imports from others
-    inside ``try: … except ImportError``, and from Triton. typing: imports from this package for
-    annotations only.
-    """
+    """A module by its name and source text. ours, others: its imports at the top, from this package and
+    from others. guarded: imports from others inside ``try: … except ImportError``, and from Triton.
+    typing: imports from this package for annotations only."""
 
     name: str
     text: str
@@ -269,8 +264,6 @@ def qualified(module: str, name: str) -> str:
 
 
 class _Writer:
-    """Writes one file."""
-
     def __init__(self, file: str, names: Names, homes: Mapping[str, str], earlier: set[str]) -> None:
         self.file, self.names, self.homes, self.earlier = file, names, homes, earlier
 
@@ -290,7 +283,6 @@ class _Writer:
         return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
     def _siblings(self, held: Sequence[Module]) -> str:
-        """The imports from earlier files."""
         needed: dict[str, set[str]] = defaultdict(set)
         for one in (one for module in held for one in module.ours):
             module, name = self.names.home(one.module, one.name)
@@ -311,7 +303,6 @@ class _Writer:
         return re.sub(r"\n{3,}", "\n\n", data.decode())
 
     def _inner(self, node: ast.ImportFrom) -> bytes:
-        """The statement that replaces an import inside a function."""
         target, wanted = node.module or "", imported(node)
         if target not in self.homes:
             names = " = ".join(one.alias for one in wanted)

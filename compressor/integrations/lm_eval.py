@@ -50,7 +50,6 @@ class TaskDistance:
 
 
 def compared(found: tuple[Scores, Items], dense: tuple[Scores, Items]) -> TaskDistance:
-    """How a model does beside its dense one."""
     wanted = dense[0].tasks
     recovery = {
         task: {n: 100 * v / wanted[task][n] for n, v in metrics.items() if wanted[task].get(n)}

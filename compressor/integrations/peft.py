@@ -86,7 +86,6 @@ class StructuredLora(LoraLinear):
             self.merged_adapters.append(name)
 
     def unmerge(self) -> None:
-        """Take the adapters out of the factors again."""
         while self.merged_adapters:
             name = self.merged_adapters.pop()
             if name in self.lora_A:
@@ -151,7 +150,6 @@ def _refusing(inject: Callable[..., object]) -> object:
 
 
 def stand_in(layer: Any) -> nn.Linear:
-    """A dense layer of the weight and bias of one of ours."""
     with torch.no_grad():
         weight = layer.composed()
     outputs, inputs = weight.shape
@@ -176,7 +174,6 @@ def check_takes_products(layer: object) -> None:
 
 
 def described(layer: Any) -> str:
-    """The structure of a layer, for whoever reads why it is refused."""
     return f"{layer.described.structure} ({layer.described.describe()})"
 
 

@@ -34,11 +34,9 @@ SHARED = "shared_V"  # where the first of several parts has the Vs of all
 
 
 class Part(nn.Module):
-    """The part `share` of the layer `name` [o, i]: parameters named as on disk, "." as "_".
-
-    Whole layers, and low-rank ones cut by outputs, run on blr's kernels; other cuts are batched
-    products. `spec` is None for a dense weight. Raises CapabilityError as `local_shapes`.
-    """
+    """The part `share` of the layer `name` [o, i]: parameters named as on disk, "." as "_". Whole
+    layers, and low-rank ones cut by outputs, run on blr's kernels; other cuts are batched products.
+    `spec` is None for a dense weight. Raises CapabilityError as `local_shapes`."""
 
     def __init__(
         self, name: str, spec: Spec | None, shape: Shape, share: Share, dtype: torch.dtype
@@ -55,7 +53,6 @@ class Part(nn.Module):
             self.register_parameter(self.path(factor), empty)
 
     def path(self, factor: str) -> str:
-        """Where in the module a factor is."""
         return factor.replace(".", "_")
 
     def load(self, factor: str, whole: Tensor) -> None:
@@ -142,7 +139,6 @@ class PackedPart(Part):
         self.loaded, self.in_rank_space, self.can_share_input = set(), False, False
 
     def path(self, factor: str) -> str:
-        """Where in the module a stored tensor is."""
         return f"layer.{factor}"
 
     def _get(self, name: str) -> Tensor:
@@ -205,7 +201,6 @@ def check_whole(name: str, spec: Spec, share: Share) -> None:
 
 
 def local(name: str, spec: Spec | None, factor: str, whole: Tensor, share: Share) -> Tensor:
-    """The part of a factor that `share` holds: a view."""
     axis = _axis(name, spec, factor, share)
     if axis is None:
         return whole

@@ -126,7 +126,6 @@ class ServedMethod(LinearMethodBase):
                 part.relayout_()
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., i'] -> [..., Σ o']."""
         y = product(layer.parts, x, tensor_model_parallel_all_reduce)
         if getattr(layer, "summed", False) and not layer.skip_bias_add:
             bias = layer.bias  # rank 0 alone is given it, for the sum that is not taken

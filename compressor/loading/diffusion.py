@@ -43,7 +43,6 @@ def load_diffusion(folder: Path, *, dtype: str | None = None, device: str = "aut
 
 
 def load_written(folder: Path) -> object:
-    """Load the model of a folder that was just written, as stored."""
     return _structured(open_source(folder), None)
 
 
@@ -55,10 +54,8 @@ def _structured(source: Source, dtype: str | None) -> nn.Module:
 
 
 def dense_model(source: Source, *, meta: bool = False) -> nn.Module:
-    """Load the dense model in `source`, as stored; with `meta` without its weights.
-
-    Raises CapabilityError without diffusers; InputError for an unknown class, or tensors of another one.
-    """
+    """Load the dense model in `source`, as stored; with `meta` without its weights. Raises
+    CapabilityError without diffusers; InputError for an unknown class, or tensors of another one."""
     cls = dense_class(source)
     config = {**source.config, DIFFUSERS.kind: source.model_type}
     with native_errors(source), quiet_diffusers(), init_empty_weights(include_buffers=False):
@@ -116,7 +113,6 @@ def _diffusers(source: Source) -> Any:
 
 
 def stored_dtype(source: Source) -> torch.dtype:
-    """The dtype of most bytes of the weights."""
     sizes: dict[str, int] = {}
     for entry in source.entries.values():
         if entry.is_float:

@@ -43,11 +43,8 @@ MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])  # steps of t
 
 def taken(source: Source) -> Source:
     """`source` as transformers reads it: `entries` by the names of its class, all other tensors in
-    `left`, `config` with the class and the ties that hold.
-
-    Raises InputError for an unknown class, and for tensors that are missing, of another shape or of
-    blocks that config.json does not count.
-    """
+    `left`, `config` with the class and the ties that hold. Raises InputError for an unknown class, and
+    for tensors that are missing, of another shape or of blocks that config.json does not count."""
     source = source if source.config.get("architectures") else _named(source)
     cls = native_class(source)
     model, info = _loaded(source, cls)
@@ -118,7 +115,6 @@ def _refuse_blocks(source: Source, model: PreTrainedModel, info: LoadingReport) 
 
 
 def _placed(source: Source, keys: Keys) -> Source:
-    """`source` without the tensors that its class has no place for."""
     entries, left = dict[str, TensorEntry](), list[TensorEntry]()
     for name, entry in source.entries.items():
         if keys.key(name) in keys.known:
@@ -156,7 +152,6 @@ def _tied(source: Source, model: PreTrainedModel, keys: Keys) -> Source:
 
 
 def _are_equal(source: Source, name: str, other: str) -> bool:
-    """Whether two stored tensors hold the same bytes."""
     one, two = source.entries[name], source.entries[other]
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
@@ -165,11 +160,9 @@ def _are_equal(source: Source, name: str, other: str) -> bool:
 
 
 def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple[str, str]]) -> Source:
-    """Untie `source`, some of whose tied weights have values of their `own`.
-
-    An encoder-decoder keeps its config.json: there the key also scales outputs, and transformers finds
-    the difference when it loads.
-    """
+    """Untie `source`, some of whose tied weights have values of their `own`. An encoder-decoder keeps
+    its config.json: there the key also scales outputs, and transformers finds the difference when it
+    loads."""
     name, giving = own[0]
     said = (
         f"{name} is stored with values of its own, though config.json ties it to {giving}: taken as it "
@@ -186,7 +179,6 @@ def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple
 
 
 def _without_ties(config: dict[str, object]) -> dict[str, object]:
-    """`config` without tied weights, in all its parts."""
     parts = {k: _without_ties(v) if isinstance(v, dict) else v for k, v in config.items()}
     return {**parts, **{key: False for key in TIES if key in parts}}
 
@@ -251,10 +243,8 @@ def renamed(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
 
 
 def merged_names(model: PreTrainedModel, name: str, stored: Collection[str]) -> list[list[str]]:
-    """The stored tensors behind the merged parameter `name`, a list for each expert in order.
-
-    Empty if the parameter is made otherwise, or if some tensors are not among `stored`.
-    """
+    """The stored tensors behind the merged parameter `name`, a list for each expert in order. Empty if
+    the parameter is made otherwise, or if some tensors are not among `stored`."""
     for converter in get_model_conversion_mapping(model):
         target = next((t for t in getattr(converter, "target_patterns", ()) if name.endswith(t)), None)
         steps = [type(step).__name__ for step in getattr(converter, "operations", ())]

@@ -1,7 +1,5 @@
-"""Classes of transformers: the one that a checkpoint names, checked before use, and its linear layers.
-
-A family without a table in `configs/` has its layers found on the meta device.
-"""
+"""Classes of transformers: the one that a checkpoint names, checked before use, and its linear layers. A
+family without a table in `configs/` has its layers found on the meta device."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -137,10 +135,8 @@ def family_of(source: Source) -> Family:
 
 def discover_family(source: Source) -> Family:
     """Make a family's table from the model itself: all linear layers of its blocks, the others as heads.
-
     `blocks` is the one list of blocks of a model that reads text. Raises InputError for a model type or
-    architecture that transformers does not know.
-    """
+    architecture that transformers does not know."""
     model = meta_model(source)
     inner, outer = linear_layers(model)
     transposed = any(isinstance(module, Conv1D) for module in inner.values())
@@ -170,16 +166,13 @@ def _blocks(model: PreTrainedModel, inner: Collection[str]) -> str | None:
 
 
 def _above(name: str) -> list[str]:
-    """The names of the modules around the module `name`."""
     return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
 
 
 def linear_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """The linear layers of the blocks of `model`, and all others, by name.
-
-    Blocks are members of lists of modules in the base model. Layers for a task stand outside of the base
-    model, poolers outside of lists. In a list of heads the members are layers, or classes named a head.
-    """
+    """The linear layers of the blocks of `model`, and all others, by name. Blocks are members of lists
+    of modules in the base model. Layers for a task stand outside of the base model, poolers outside of
+    lists. In a list of heads the members are layers, or classes named a head."""
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
     every = dict(model.named_modules(remove_duplicate=False))
     lists = {name for name, m in every.items() if isinstance(m, nn.ModuleList | nn.Sequential)}
@@ -230,12 +223,10 @@ def meta_model(source: Source, *, buffers: bool = False) -> PreTrainedModel:
 
 
 def quiet_transformers() -> AbstractContextManager[None]:
-    """Silence transformers but for errors."""
     return _quiet(logging)
 
 
 def quiet_diffusers() -> AbstractContextManager[None]:
-    """Silence diffusers but for errors."""
     from diffusers.utils import logging as its
 
     return _quiet(its)

@@ -40,12 +40,9 @@ REMEDY = "evaluate it with sentence-transformers itself"
 
 @dataclass(frozen=True)
 class Sentences:
-    """How sentences become embeddings.
-
-    `modes` of pooling are put side by side; `length` is the most tokens (None: the model's); `lower`
-    makes lower case; `dense` layers follow the pooling; `prompt` comes before every sentence, pooled or
-    not (`pools_prompt`); `dimensions` are kept (None: all).
-    """
+    """How sentences become embeddings. `modes` of pooling are put side by side; `length` is the most
+    tokens (None: the model's); `lower` makes lower case; `dense` layers follow the pooling; `prompt`
+    comes before every sentence, pooled or not (`pools_prompt`); `dimensions` are kept (None: all)."""
 
     modes: tuple[str, ...] = ("mean",)
     length: int | None = None
@@ -56,7 +53,6 @@ class Sentences:
     dimensions: int | None = None
 
     def texts(self, sentences: list[str]) -> list[str]:
-        """The sentences as the tokenizer gets them."""
         texts = [self.prompt + sentence for sentence in sentences]
         return [text.lower() for text in texts] if self.lower else texts
 

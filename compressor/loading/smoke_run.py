@@ -135,7 +135,6 @@ def plain_tokens(config: PreTrainedConfig) -> Tensor:
 
 
 def _image(model: PreTrainedModel) -> Tensor | None:
-    """[1, channels, height, width]"""
     config = getattr(model.config, "vision_config", model.config)
     size = getattr(config, "image_size", None)
     if size is None and model.main_input_name != "pixel_values":
@@ -145,7 +144,6 @@ def _image(model: PreTrainedModel) -> Tensor | None:
 
 
 def _spectrum(model: PreTrainedModel) -> Tensor:
-    """[1, bands, frames]"""
     bands = getattr(model.config, "num_mel_bins", 80)
     frames = 2 * getattr(model.config, "max_source_positions", FRAMES // 2)
     return torch.randn(1, bands, frames, generator=_generator())

@@ -83,7 +83,6 @@ def encode_prompt(
 
 
 def taken_by(model: PreTrainedModel, inputs: Mapping[str, object]) -> dict[str, object]:
-    """Those of `inputs` that the model has an argument for."""
     known = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in known}
 
@@ -101,10 +100,8 @@ def encode_padded(tokenizer: PreTrainedTokenizerBase, texts: list[str], longest:
 
 def check_tokenizer(folder: Path, text: str = "") -> None:
     """Try tokenizer.json, if there is one, on a probing text and the start of `text`, once a process.
-
     Raises InputError if it cannot be read, crashes, or takes too much time, memory or tokens;
-    CapabilityError if no process can be started.
-    """
+    CapabilityError if no process can be started."""
     if not os.path.lexists(folder / "tokenizer.json"):
         return
     path = inside(folder, "tokenizer.json")

@@ -40,7 +40,6 @@ several modules have carries its module's."""
 
 
 def code_files() -> dict[str, bytes]:
-    """The Python files of a checkpoint, by name."""
     return _verbatim(HOME)
 
 
@@ -58,12 +57,9 @@ DRAFTED = ("runtime.drafted", "runtime.proposals")
 
 @dataclass(frozen=True)
 class Contents:
-    """What an export holds, which decides on the kernels that it needs.
-
-    structures: names of its specs. quantized: whether weights are in few bits. rows: sequences decoded
-    at once, 0 for a model that generates nothing. drafted: whether tokens are proposed. experts: whether
-    it is a mixture of them.
-    """
+    """What an export holds, which decides on the kernels that it needs. structures: names of its specs.
+    quantized: whether weights are in few bits. rows: sequences decoded at once, 0 for a model that
+    generates nothing. drafted: whether tokens are proposed. experts: whether it is a mixture of them."""
 
     structures: frozenset[str]
     quantized: bool = False
@@ -72,7 +68,6 @@ class Contents:
     experts: bool = False
 
     def left_out(self) -> frozenset[str]:
-        """Modules and packages that the export does without."""
         absent = {f"decode.{kind}.reference" for kind in ("attention", "gemv", "quantized")}  # no GPU's
         if not self.quantized:
             absent |= {f"decode.quantized.{part}" for part in ("grouped", "launch")}

@@ -91,7 +91,6 @@ def structure_of(packing: Spec) -> str:
 
 
 def is_float8(layer: object) -> TypeGuard[Float8Layer]:
-    """Whether it is a layer of ours with float8 weights."""
     return bool(getattr(getattr(layer, "packing", None), "fp8", False))
 
 
@@ -154,7 +153,6 @@ def hindrance(layer: Float8Layer, x: Tensor) -> str | None:
 
 
 def asks_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a gradient is asked for to one of them."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -201,11 +199,8 @@ EMBEDDINGS = "embeddings"  # what modules are called whose norm the first block 
 
 class Float8Maker(Extension):
     """Mixin before a norm or an activation, which leaves its result in float8 for the layers that read
-    it.
-
-    float8_make: its name in `reference.MAKES`. float8_eps: of a norm. float8_readers: how the float8
-    layers of its block are packed, by the features of their inputs.
-    """
+    it. float8_make: its name in `reference.MAKES`. float8_eps: of a norm. float8_readers: how the float8
+    layers of its block are packed, by the features of their inputs."""
 
     float8_make: str
     float8_eps: float

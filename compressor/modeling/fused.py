@@ -1,8 +1,6 @@
-"""Norms, gates, rotations and activations by one kernel each where transformers takes several.
-
-These read and write the widest tensors of a block again (times in scripts/log). The native module
-computes under `torch.compile`, on a CPU and, but in training, for gradients and in single precision.
-"""
+"""Norms, gates, rotations and activations by one kernel each where transformers takes several. These
+read and write the widest tensors of a block again (times in scripts/log). The native module computes
+under `torch.compile`, on a CPU and, but in training, for gradients and in single precision."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -49,10 +47,8 @@ def fuse(model: nn.Module) -> None:
 
 def fuse_trained(model: nn.Module) -> None:
     """Let attention, gated MLPs and norms of `model` compute by kernels, with gradients or without.
-
     Modules keep their class and their tensors. A norm that computes anything else (Gemma's 1 + weight)
-    stays.
-    """
+    stays."""
     for module in model.modules():
         kind: Any = type(module)
         forward = kind.native.forward if isinstance(module, Extension) else kind.forward
@@ -109,7 +105,6 @@ class FusedLayerNorm(Extension):
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        """The native result [..., d]."""
         if not is_fused(x, self.weight) or not is_faster(x):
             return super().forward(x)
         return layer_norm(x, self.weight, self.bias, self.eps)
@@ -136,7 +131,6 @@ class FusedGate(Extension):
     fused_gate: str
 
     def forward(self, x: Tensor) -> Tensor:
-        """The native result [..., d]."""
         return self.down_proj(_gated(self, x)) if is_fused(x, x) else super().forward(x)
 
 
@@ -170,7 +164,6 @@ class FusedRotary(Extension):
     """Mixin before a class of attention whose `forward` calls `ROTATION`."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """The native result."""
         native: Any = super().forward
         inner = behind_renaming(native.__func__)
         watched = torch.is_grad_enabled() or torch.compiler.is_compiling()

@@ -1,8 +1,6 @@
-"""`generate` of exported decoders: by the fused runtime where it can, else by transformers.
-
-The runtime takes plain decoding (`requests.py`) of as many sequences and tokens as the export was made
-for, on an NVIDIA GPU with Triton. Transformers answers every other call, with the same layers.
-"""
+"""`generate` of exported decoders: by the fused runtime where it can, else by transformers. The runtime
+takes plain decoding (`requests.py`) of as many sequences and tokens as the export was made for, on an
+NVIDIA GPU with Triton. Transformers answers every other call, with the same layers."""
 
 from typing import Any
 

@@ -28,13 +28,11 @@ Given = dict[str, object]  # arguments of an attention by name
 
 
 class HeadSlices(Extension):
-    """Mixin before an attention whose projections are of low rank.
-
-    projections: names of those of queries, keys and values. last: that of the layer behind the heads, or
-    None. key_heads: heads of keys; as many of queries, or more, share one. widening: numbers of queries,
-    keys, values and the former two rotated, for each number of the input. apart: whether heads computed
-    apart give the same as together; None before anybody has tried.
-    """
+    """Mixin before an attention whose projections are of low rank. projections: names of those of
+    queries, keys and values. last: that of the layer behind the heads, or None. key_heads: heads of
+    keys; as many of queries, or more, share one. widening: numbers of queries, keys, values and the
+    former two rotated, for each number of the input. apart: whether heads computed apart give the same
+    as together; None before anybody has tried."""
 
     config: PreTrainedConfig
     projections: tuple[str, str, str]

@@ -1,9 +1,6 @@
-"""Structured models where the package is installed: those of `modeling_blr.py`, with kernels.
-
-The layers are those of `layers.py`; blocks compute in slices, norms, gates and rotations are one kernel,
-caches hold ranks, factors are cut over processes, and exports run in the decoding runtime or as CUDA
-graphs.
-"""
+"""Structured models where the package is installed: those of `modeling_blr.py`, with kernels. The layers
+are those of `layers.py`; blocks compute in slices, norms, gates and rotations are one kernel, caches
+hold ranks, factors are cut over processes, and exports run in the decoding runtime or as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -71,7 +68,6 @@ class KernelModel(StructuredModel):
             self._tp_plan = {**table_plan(self), **pair_plan(self)}
 
     def initialize_weights(self) -> None:
-        """Give all layers first values, packed ones too."""
         initialize_packed(self)  # first: then transformers marks all layers
         super().initialize_weights()
 
@@ -111,7 +107,6 @@ class KernelModel(StructuredModel):
         return super().maybe_distribute_model(model, distributed_config, *rest, **options)
 
     def finish_loading(self) -> None:
-        """Give weights that were loaded onto a GPU their kernel layout."""
         prepare_layers(self)
         freeze_parts(self)
         prepare_float8(self)
@@ -170,6 +165,5 @@ def _mixed(buffer: Tensor, factor: Factor) -> Tensor:
 
 
 def _scale(buffer: Tensor, factor: Factor) -> Tensor:
-    """Scales that give the numbers `PART` of a standard deviation of unit gain."""
     levels = FLOAT8 if factor.storage == "float8" else 2**factor.bits / 12**0.5
     return torch.full_like(buffer, PART * factor.unit / levels)

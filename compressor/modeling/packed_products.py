@@ -1,8 +1,6 @@
-"""Products of layers with packed factors: on a GPU, and of one token on a CPU.
-
-On a GPU weights are never plain. A CPU holds them a second time from the first such product on, as
-`kernels/layers/packed/cpu.py` says.
-"""
+"""Products of layers with packed factors: on a GPU, and of one token on a CPU. On a GPU weights are
+never plain. A CPU holds them a second time from the first such product on, as
+`kernels/layers/packed/cpu.py` says."""
 
 from collections.abc import Sequence
 from operator import is_
@@ -31,11 +29,9 @@ def packed_product(
     layer: FormulaLinear, names: Sequence[str], x: Tensor, bias: Tensor | None
 ) -> Tensor | None:
     """``x Wᵀ + bias`` [..., o] of x [..., i], in the dtype of x, by one packed factor after the other.
-
     names: of the factors, in the order in which x meets them. bias: [o] or None. Returns None where
-    kernels do not take the factors: on a CPU, of blocks, in float8 or in another dtype than x.
-    """
-    if not names or layer.entry.get("fp8") or any(layer.held[name].tile for name in names):
+    kernels do not take the factors: on a CPU, of blocks, in float8 or in another dtype than x."""
+    if layer.entry.get("fp8") or any(layer.held[name].tile for name in names):
         return None
     factors = [packed_factor(layer, name) for name in names]
     if not all(w.takes(x) for w in factors):
@@ -49,9 +45,7 @@ def packed_product(
 def cpu_product(layer: Any, names: Sequence[str], x: Tensor, bias: Tensor | None) -> Tensor | None:
     """``x Wᵀ + bias`` by the operator of a CPU, where W is the product of the layer's factors `names`,
     in the order in which x meets them; None where the operator does not take x or the factors."""
-    if not takes_input(x, layer.out_features):
-        return None
-    if (weights := _held(layer, names)) is None:
+    if not takes_input(x, layer.out_features) or (weights := _held(layer, names)) is None:
         return None
     y = x[:, 0]
     for weight in weights:

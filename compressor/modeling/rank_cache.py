@@ -95,21 +95,17 @@ class RankStore:
 
     @property
     def length(self) -> int:
-        """The number T of tokens."""
         return self.held[0].shape[1] if self.held else 0
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are held."""
         return sum(tensor.nbytes for tensor in self.held)
 
     def append(self, new: Parts) -> None:
-        """Add new tokens, whose ranks the format has packed."""
         pairs = zip(self.held, new, strict=True)
         self.held = tuple(torch.cat(pair, 1) for pair in pairs) if self.held else new
 
     def ranks(self, dtype: torch.dtype) -> Tensor:
-        """The ranks of all tokens."""
         return self.format.unpack(self.held, dtype)
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -125,12 +121,10 @@ class AngleTable:
         self.leader, self.new, self.all = leader, new, new
 
     def extend(self, new: Angles) -> None:
-        """Add those of new tokens."""
         pairs = zip(self.all, new, strict=True)
         self.new, self.all = new, (_joined(*next(pairs)), _joined(*next(pairs)))
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace cosines and sines by ``function`` of them."""
         cosines, sines = self.all
         self.all = function(cosines), function(sines)
 
@@ -151,7 +145,6 @@ class RankLayer(DynamicLayer):
 
     @property
     def length(self) -> int:
-        """Tokens whose ranks it holds."""
         return self.stores[0].length
 
     def update(
@@ -190,13 +183,11 @@ class RankLayer(DynamicLayer):
             self.rotation.extend(new)
 
     def hold_whole(self, keys: Tensor, values: Tensor) -> None:
-        """From here on hold whole tensors, of which these are those of all tokens so far."""
         self.lazy_initialization(keys, values)
         self.keys, self.values = keys, values
         self.reset_ranks()
 
     def reset_ranks(self) -> None:
-        """Forget all ranks."""
         self.stores = (RankStore(self.kind), RankStore(self.kind))
         self.rotation = None
 
@@ -206,15 +197,12 @@ class RankLayer(DynamicLayer):
         return sum(store.nbytes for store in self._distinct())
 
     def _distinct(self) -> set[RankStore]:
-        """Its stores; one where keys and values share it."""
         return set(self.stores)
 
     def get_seq_length(self) -> int:
-        """Tokens held."""
         return self.length or super().get_seq_length()
 
     def reset(self) -> None:
-        """Forget all tokens."""
         self.rotations.clear()
         self.reset_ranks()
         super().reset()
@@ -229,18 +217,15 @@ class RankLayer(DynamicLayer):
             self._change(lambda tensor: tensor.narrow(1, 0, kept))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the sequences of these numbers."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Take the sequences of these numbers."""
         if self.length:
             self._change_rows(lambda tensor: tensor.index_select(0, indices.to(tensor.device)))
         else:
             super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence."""
         if self.length:
             self._change_rows(lambda tensor: tensor.repeat_interleave(repeats, 0))
         else:
@@ -258,7 +243,6 @@ class RankLayer(DynamicLayer):
             self.rotation.change(function)
 
     def offload(self) -> None:
-        """Move ranks to the CPU."""
         if self.length:
             self.home = self.stores[0].held[0].device
             self._move(torch.device("cpu"))
@@ -266,7 +250,6 @@ class RankLayer(DynamicLayer):
             super().offload()
 
     def prefetch(self) -> None:
-        """Move ranks back to where they came from."""
         if self.length:
             self._move(getattr(self, "home", self.stores[0].held[0].device))
         else:
@@ -292,7 +275,6 @@ class RankCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the ranks of all layers."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, RankLayer))
 
 
@@ -313,7 +295,6 @@ def _joined(before: Tensor, new: Tensor) -> Tensor:
 
 
 def _same(known: Angles, new: Angles) -> bool:
-    """Whether two tables are the same tensors in memory."""
     return all(
         a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape
         for a, b in zip(known, new, strict=True)

@@ -1,8 +1,6 @@
-"""Reads which calls of `generate` are plain decoding, and what exactly they ask for.
-
-Plain decoding is greedy or samples by temperature, top-k and top-p; prompts are token ids padded on the
-left, the result is tokens. Every other setting of transformers makes a call unusual.
-"""
+"""Reads which calls of `generate` are plain decoding, and what exactly they ask for. Plain decoding is
+greedy or samples by temperature, top-k and top-p; prompts are token ids padded on the left, the result
+is tokens. Every other setting of transformers makes a call unusual."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,11 +21,9 @@ FOLLOWED = {
 
 @dataclass(frozen=True)
 class Request:
-    """One plain call of `generate`: `ids` and `mask` are [B, T].
-
-    `length` counts the tokens of the longest prompt without its padding; a `temperature` of 0 is
-    greedy decoding; a row is filled up with `pad_id` after the first of its `stop_ids`.
-    """
+    """One plain call of `generate`: `ids` and `mask` are [B, T]. `length` counts the tokens of the
+    longest prompt without its padding; a `temperature` of 0 is greedy decoding; a row is filled up with
+    `pad_id` after the first of its `stop_ids`."""
 
     ids: Tensor
     mask: Tensor
@@ -118,7 +114,6 @@ def _left_padded(mask: Tensor) -> bool:
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    """Token ids as a tuple, whether given as one, a list, a tensor or None."""
     if value is None:
         return ()
     if isinstance(value, Tensor):

@@ -69,7 +69,6 @@ def cache_name(model: nn.Module) -> str:
 
 
 def warn_once(message: str) -> None:
-    """Log a warning, once a process."""
     if message not in _said:
         _said.add(message)
         logging.getLogger("blr").warning("blr: %s", message)

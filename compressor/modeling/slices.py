@@ -28,7 +28,6 @@ class TokenSlices(Extension):
     token_itemsize: int
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """The native result [..., d]."""
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or (limit := limit_of(x)) is None:
             return super().forward(*args, **kwargs)
@@ -44,7 +43,6 @@ class RowSlices(Extension):
     feed_forward_features: int
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """The native result."""
         compute = super().forward
         x = args[0] if args else kwargs.get("hidden_states")
         limit = limit_of(x) if self.block_features else None
@@ -139,7 +137,6 @@ def _has_rows(argument: object, batch: int) -> bool:
 
 
 def _rows(argument: object, start: int, stop: int, batch: int) -> object:
-    """The part of an argument that belongs to sequences start…stop."""
     if isinstance(argument, Tensor):
         return argument[start:stop] if argument.dim() > 1 and len(argument) == batch else argument
     if isinstance(argument, tuple):

@@ -23,14 +23,11 @@ KERNELS = ("embed", "stages", "dual", "attention", "choose")
 
 @dataclass(frozen=True)
 class Binder:
-    """Binds phases for the first `rows` rows of `state` and contexts of up to `bucket` slots.
-
-    tokens: of each sequence, in rows as `DecoderState` says. like: rows of a pass in which a token has
-    the same sums, bit for bit, by kernels. triton: by kernels, else by the references.
-    pdl: kernels start while the kernel before them ends.
-    halved: slots whose numbers are in the model's dtype. ordered: slots whose numbers are also in the
-    order of the packed weights that read them.
-    """
+    """Binds phases for the first `rows` rows of `state` and contexts of up to `bucket` slots. tokens: of
+    each sequence, in rows as `DecoderState` says. like: rows of a pass in which a token has the same
+    sums, bit for bit, by kernels. triton: by kernels, else by the references. pdl: kernels start while
+    the kernel before them ends. halved: slots whose numbers are in the model's dtype. ordered: slots
+    whose numbers are also in the order of the packed weights that read them."""
 
     state: DecoderState
     rows: int
@@ -53,7 +50,6 @@ class Binder:
         return runs
 
     def bind(self, phase: Phase) -> Run:
-        """The function that runs `phase`."""
         if phase.kind not in ("stages", "dual"):
             self.ordered.discard(phase.target)
         return getattr(self, f"_{phase.kind}")(phase)

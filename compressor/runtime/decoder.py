@@ -1,8 +1,6 @@
 """Generates with a model of transformers by one CUDA graph a token, which runs the phases of `plan.py`.
-
 The prompt goes through the model's own modules (`prompt.py`); each new token is chosen on the device and
-fed back there. All modes are deterministic: the order of every sum does not depend on timing.
-"""
+fed back there. All modes are deterministic: the order of every sum does not depend on timing."""
 
 from __future__ import annotations
 
@@ -211,7 +209,6 @@ class Decoder:
         return [(phase.name, self.bytes_of(phase)) for phase in self.plan.phases]
 
     def bytes_of(self, phase: Phase) -> int:
-        """The bytes of weights and cache that `phase` reads for one token of every row."""
         rows = max(self.rows, 1)
         if phase.heads is not None:
             seen = min(self.position + 1, phase.heads.window or self.context)
@@ -304,7 +301,6 @@ def _check(model: PreTrainedModel, batch: int, context: int, mode: str, ops: str
 
 
 def _measure(decoder: Decoder, steps: int) -> list[tuple[str, float, int]]:
-    """Time the phases as `Decoder.profile` says."""
     groups: dict[str, list[Phase]] = defaultdict(list)
     for phase in decoder.plan.phases:
         groups[re.sub(r"^layer\.\d+\.", "layer.*.", phase.name)].append(phase)

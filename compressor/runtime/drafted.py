@@ -88,7 +88,6 @@ class Round:
     chances: Tensor | None
 
     def launch(self, generator: torch.Generator | None) -> Pending:
-        """Run the round, and start to copy its result from the device."""
         if self.noise is not None and self.chances is not None:
             self.noise.exponential_(generator=generator).clamp_min_(1e-30)
             self.chances.uniform_(generator=generator)
@@ -111,7 +110,6 @@ class Pending:
     event: torch.cuda.Event | None
 
     def tokens(self) -> list[list[int]]:
-        """Wait for the tokens of every sequence."""
         if self.event is not None:
             self.event.synchronize()
         *tokens, counts = self.host.tolist()
@@ -130,7 +128,6 @@ class Rounds:
 
     @property
     def possible(self) -> int:
-        """The most tokens that launched rounds may give a row."""
         return sum(pending.drafts + 1 for pending in self.waiting)
 
     def read(self, ahead: int) -> None:
@@ -222,7 +219,6 @@ class DraftedDecoder(Decoder):
         return self.cost + CORES * on_cores
 
     def _possible(self, rows: int) -> list[int]:
-        """Numbers of drafts for so many rows."""
         return [k for k in self.choices if (k + 1) * rows <= MAX_BATCH]
 
     def _round(self, rows: int, drafts: int, bucket: int, sampler: Sampler) -> Round:
@@ -232,7 +228,6 @@ class DraftedDecoder(Decoder):
         return self._rounds[key]
 
     def _make(self, rows: int, drafts: int, bucket: int, sampler: Sampler) -> Round:
-        """Bind a round, and capture it as one CUDA graph."""
         propose, moving = self.draft.bind(rows, bucket), self._moving[:, :rows]
         check = self.launches(rows, bucket, self.plan.phases, drafts + 1, alone=self.plan.plain)
         device, noise, chances = self.model.device, None, None
@@ -290,13 +285,10 @@ def agreed(hits: Tensor) -> Tensor:
 def accept(
     wanted: Tensor, likely: Tensor, drafts: Tensor, chances: Tensor, noise: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Accept drafts [k, B] so that all tokens follow `wanted` [k + 1, B, vocab], whatever `likely`
-    [k, B, vocab] they were drawn from: one of probability q, wanted with p, is accepted with p / q, else
-    a token is drawn from what p has more than q. chances: [k, B], uniform; noise: [B, vocab],
-    exponential variates.
-
-    Returns tokens [k + 1, B] and how many drafts [B] come before the drawn one.
-    """
+    """Accept drafts [k, B] so that all tokens follow `wanted` [k + 1, B, vocab], whatever `likely` [k,
+    B, vocab] they were drawn from: one of probability q, wanted with p, is accepted with p / q, else a
+    token is drawn from what p has more than q. chances: [k, B], uniform; noise: [B, vocab], exponential
+    variates. Returns tokens [k + 1, B] and how many drafts [B] come before the drawn one."""
     index = drafts[..., None]
     count = agreed(chances * likely.gather(-1, index)[..., 0] < wanted[:-1].gather(-1, index)[..., 0])
     at = count[None, :, None].expand(1, *noise.shape)

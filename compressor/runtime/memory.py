@@ -51,15 +51,12 @@ class PrefillLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The length and offset of the slots that a mask covers."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """The number of slots in use."""
         return self.length
 
     def get_max_length(self) -> int:
-        """The number of slots."""
         return self.keys.shape[-2]
 
 
@@ -112,7 +109,6 @@ class StaticKV:
         self.scale_data = scales
 
     def layer(self, index: int, rows: int) -> tuple[Tensor, Tensor]:
-        """The keys and values [rows, Hkv, L, D] of one layer."""
         return self.data[index, 0, :rows], self.data[index, 1, :rows]
 
     def scales(self, index: int, rows: int) -> tuple[Tensor, Tensor] | None:
@@ -191,7 +187,6 @@ class DecoderState:
 
     @cached_property
     def workspace(self) -> Any:
-        """The memory of products of several rows."""
         from blr.kernels.decode.skinny.launch import PartialSums
 
         return PartialSums()

@@ -156,7 +156,6 @@ def _pair(gate: Sequence[LayerStage], up: Sequence[LayerStage]) -> bool:
 
 
 def _number(stages: Sequence[LayerStage] | None) -> int:
-    """The number of a layer's stages, 0 if its own forward computes it."""
     return 0 if stages is None else len(stages)
 
 

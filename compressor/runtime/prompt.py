@@ -43,12 +43,9 @@ def left_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tenso
 
 
 class Prompts:
-    """Passes prompts through the layers of `model`, whose keys and values go to `kv`.
-
-    A graph may have more tokens and rows than its prompt: no token of the prompt sees those behind its
-    end, and later tokens overwrite their slots in the cache. capture: as of `ForwardGraphs`; None: no
-    graphs.
-    """
+    """Passes prompts through the layers of `model`, whose keys and values go to `kv`. A graph may have
+    more tokens and rows than its prompt: no token of the prompt sees those behind its end, and later
+    tokens overwrite their slots in the cache. capture: as of `ForwardGraphs`; None: no graphs."""
 
     def __init__(self, model: PreTrainedModel, kv: StaticKV, capture: Capture | None) -> None:
         self.model, self.kv = model, kv

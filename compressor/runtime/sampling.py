@@ -28,10 +28,8 @@ class Sampler:
     """Chooses the most likely token at temperature 0, and draws one otherwise.
 
     top_k: draw among the k most likely. top_p: draw among the most likely that together reach this
-    probability. They apply in the order of transformers: temperature, top-k, top-p.
-
-    Raises ValueError: a temperature below 0, a top_k below 1, a top_p outside (0, 1].
-    """
+    probability. They apply in the order of transformers: temperature, top-k, top-p. Raises ValueError
+    for a temperature below 0, a top_k below 1, a top_p outside (0, 1]."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -64,7 +62,6 @@ class Sampler:
         return torch.zeros_like(probabilities).scatter_(-1, index, kept)
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """`probabilities` that add up to one."""
         found = self.probabilities(logits)
         return found if self.top_p is None else found / found.sum(-1, keepdim=True)
 
@@ -105,7 +102,6 @@ class Collector:
 
     @property
     def left(self) -> int:
-        """The most tokens that a row still takes."""
         return max((self._limit - len(self.tokens[row]) for row in self._open), default=0)
 
     def keep(self, row: int, tokens: Iterable[int]) -> bool:
@@ -124,7 +120,6 @@ class Collector:
 
     @property
     def done(self) -> bool:
-        """Whether every row has ended, as far as is known."""
         return not self._open
 
     def push(self, tokens: Tensor) -> None:
@@ -139,7 +134,6 @@ class Collector:
         self._take(LAG if self._asynchronous else 0)
 
     def finish(self) -> list[list[int]]:
-        """Wait for all tokens; returns those of each row."""
         self._take(0)
         return self.tokens
 
