@@ -16,18 +16,12 @@ from torch import Tensor, nn
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.modeling.float8 import is_float8, prepare_layer
-from blr.compressor.modeling.layers import layer_of
+from blr.compressor.modeling.layers import KERNELS, layer_of
+from blr.compressor.modeling.modeling_blr import STRUCTURES
 from blr.compressor.modeling.splitting import AXES
-from blr.compressor.structures.specs import KroneckerSpec, LowRankSpec, Shape, Spec
+from blr.compressor.structures.specs import LowRankSpec, Shape, Spec
 from blr.kernels.common.layout import relaid
 from blr.kernels.common.orders import order_of
-from blr.kernels.layers.blast.op import blast_linear
-from blr.kernels.layers.blast.reference import blast_linear as blast_reference
-from blr.kernels.layers.kronecker.op import kronecker_linear
-from blr.kernels.layers.lowrank.op import lowrank_linear
-from blr.kernels.layers.lowrank.reference import grouped_lowrank_linear
-from blr.kernels.layers.monarch.op import monarch_linear
-from blr.kernels.layers.monarch.reference import monarch_linear as monarch_reference
 
 Reduce = Callable[[Tensor], Tensor]
 SHARED = "shared_V"  # where the first of several parts has the Vs of all
@@ -81,19 +75,11 @@ class Part(nn.Module):
         if self.in_rank_space:
             U, V = factors
             return nn.functional.linear(reduce(x @ V), U)
-        if isinstance(self.spec, KroneckerSpec):
-            return kronecker_linear(x, factors)
-        if isinstance(self.spec, LowRankSpec):
-            if self.spec.groups > 1:
-                return grouped_lowrank_linear(x, *factors, side=self.spec.side)
-            return lowrank_linear(x, *factors)
-        return self._blocks(x, factors)
-
-    def _blocks(self, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
-        whole = self.share.size == 1
-        if len(factors) == 3:
-            return (blast_linear if whole else blast_reference)(x, *factors)
-        return (monarch_linear if whole else monarch_reference)(x, *factors)
+        own = self.share.size == 1 or isinstance(self.spec, LowRankSpec)
+        product = KERNELS[self.spec.structure].product if own else None
+        if product is not None:
+            return product(self.spec, x, None, *factors)
+        return STRUCTURES[self.spec.structure].product(self.spec.to_dict(), x, None, *factors)
 
     def _get(self, name: str) -> Tensor:
         return self.get_parameter(self.path(name))

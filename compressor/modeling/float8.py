@@ -59,14 +59,9 @@ class Float8Layer(Protocol):
     bias: Tensor | None
     packing: QuantizedSpec
 
-    def buffers(self) -> Iterator[Tensor]:
-        """All buffers."""
-
-    def packed(self, name: str = "weight") -> Packed:
-        """The packed factor `name`."""
-
-    def factor(self, name: str) -> Tensor:
-        """The factor `name`, dense."""
+    def buffers(self) -> Iterator[Tensor]: ...
+    def packed(self, name: str = "weight") -> Packed: ...
+    def factor(self, name: str) -> Tensor: ...
 
 
 def float8_product(layer: Float8Layer, x: Tensor, bias: Tensor | None) -> Tensor | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from blr.compressor.modeling.extended import Extension, extend, same, with_children
+from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.probes import (
     CLOSE,
     SMALL,
@@ -21,7 +22,7 @@ from blr.compressor.modeling.probes import (
     norm_of,
     numbers,
 )
-from blr.compressor.modeling.ranks import RankedLayer, RankRequest, ranked
+from blr.compressor.modeling.ranks import RankRequest, ranked
 from blr.compressor.modeling.settings import CACHE_NAMES
 from blr.compressor.modeling.slices import is_hooked, limit_of
 from blr.kernels.common.available import HALF, TRAINED, kernel_device
@@ -303,6 +304,6 @@ def _applies(module: nn.Module, layer: str, activation: str) -> bool:
     return computes(with_children(module, parts).forward, x, act(x @ weight))
 
 
-def _activated(layer: RankedLayer, activation: str, x: Tensor) -> Tensor:
+def _activated(layer: StructuredLinear, activation: str, x: Tensor) -> Tensor:
     ranks, product = layer(RankRequest(x))
     return activated(ranks, product.U, product.bias, activation)

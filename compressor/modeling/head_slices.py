@@ -5,8 +5,8 @@ less. The attention's own `forward` is called for every few heads, with function
 projections that give these heads alone.
 """
 
+from functools import partial
 from inspect import signature
-from typing import NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -104,7 +104,7 @@ def _attended(attention: HeadSlices, given: Given, at_once: int) -> Tensor:
     for start, stop in chunks(heads, at_once):
         spans = [(start * p.out_features // heads, stop * p.out_features // heads) for p in layers]
         parts = {
-            name: _Outputs(ranks, product, *span)
+            name: partial(_outputs, product, ranks, *span)
             for name, (ranks, product), span in zip(attention.projections, made, spans, strict=True)
         }
         copy = with_children(attention, {**parts, **behind})
@@ -113,16 +113,9 @@ def _attended(attention: HeadSlices, given: Given, at_once: int) -> Tensor:
     return out
 
 
-class _Outputs(NamedTuple):
+def _outputs(product: OfRanks, ranks: Tensor, start: int, stop: int, x: Tensor) -> Tensor:
     """Stands for a projection: makes some of its outputs from ranks that are computed already."""
-
-    ranks: Tensor
-    product: OfRanks
-    start: int
-    stop: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.product.outputs(self.ranks, self.start, self.stop)
+    return product.outputs(ranks, start, stop)
 
 
 def _is_plain(given: Given) -> bool:

@@ -133,7 +133,6 @@ def __getattr__(name: str) -> type:
     return model_class(name)
 
 
-MIXER, SHIFT, BYTE = 2654435761, 16, 255  # of a multiplicative hash (Knuth)
 SMALL = 191  # the bits of a byte but the one that makes a float8 2 or more, or no number
 PART = 0.5  # of unit gain: a weight and its correction are summed, and neither is trained to less
 FLOAT8 = 0.6  # root mean square of such numbers
@@ -159,9 +158,8 @@ def _fill(buffer: Tensor, values: Callable[[Tensor, Factor], Tensor], factor: Fa
 
 
 def _mixed(buffer: Tensor, factor: Factor) -> Tensor:
-    places = torch.arange(buffer.numel(), device=buffer.device)
-    mixed = (places * MIXER >> SHIFT) & (SMALL if factor.storage == "float8" else BYTE)
-    return mixed.to(torch.uint8).view(buffer.dtype).view(buffer.shape)
+    numbers = torch.randint(256, buffer.shape, dtype=torch.uint8, device=buffer.device)
+    return (numbers & SMALL if factor.storage == "float8" else numbers).view(buffer.dtype)
 
 
 def _scale(buffer: Tensor, factor: Factor) -> Tensor:

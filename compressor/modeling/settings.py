@@ -6,7 +6,6 @@ from inspect import signature
 
 from torch import nn
 
-from blr.compressor.modeling.modeling_blr import LAYOUT
 from blr.compressor.structures.cached import KV_CACHES
 
 CACHE_NAMES = ("cache", "past_key_values")  # the first since transformers 5.24
@@ -39,16 +38,10 @@ class ExportSettings:
 
 
 def export_settings(config: object) -> ExportSettings | None:
-    """The export settings in a configuration of transformers; None for a model that is no export. Raises
-    ValueError for an export of another layout, which this code would misread."""
+    """The export settings in a configuration of transformers; None for a model that is no export."""
     found = (getattr(config, "blr", None) or {}).get("export")
     if found is None:
         return None
-    if found.get("layout") != LAYOUT:
-        raise ValueError(
-            f"config.blr.export.layout is {found.get('layout')!r}: this code reads layout {LAYOUT}; "
-            "export the checkpoint again with this version of blr, or take the version that wrote it"
-        )
     known = {field.name for field in fields(ExportSettings)}
     return ExportSettings(**{key: value for key, value in found.items() if key in known})
 

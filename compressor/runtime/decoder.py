@@ -282,12 +282,9 @@ def _replay(captured: Captured, held: object) -> None:
 
 
 def _check(model: PreTrainedModel, batch: int, context: int, mode: str, ops: str, cache: str) -> None:
-    if cache not in CACHES:
-        raise UnsupportedError(f"cache {cache!r}: expected one of {', '.join(CACHES)}")
-    if mode not in MODES:
-        raise UnsupportedError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
-    if ops not in OPS:
-        raise UnsupportedError(f"ops {ops!r}: expected one of {', '.join(OPS)}")
+    for name, given, known in (("cache", cache, CACHES), ("mode", mode, MODES), ("ops", ops, OPS)):
+        if given not in known:
+            raise UnsupportedError(f"{name} {given!r}: expected one of {', '.join(known)}")
     runs = has_triton() and (model.device.type == "cuda" or interpreted())
     if ops == "triton" and not runs:
         raise UnsupportedError(

@@ -26,7 +26,6 @@ from blr.compressor.runtime.memory import bucket_of
 from blr.compressor.runtime.proposals import (
     LIKELY,
     Lookup,
-    Proposer,
     SmallModel,
     repeat_starts,
     seconds_of,
@@ -161,7 +160,7 @@ class DraftedDecoder(Decoder):
         **options: Any,
     ) -> None:
         super().__init__(model, batch=batch, tokens=MAX_BATCH, **options)
-        self.draft: Proposer = Lookup(self)
+        self.draft: SmallModel | Lookup = Lookup(self)
         if draft is not None:
             self.draft = SmallModel(Decoder(draft, batch=batch, tokens=MAX_BATCH, **options))
         self.choices, self.acceptance = choices, Acceptance()

@@ -121,7 +121,7 @@ def _mlp(plan: TokenPlan, prefix: str, layer: Any, activation: str, x: Columns) 
     if gate is not None and up is not None and _pair(gate, up):
         inputs = _advance(plan, name, [gate, up], x, norm)
         last = _last(inputs, [gate, up], [inner, inner], _order([stages_of(mlp.down_proj)], 0))
-        gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if len(gate) == 1 else {}
+        gain = _gain(norm if len(gate) == 1 else None)
         name += ".U" if len(gate) > 1 else ""
         plan.add(Phase(name, "dual", tuple(last), activation=activation, **gain))
     else:
@@ -180,9 +180,13 @@ def _projections(
         return
     slots = [slot for _, slot in targets.values()]
     parts = _advance(plan, prefix + name, stages, source, norm)
-    gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if norm and len(stages[0]) == 1 else {}
+    gain = _gain(norm if len(stages[0]) == 1 else None)
     label = prefix + name + (".U" if len(stages[0]) > 1 else "")
     plan.add(Phase(label, "stages", tuple(_last(parts, stages, slots)), add=add, **gain))
+
+
+def _gain(norm: Any) -> dict[str, Any]:
+    return {} if norm is None else {"gain": norm.weight, "eps": norm.variance_epsilon}
 
 
 def _advance(
@@ -198,7 +202,7 @@ def _advance(
             target = Columns(f"z{depth}", chain[depth].rows, at)
             parts.append(StagePart(chain[depth], given, target, order=orders[depth]))
             at += -(-target.width // GROUP) * GROUP  # whole groups, should the next weights be packed
-        gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if norm and depth == 0 else {}
+        gain = _gain(norm if depth == 0 else None)
         plan.add(Phase(f"{name}.V", "stages", tuple(parts), **gain))
         inputs = [part.target for part in parts]
     return inputs
@@ -234,8 +238,7 @@ def _modules(
     """Add layers that only their own forward computes, with their norm as a phase before."""
     if norm is not None:
         normed, key = Columns("normed", source.width), "+".join(targets)
-        gain = {"gain": norm.weight, "eps": norm.variance_epsilon}
-        plan.add(Phase(f"{prefix}{key}.norm", "norm", source=source, target=normed, **gain))
+        plan.add(Phase(f"{prefix}{key}.norm", "norm", source=source, target=normed, **_gain(norm)))
         source = normed
     for key, (module, slot) in targets.items():
         plan.add(Phase(prefix + key, "module", source=source, target=slot, module=module, add=add))
