@@ -101,7 +101,10 @@ class RankStep:
         """Keys and values [B, H, T, D] of all tokens that a cache holds."""
         made = self.made["keys"], self.made["values"]
         flat = [m.flat(store.ranks(m.dtype)) for m, store in zip(made, held.stores, strict=True)]
-        width, angles = self.attention.head_dim, held.rotation.all if held.rotation else None
+        width, angles = self.attention.head_dim, None
+        if held.rotation is not None:
+            cosines, sines = held.rotation.held
+            angles = cosines, sines
         assert self.attention.key_orders  # of an attention that was explained
         keys = ordered(self.attention, self.attention.key_orders[0], flat[0], angles)
         return keys, _heads(flat[1], width)

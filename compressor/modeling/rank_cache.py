@@ -9,7 +9,6 @@ Rotations are kept once for all layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,19 +23,19 @@ if TYPE_CHECKING:
     from blr.compressor.modeling.rank_attention import RankStep
 
 LARGEST = {"int8": 127, "int4": 7}
-
 Parts = tuple[Tensor, ...]
+Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
 
 
 class RankFormat(NamedTuple):
     """How ranks [B, T, …, r] are held: `pack` makes the tensors [B, T, …] that are held, `unpack` ranks
-    of a dtype from these."""
+    of a dtype from these. Functions by names that pickle finds: a cache may be kept in a file."""
 
     pack: Callable[[Tensor], Parts]
     unpack: Callable[[Parts, torch.dtype], Tensor]
 
 
-def _rounded(ranks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _rounded(ranks: Tensor, kind: str = "int8") -> tuple[Tensor, Tensor]:
     """Ranks rounded to whole numbers in int8, and each token's scale. Computed in float32: half
     precision has no number between 127 and 128, and int8 ends at 127."""
     wide, most = ranks.float(), LARGEST[kind]
@@ -54,10 +53,10 @@ def _mixed(ranks: Tensor) -> Parts:
     """The first ranks in int8 and their scale, then the others in int4, two a byte, and their scale."""
     first, others = ranks.tensor_split([leading(ranks.shape[-1])], -1)
     if not others.shape[-1]:
-        return _rounded(first, "int8")
+        return _rounded(first)
     whole, scale = _rounded(others, "int4")
     low, high = (whole + 8).to(torch.uint8).unflatten(-1, (2, -1)).unbind(-2)
-    return *_rounded(first, "int8"), low | high << 4, scale
+    return *_rounded(first), low | high << 4, scale
 
 
 def _unmixed(parts: Parts, dtype: torch.dtype) -> Tensor:
@@ -77,56 +76,46 @@ def _only(parts: Parts, dtype: torch.dtype) -> Tensor:
     return parts[0]
 
 
-_FORMATS = (  # functions by names that pickle finds: a cache may be kept in a file
-    RankFormat(_whole, _only),
-    RankFormat(partial(_rounded, kind="int8"), _scaled),
-    RankFormat(_mixed, _unmixed),
-)
+_FORMATS = RankFormat(_whole, _only), RankFormat(_rounded, _scaled), RankFormat(_mixed, _unmixed)
 FORMATS = dict(zip(KV_CACHES, _FORMATS, strict=True))
-Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
 
 
-class RankStore:
+class Tokens:
+    """Tensors `held` [B, T, …] of all tokens so far."""
+
+    held: Parts = ()
+
+    def append(self, new: Parts) -> None:
+        """Add those of new tokens. What is one for all sequences is repeated where the other has one for
+        each."""
+        pairs = zip(self.held, new, strict=True) if self.held else ()
+        self.held = tuple(_joined(*pair) for pair in pairs) or new
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace each tensor by ``function`` of it."""
+        self.held = tuple(map(function, self.held))
+
+
+class RankStore(Tokens):
     """Ranks [B, T, …, r] of all tokens so far, in one of `FORMATS`."""
 
     def __init__(self, kind: str) -> None:
         self.format = FORMATS[kind]
-        self.held: Parts = ()
 
     @property
     def length(self) -> int:
         return self.held[0].shape[1] if self.held else 0
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.held)
-
-    def append(self, new: Parts) -> None:
-        pairs = zip(self.held, new, strict=True)
-        self.held = tuple(torch.cat(pair, 1) for pair in pairs) if self.held else new
-
     def ranks(self, dtype: torch.dtype) -> Tensor:
         return self.format.unpack(self.held, dtype)
 
-    def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace each tensor that is held, [B, T, …], by ``function`` of it."""
-        self.held = tuple(function(tensor) for tensor in self.held)
 
-
-class AngleTable:
+class AngleTable(Tokens):
     """Cosines and sines of all tokens, shared by all layers that are given the same. The first of these
     layers, the leader, extends and changes them. new: those of the newest tokens."""
 
     def __init__(self, leader: RankLayer, new: Angles) -> None:
-        self.leader, self.new, self.all = leader, new, new
-
-    def extend(self, new: Angles) -> None:
-        pairs = zip(self.all, new, strict=True)
-        self.new, self.all = new, (_joined(*next(pairs)), _joined(*next(pairs)))
-
-    def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        cosines, sines = self.all
-        self.all = function(cosines), function(sines)
+        self.leader, self.new, self.held = leader, new, new
 
 
 class RankLayer(DynamicLayer):
@@ -180,7 +169,8 @@ class RankLayer(DynamicLayer):
                 self.rotation = AngleTable(self, new)
                 self.rotations.append(self.rotation)
         elif self.rotation.leader is self:
-            self.rotation.extend(new)
+            self.rotation.new = new
+            self.rotation.append(new)
 
     def hold_whole(self, keys: Tensor, values: Tensor) -> None:
         self.lazy_initialization(keys, values)
@@ -194,10 +184,7 @@ class RankLayer(DynamicLayer):
     @property
     def nbytes(self) -> int:
         """The bytes of its ranks, without rotations, which layers share."""
-        return sum(store.nbytes for store in self._distinct())
-
-    def _distinct(self) -> set[RankStore]:
-        return set(self.stores)
+        return sum(tensor.nbytes for store in set(self.stores) for tensor in store.held)
 
     def get_seq_length(self) -> int:
         return self.length or super().get_seq_length()
@@ -237,7 +224,7 @@ class RankLayer(DynamicLayer):
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor that is held, [B, T, …], by ``function`` of it."""
-        for store in self._distinct():
+        for store in set(self.stores):
             store.change(function)
         if self.rotation is not None and self.rotation.leader is self:
             self.rotation.change(function)
@@ -256,17 +243,13 @@ class RankLayer(DynamicLayer):
             super().prefetch()
 
     def _move(self, device: torch.device) -> None:
-        for store in self._distinct():
+        for store in set(self.stores):
             store.change(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 class RankCache(Cache):
-    """The cache of a decoder whose k and v are of low rank.
-
-    Args:
-        layers: those that a `DynamicCache` of the model has; full ones are replaced.
-        kind: of `FORMATS`.
-    """
+    """The cache of a decoder whose k and v are of low rank. layers: those that a `DynamicCache` of the
+    model has; full ones are replaced. kind: of `FORMATS`."""
 
     def __init__(self, layers: Iterable[Any], kind: str = "ranks", offloading: bool = False) -> None:
         rotations: list[AngleTable] = []
@@ -288,10 +271,8 @@ def rank_cache(cache: object, config: PreTrainedConfig, kind: str) -> object:
 
 
 def _joined(before: Tensor, new: Tensor) -> Tensor:
-    """Both tables, one behind the other along the tokens. A table for all sequences is repeated where
-    the other has one for each."""
     rows = max(len(before), len(new))
-    return torch.cat([held.expand(rows, -1, -1) for held in (before, new)], 1)
+    return torch.cat([t.expand(rows, *t.shape[1:]) for t in (before, new)], 1)
 
 
 def _same(known: Angles, new: Angles) -> bool:

@@ -159,7 +159,7 @@ class OursArm:
 
     def bytes_read(self) -> int:
         """Bytes that a step reads by the decoder's own count."""
-        return sum(size for _, size in self.decoder.stages())
+        return sum(map(self.decoder.bytes_of, self.decoder.plan.phases))
 
     def greedy(self, count: int) -> list[list[int]]:
         """The first `count` new tokens of every row."""
