@@ -218,11 +218,7 @@ def load_empty(
     """A model of class `cls` on the meta device, and the loader's `output_loading_info`."""
     with quiet_transformers():
         model, info = cls.from_pretrained(
-            folder,
-            device_map="meta",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **options,
+            folder, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     return model, info
 

@@ -27,13 +27,7 @@ from blr.kernels.common.names import FOLDERS
 from blr.kernels.common.registration import rows
 from blr.kernels.common.watching import is_traced
 from blr.kernels.decode.quantized.formats import ROW
-from blr.kernels.fp8.op import (
-    STRUCTURES,
-    fp8_device,
-    fp8_product,
-    fp8_rows,
-    fp8_rows_and,
-)
+from blr.kernels.fp8.op import STRUCTURES, fp8_device, fp8_product, fp8_rows, fp8_rows_and
 from blr.kernels.fp8.reference import Factors, Rows, Scales, aligned, even_ranks, scales_of
 
 if TYPE_CHECKING:

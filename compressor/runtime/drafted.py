@@ -23,13 +23,7 @@ from blr.compressor.modeling.settings import warn_once
 from blr.compressor.planning.pace import times_as_fast
 from blr.compressor.runtime.decoder import MAX_BATCH, Decoder
 from blr.compressor.runtime.memory import bucket_of
-from blr.compressor.runtime.proposals import (
-    LIKELY,
-    Lookup,
-    SmallModel,
-    repeat_starts,
-    seconds_of,
-)
+from blr.compressor.runtime.proposals import LIKELY, Lookup, SmallModel, repeat_starts, seconds_of
 from blr.compressor.runtime.sampling import Collector, Sampler, check_logits
 from blr.kernels.decode.gemv.segments import SEVERAL, Run, in_turn
 
