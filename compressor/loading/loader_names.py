@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,6 @@ def _loaded(source: Source, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel
         return load_empty(cls, None, config=config, state_dict=meta_tensors(source.entries.values()))
 
 
-# --- The class ------------------------------------------------------------------------------------
-
-
 def _named(source: Source) -> Source:
     """Add the class with a place for most tensors to a config.json without `architectures`. Raises
     InputError where every class of its model type lacks some."""
@@ -99,9 +97,6 @@ def _left(source: Source, name: str) -> int | None:
     return sum(keys.key(stored) not in keys.known for stored in source.entries)
 
 
-# --- Its tensors ----------------------------------------------------------------------------------
-
-
 def _refuse_blocks(source: Source, model: PreTrainedModel, info: LoadingReport) -> None:
     """Refuse blocks beyond those that config.json counts, unless the class ignores them by name."""
     lists = {name: len(m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
@@ -115,21 +110,14 @@ def _refuse_blocks(source: Source, model: PreTrainedModel, info: LoadingReport) 
 
 
 def _placed(source: Source, keys: Keys) -> Source:
-    entries, left = dict[str, TensorEntry](), list[TensorEntry]()
-    for name, entry in source.entries.items():
-        if keys.key(name) in keys.known:
-            entries[name] = entry
-        else:
-            left.append(entry)
+    entries = {name: entry for name, entry in source.entries.items() if keys.key(name) in keys.known}
+    left = [entry for name, entry in source.entries.items() if name not in entries]
     if not left:
         return source
     name, more = source.config["architectures"][0], f" and {len(left) - 1} more" * (len(left) > 1)
     listed = f"{quote(left[0].name)[1:-1]}{more}"
     said = f"left out, as transformers does: {listed}, for which {name} has no place"
     return replace(source, entries=entries, left=tuple(left), said=(*source.said, said))
-
-
-# --- Which are one --------------------------------------------------------------------------------
 
 
 def _tied(source: Source, model: PreTrainedModel, keys: Keys) -> Source:
@@ -155,8 +143,7 @@ def _are_equal(source: Source, name: str, other: str) -> bool:
     one, two = source.entries[name], source.entries[other]
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
-    pieces = zip(source.read_bytes(one), source.read_bytes(two), strict=True)
-    return all(first == second for first, second in pieces)
+    return all(map(eq, source.read_bytes(one), source.read_bytes(two)))
 
 
 def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple[str, str]]) -> Source:

@@ -15,7 +15,7 @@ from blr.compressor.modeling.cache_key import held_for
 from blr.compressor.modeling.modeling_blr import Mixin
 from blr.compressor.modeling.requests import Request, read_request
 from blr.compressor.modeling.settings import ExportSettings, export_settings, warn_once
-from blr.kernels.common.available import gpu_key, has_triton, kernel_device
+from blr.kernels.common.available import gpu_key, has_triton, kernels_on
 
 
 class FusedGeneration(Mixin):
@@ -85,11 +85,8 @@ def obstacle(device: torch.device) -> str | None:
         return "the model is not on a GPU"
     if not has_triton():
         return "triton is not installed"
-    if not kernel_device(torch.empty(0, device=device)):
-        return (
-            "no kernels run here (an NVIDIA GPU of capability 8.0 or later, and BLR_KERNELS not torch)"
-        )
-    return None
+    needed = "an NVIDIA GPU of capability 8.0 or later, and BLR_KERNELS not torch"
+    return None if kernels_on(device) else f"no kernels run here ({needed})"
 
 
 def _excess(settings: ExportSettings, request: Request | str) -> str | None:

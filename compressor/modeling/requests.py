@@ -114,8 +114,5 @@ def _left_padded(mask: Tensor) -> bool:
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    listed = value.tolist() if isinstance(value, Tensor) else value
+    return () if listed is None else tuple(listed if isinstance(listed, list | tuple) else [int(listed)])

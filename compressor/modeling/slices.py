@@ -5,7 +5,7 @@ attention within one long sequence some heads (`head_slices.py`). Each calls the
 with a part of its input and writes the results side by side.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,7 +52,13 @@ class RowSlices(Extension):
         known = at_once < len(x) and _has_rows((*args, *kwargs.values()), len(x))
         if not known or is_hooked(self):
             return compute(*args, **kwargs)
-        made = _by_rows(compute, args, kwargs, len(x), at_once)
+        batch = len(x)
+
+        def some(start: int, stop: int) -> object:
+            named = {name: _rows(each, start, stop, batch) for name, each in kwargs.items()}
+            return compute(*(_rows(each, start, stop, batch) for each in args), **named)
+
+        made = _in_parts(some, batch, at_once)
         if made is None:  # its result is not one tensor: no use to try again
             self.block_features = 0
             return compute(*args, **kwargs)
@@ -91,35 +97,24 @@ def by_tokens(
     at_once = tokens_within(limit, width)
     if tokens <= at_once or is_hooked(module):
         return compute(x)
-    rows, out = x.reshape(1, tokens, x.shape[-1]), None
-    for start, stop in chunks(tokens, at_once):
-        part = compute(rows[:, start:stop])
-        if out is None:
-            out = part.new_empty((1, tokens, part.shape[-1]))
-        out[:, start:stop] = part
-        del part  # before the next one is made
+    rows = x.reshape(1, tokens, x.shape[-1])
+    out = _in_parts(lambda start, stop: compute(rows[:, start:stop])[0], tokens, at_once)
     assert out is not None
     return out.view(*x.shape[:-1], -1)
 
 
-def _by_rows(
-    compute: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    batch: int,
-    at_once: int,
-) -> Tensor | None:
-    """The result of `compute` for some rows at a time; None if it is not a tensor of as many rows."""
+def _in_parts(compute: Callable[[int, int], object], count: int, at_once: int) -> Tensor | None:
+    """``compute(start, stop)`` for some of `count` rows at a time, side by side; None if a result is no
+    tensor of as many rows."""
     out: Tensor | None = None
-    for start, stop in chunks(batch, at_once):
-        named = {name: _rows(each, start, stop, batch) for name, each in kwargs.items()}
-        part = compute(*(_rows(each, start, stop, batch) for each in args), **named)
+    for start, stop in chunks(count, at_once):
+        part = compute(start, stop)
         if not isinstance(part, Tensor) or part.shape[:1] != (stop - start,):
             return None
         if out is None:
-            out = part.new_empty((batch, *part.shape[1:]))
+            out = part.new_empty((count, *part.shape[1:]))
         out[start:stop] = part
-        del part
+        del part  # before the next one is made
     return out
 
 

@@ -4,7 +4,7 @@ structure. Layers with kernels and those of `modeling_blr.py` alike."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -134,33 +134,23 @@ class Corrections(NamedTuple):
 Stages = tuple[LayerStage, ...]
 
 
+def _two(layer: FormulaLinear, **first: Any) -> Stages:
+    return LayerStage(matrix(layer, "V"), **first), LayerStage(matrix(layer, "U"), layer.bias)
+
+
 def _low_rank(layer: FormulaLinear) -> Stages:
     if layer.entry.get("side") == "in" and not layer.entry.get("bits"):
         U = layer.factor("U")  # outputs sum over the groups: one product, a copy
         return LayerStage(matrix(layer, "V")), LayerStage(U.movedim(0, 1).flatten(1)[None], layer.bias)
-    return LayerStage(matrix(layer, "V")), LayerStage(matrix(layer, "U"), layer.bias)
-
-
-def _monarch(layer: FormulaLinear) -> Stages:
-    first = LayerStage(matrix(layer, "V"), part=layer.entry["block_rank"])
-    return first, LayerStage(matrix(layer, "U"), layer.bias)
-
-
-def _blast(layer: FormulaLinear) -> Stages:
-    first = LayerStage(matrix(layer, "V"), mix=layer.factor("S"))
-    return first, LayerStage(matrix(layer, "U"), layer.bias)
-
-
-def _dense(layer: FormulaLinear) -> Stages:
-    return (LayerStage(matrix(layer, "weight"), layer.bias),)
+    return _two(layer)
 
 
 # Structure -> its products in order; Kronecker-sparse layers decode through their own operator
 STAGES: dict[str, Callable[[FormulaLinear], Stages]] = {
     "svd": _low_rank,
-    "monarch": _monarch,
-    "blast": _blast,
-    "dense": _dense,
+    "monarch": lambda layer: _two(layer, part=layer.entry["block_rank"]),
+    "blast": lambda layer: _two(layer, mix=layer.factor("S")),
+    "dense": lambda layer: (LayerStage(matrix(layer, "weight"), layer.bias),),
 }
 ADDED = ("svd", "monarch", "blast")  # corrections of packed weights: of others half is the first stage's
 
