@@ -165,7 +165,7 @@ class Decoder:
         self._check_room(input_ids.shape[1] + max_new_tokens)
         with self._turn:
             logits = self.prefill(*left_padded(input_ids, attention_mask))
-            collector = Collector(self.rows, max_new_tokens, self.model.device, stop_ids, on_token)
+            collector = Collector(self.rows, max_new_tokens, stop_ids, on_token)
             return self.proceed(logits, sampler, collector, max_new_tokens, seed)
 
     def proceed(

@@ -24,7 +24,7 @@ from blr.compressor.planning.pace import times_as_fast
 from blr.compressor.runtime.decoder import MAX_BATCH, Decoder
 from blr.compressor.runtime.memory import bucket_of
 from blr.compressor.runtime.proposals import LIKELY, Lookup, SmallModel, repeat_starts, seconds_of
-from blr.compressor.runtime.sampling import Collector, Sampler, check_logits
+from blr.compressor.runtime.sampling import Arriving, Collector, Sampler, check_logits
 from blr.kernels.decode.gemv.segments import SEVERAL, Run, in_turn
 
 FOLDER = "draft"  # in that of the export
@@ -80,58 +80,38 @@ class Round:
     noise: Tensor | None
     chances: Tensor | None
 
-    def launch(self, generator: torch.Generator | None) -> Pending:
+    def launch(self, generator: torch.Generator | None) -> Arriving:
         if self.noise is not None and self.chances is not None:
             self.noise.exponential_(generator=generator).clamp_min_(1e-30)
             self.chances.uniform_(generator=generator)
         self.run()
-        on_gpu = self.result.is_cuda
-        host = torch.empty(self.result.shape, dtype=torch.int64, pin_memory=on_gpu)
-        host.copy_(self.result, non_blocking=on_gpu)
-        event = torch.cuda.Event() if on_gpu else None
-        if event is not None:
-            event.record()
-        return Pending(self.drafts, host, event)
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A round that was launched, and where its result will be."""
-
-    drafts: int
-    host: Tensor
-    event: torch.cuda.Event | None
-
-    def tokens(self) -> list[list[int]]:
-        if self.event is not None:
-            self.event.synchronize()
-        *tokens, counts = self.host.tolist()
-        return [[t[row] for t in tokens[:count]] for row, count in enumerate(counts)]
+        return Arriving(self.result)
 
 
 @dataclass
 class Rounds:
-    """What the host knows of the rounds of one call: the slot of each row's last token, and those
-    launched."""
+    """What the host knows of the rounds of one call: the slot of each row's last token, and those that
+    were launched, with their numbers of drafts."""
 
     collector: Collector
     slots: list[int]
     acceptance: Acceptance
-    waiting: deque[Pending] = field(default_factory=deque)
+    waiting: deque[tuple[int, Arriving]] = field(default_factory=deque)
 
     @property
     def possible(self) -> int:
-        return sum(pending.drafts + 1 for pending in self.waiting)
+        return sum(drafts + 1 for drafts, _ in self.waiting)
 
     def read(self, ahead: int) -> None:
         """Take results until at most `ahead` rounds are on their way, none where those may be the
         last."""
         while self.waiting and (len(self.waiting) > ahead or self.collector.left <= self.possible):
-            pending = self.waiting.popleft()
-            for row, tokens in enumerate(pending.tokens()):
-                self.slots[row] += len(tokens)
-                if self.collector.keep(row, tokens):
-                    self.acceptance.add(len(tokens) - 1, pending.drafts)
+            drafts, result = self.waiting.popleft()
+            *tokens, counts = result.rows()
+            for row, count in enumerate(counts):
+                self.slots[row] += count
+                if self.collector.keep(row, [step[row] for step in tokens[:count]]):
+                    self.acceptance.add(count - 1, drafts)
 
 
 class DraftedDecoder(Decoder):
@@ -192,7 +172,7 @@ class DraftedDecoder(Decoder):
             drafts = rounds.acceptance.best(choices, cost, drafts)
             slots = min(max(rounds.slots) + rounds.possible + drafts + 1, self.context)
             launched = self._round(rows, drafts, bucket_of(slots), sampler).launch(generator)
-            rounds.waiting.append(launched)
+            rounds.waiting.append((drafts, launched))
             rounds.read(AHEAD if device.type == "cuda" else 0)
         check_logits(self.state.buffers["logits"][:rows])
         return collector.tokens

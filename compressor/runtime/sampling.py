@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,30 +76,39 @@ class Sampler:
         return (probabilities / noise.clamp_min_(1e-30)).argmax(-1)
 
 
-class Collector:
-    """Collects the tokens of each row up to and including its first stop token, `limit` at most.
+class Arriving:
+    """The copy of a tensor that is on its way from the device."""
 
-    Args:
-        rows: tokens of a step. limit: tokens of a row at most. stop_ids: tokens that end a row.
-        on_token: called with (row, token) for each token kept, in order.
-    """
+    def __init__(self, tensor: Tensor) -> None:
+        on_gpu = tensor.is_cuda
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        self._host.copy_(tensor, non_blocking=on_gpu)
+        self._event = torch.cuda.Event() if on_gpu else None
+        if self._event is not None:
+            self._event.record()
+
+    def rows(self) -> list[Any]:
+        """Wait for it; its rows."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+class Collector:
+    """Collects the tokens of each of `rows` up to and including a first of `stop_ids`, `limit` at most.
+    on_token: called with (row, token) for each token kept, in order."""
 
     def __init__(
         self,
         rows: int,
         limit: int,
-        device: torch.device,
         stop_ids: Collection[int] = (),
         on_token: Callable[[int, int], None] | None = None,
     ) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        self._open = set(range(rows))
+        self._open, self._limit = set(range(rows)), limit
         self._stop, self._on_token = frozenset(stop_ids), on_token
-        self._asynchronous = device.type == "cuda"
-        self._limit = limit
-        self._host = torch.zeros(limit, rows, dtype=torch.int64, pin_memory=self._asynchronous)
-        self._waiting: deque[tuple[int, torch.cuda.Event | None]] = deque()
-        self._steps = 0
+        self._waiting: deque[Arriving] = deque()
 
     @property
     def left(self) -> int:
@@ -124,14 +134,8 @@ class Collector:
 
     def push(self, tokens: Tensor) -> None:
         """Start to copy tokens [rows] from the device, and take those of `LAG` steps ago."""
-        self._host[self._steps].copy_(tokens, non_blocking=self._asynchronous)
-        event = None
-        if self._asynchronous:
-            event = torch.cuda.Event()
-            event.record()
-        self._waiting.append((self._steps, event))
-        self._steps += 1
-        self._take(LAG if self._asynchronous else 0)
+        self._waiting.append(Arriving(tokens))
+        self._take(LAG if tokens.is_cuda else 0)
 
     def finish(self) -> list[list[int]]:
         self._take(0)
@@ -139,8 +143,5 @@ class Collector:
 
     def _take(self, left: int) -> None:
         while len(self._waiting) > left:
-            step, event = self._waiting.popleft()
-            if event is not None:
-                event.synchronize()
-            for row, token in enumerate(self._host[step].tolist()):
+            for row, token in enumerate(self._waiting.popleft().rows()):
                 self.keep(row, [token])

@@ -199,7 +199,7 @@ class SpeculativeArm(OursArm):
 
     def run(self, steps: int) -> None:
         """Decode `steps` tokens after a prompt, by rounds."""
-        collector = Collector(len(self.ids), steps + 1, self.ids.device)
+        collector = Collector(len(self.ids), steps + 1)
         self.decoder.proceed(self.logits, Sampler(), collector, steps + 1, 0)
 
     def said(self) -> str:

@@ -313,7 +313,7 @@ def test_a_draft_that_does_not_pay_is_not_asked(trained: Any, text: Tensor) -> N
 
 
 def test_a_row_takes_no_more_tokens_than_its_limit() -> None:
-    collector = Collector(2, 3, torch.device("cpu"), stop_ids=[9])
+    collector = Collector(2, 3, stop_ids=[9])
     assert collector.keep(0, [1, 9, 2]) and not collector.keep(0, [4])
     assert collector.left == 3 and collector.keep(1, [1, 2, 3, 4])
     assert collector.tokens == [[1, 9], [1, 2, 3]] and collector.done
