@@ -4,8 +4,7 @@ peft wraps what is an `nn.Linear`. Its tuner of LoRA is replaced by one that tak
 those in few bits, too, by name, by default and by "all-linear". An adapter is merged where the structure
 holds the sum exactly: ``U Vᵀ + B A`` is low-rank with r' more columns, and BLAST with couplings of one
 for them. So is taken out of a layer what an initialization (PiSSA, OLoRA) puts into its adapter; other
-structures, and initializations that change a layer otherwise, are refused.
-"""
+structures, and initializations that change a layer otherwise, are refused."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A server splits a layer by its outputs (q, k, v, gate, up) or by its inputs (o, down): a cut of U or V
 along one axis, and of what couples blocks. Inputs leave a sum over the processes, which for plain low
-rank is taken behind V: r numbers a token in place of o.
-"""
+rank is taken behind V: r numbers a token in place of o."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ The entry point `vllm.general_plugins` calls `register` in each of its processes
 for q, k and v, one for gate and up) then holds a part for every layer on disk, of whatever structure.
 Written against vLLM 0.32: `ModelRegistry`, `QuantizationConfig`, `LinearMethodBase`, the attributes of
 `ColumnParallelLinear` and `RowParallelLinear`, `load_weights` of layers and `shard_id` of tensors.
-Anything else (another family, an export) goes through vLLM's Transformers backend.
-"""
+Anything else (another family, an export) goes through vLLM's Transformers backend."""
 
 from __future__ import annotations
 

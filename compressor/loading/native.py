@@ -79,9 +79,8 @@ def continues_text(source: Source) -> bool:
 
 def sees_and_writes(source: Source) -> bool:
     """Whether that class reads images beside text and is not listed as a causal language model."""
-    if _among(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, source):
-        return False
-    return _among(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, source)
+    causal = _among(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, source)
+    return not causal and _among(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, source)
 
 
 def has_encoder(source: Source) -> bool:
@@ -188,28 +187,29 @@ def linear_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Module], dict[st
     return found
 
 
+_MULTIPLIES: dict[type, bool] = {}  # by class
+
+
 def _is_linear(module: nn.Module) -> bool:
     """Whether a module computes x Wᵀ + bias: some `nn.Linear`s do not (Llama 4's router)."""
     if not isinstance(module, nn.Linear):
         return isinstance(module, Conv1D)
-    return type(module).forward is nn.Linear.forward or _multiplies(type(module), module)
-
-
-_MULTIPLIES: dict[type, bool] = {}  # by class
-
-
-def _multiplies(kind: type, module: nn.Linear) -> bool:
+    kind = type(module)
     if kind not in _MULTIPLIES:
-        draw = torch.Generator().manual_seed(0)
-        x = torch.randn(2, module.in_features, generator=draw)
-        given = {name: torch.randn(p.shape, generator=draw) for name, p in module.named_parameters()}
-        try:
-            found = torch.func.functional_call(module, given, (x,))
-            usual = nn.functional.linear(x, given["weight"], given.get("bias"))
-            _MULTIPLIES[kind] = bool(torch.allclose(found, usual, rtol=1e-3, atol=1e-3))
-        except Exception:  # whatever it asks for beside x, or gives beside y
-            _MULTIPLIES[kind] = False
+        _MULTIPLIES[kind] = kind.forward is nn.Linear.forward or _multiplies(module)
     return _MULTIPLIES[kind]
+
+
+def _multiplies(module: nn.Linear) -> bool:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, module.in_features, generator=draw)
+    given = {name: torch.randn(p.shape, generator=draw) for name, p in module.named_parameters()}
+    try:
+        found = torch.func.functional_call(module, given, (x,))
+        usual = nn.functional.linear(x, given["weight"], given.get("bias"))
+        return bool(torch.allclose(found, usual, rtol=1e-3, atol=1e-3))
+    except Exception:  # whatever it asks for beside x, or gives beside y
+        return False
 
 
 def meta_model(source: Source, *, buffers: bool = False) -> PreTrainedModel:

@@ -2,8 +2,7 @@
 
 Read from modules.json and the folders it names, as that package does: pooling, length, and dense
 layers behind; and from config_sentence_transformers.json: the prompt before every sentence and how many
-dimensions are kept. A folder without modules.json is pooled by the mean.
-"""
+dimensions are kept. A folder without modules.json is pooled by the mean."""
 
 import json
 import os

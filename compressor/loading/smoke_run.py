@@ -16,7 +16,6 @@ from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.numerics import check_finite, check_product, norm
 from blr.compressor.loading.native import quiet_transformers
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.kernels.fp8.reference import is_number
 
 TOKENS, SAMPLES, FRAMES = 16, 8000, 3000  # of a text, a sound, a spectrum
 NO_CHECK = "--no-check commits without having run anything"
@@ -184,8 +183,7 @@ def check_model(model: nn.Module, where: object) -> None:
 
 def check_layer(name: str, layer: StructuredLinear) -> None:
     """`check_product` of a structured layer in the dtype it computes in."""
-    spec = layer.spec
-    dtype = next(t.dtype for t in (*layer.parameters(), *layer.buffers()) if is_number(t))
+    spec, dtype = layer.spec, layer.like().dtype
 
     def held() -> dict[str, Tensor]:
         return {part: layer.factor(part) for part in layer.held}

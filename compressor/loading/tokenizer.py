@@ -2,8 +2,7 @@
 
 tokenizer.json is a small program: regular expressions that may backtrack for hours, normalizers that
 may turn a word into gigabytes, both in native code that no exception stops. So a short text is
-encoded by a child with limits of its own, which a bad tokenizer uses up or crashes, at no harm.
-"""
+encoded by a child with limits of its own, which a bad tokenizer uses up or crashes, at no harm."""
 
 from __future__ import annotations
 

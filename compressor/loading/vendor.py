@@ -3,8 +3,7 @@
 One file, `modeling/modeling_blr.py`, the same bytes for every model; a model of diffusers has another
 small one. An export that is to be fast without the package (`blr export --self-contained`) also has what
 `blr.compressor.bundling` joins of the package's own modules: layers with kernels and the decoding
-runtime, without the kernels of structures and numbers that the folder has not.
-"""
+runtime, without the kernels of structures and numbers that the folder has not."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ source.
 
 A mixin is put before the class of one module. Copies and pickles name the native class, which pickle
 finds, and the mixins. `inspect` finds the signature and the source of the native `forward`, by which
-others decide what a module is: vLLM's Transformers backend looks for attention there.
-"""
+others decide what a module is: vLLM's Transformers backend looks for attention there."""
 
 from __future__ import annotations
 

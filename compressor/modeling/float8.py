@@ -5,8 +5,7 @@ all layers that read one input. Elsewhere weights are dequantized, of which a wa
 block with such weights a norm, a GELU or the gate of an MLP is one kernel that writes its result twice,
 as it is and in float8; so is the norm of the embeddings, which the first block reads. Under
 `torch.compile` the native module makes the result, which the compiler drops if only the float8 rows are
-read.
-"""
+read."""
 
 from __future__ import annotations
 

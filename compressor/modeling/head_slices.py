@@ -2,8 +2,7 @@
 
 For a long sequence these three are the widest tensors of a block; their ranks take half of that or
 less. The attention's own `forward` is called for every few heads, with functions in the place of its
-projections that give these heads alone.
-"""
+projections that give these heads alone."""
 
 from functools import partial
 from inspect import signature

@@ -3,8 +3,7 @@
 Ranks are held in their dtype, in int8, or the first quarter in int8 and the others in int4, which loses
 a sixth or less of what int4 alone does (`scripts/log`). An attention (`rank_attention.py`) gives the
 cache the ranks of new tokens and gets all tokens' keys and values, made for one layer at a time.
-Rotations are kept once for all layers.
-"""
+Rotations are kept once for all layers."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ class ExportSettings:
     "whole" or "int8". quantize: "int8", "int4" or None. dense: modules with a dense weight that is
     packed, and its shape [out, in]. plain: structured modules that packing makes no smaller, which are
     left as they are. head: the output head, if it is packed by itself, and its entry of the table of
-    layers. draft: the class of the model that proposes tokens, if the folder has one, or "ngram".
-    """
+    layers. draft: the class of the model that proposes tokens, if the folder has one, or "ngram"."""
 
     layout: int
     gpu: str

@@ -2,8 +2,7 @@
 
 The V factors of q, k and v of an attention, or of gate and up of an MLP, are stored as one tensor [Σ r,
 i], so that one product takes the input through all ranks. The first layer that is called with an input
-computes all of them and leaves the others' outputs at that input until they ask.
-"""
+computes all of them and leaves the others' outputs at that input until they ask."""
 
 from __future__ import annotations
 

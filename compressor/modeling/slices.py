@@ -2,8 +2,7 @@
 
 A block takes a few sequences at a time (`RowSlices`), an MLP or a norm some tokens (`TokenSlices`), and
 attention within one long sequence some heads (`head_slices.py`). Each calls the module's own `forward`
-with a part of its input and writes the results side by side.
-"""
+with a part of its input and writes the results side by side."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -3,8 +3,7 @@
 The native plan of a model says by which side each linear layer is cut; here that becomes cuts of the
 factors, in styles that transformers has. It serves models that are distributed while they are loaded
 (``from_pretrained(…, distributed_config=…)``), for inference: each process would compute gradients of
-its own part only for factors that all hold whole.
-"""
+its own part only for factors that all hold whole."""
 
 from collections.abc import Iterator
 from typing import Any, TypeGuard

@@ -203,8 +203,7 @@ class Decoder:
 
         The same phase of all layers is timed in a row, so that weights come from memory; its name has
         "*" for the layer, and the figures are of one layer. The last entry, "token", is a whole token.
-        The decoder forgets what was decoded so far.
-        """
+        The decoder forgets what was decoded so far."""
         if self.rows == 0:
             raise BatchError("profile before any prompt: expected a prefill; call prefill first")
         groups: dict[str, list[Phase]] = defaultdict(list)

@@ -3,8 +3,7 @@ them in one pass.
 
 A round takes k tokens of the draft, one after the other, and passes them through the dense model
 together. It keeps those that the dense model agrees with, and one more that the dense model chooses.
-Rejected tokens leave slots of both caches behind, which later tokens overwrite.
-"""
+Rejected tokens leave slots of both caches behind, which later tokens overwrite."""
 
 from __future__ import annotations
 
