@@ -1,10 +1,8 @@
 """LoRA of peft on layers of ours, under the names that the dense model's layers have.
 
-peft wraps what is an `nn.Linear`. Its tuner of LoRA is replaced by one that takes structured layers and
-those in few bits, too, by name, by default and by "all-linear". An adapter is merged where the structure
-holds the sum exactly: ``U Vᵀ + B A`` is low-rank with r' more columns, and BLAST with couplings of one
-for them. So is taken out of a layer what an initialization (PiSSA, OLoRA) puts into its adapter; other
-structures, and initializations that change a layer otherwise, are refused."""
+An adapter is merged where the structure holds the sum exactly: ``U Vᵀ + B A`` is low-rank with r' more
+columns, and BLAST with couplings of one for them. So is taken out of a layer what an initialization
+(PiSSA, OLoRA) puts into its adapter. All else is refused."""
 
 from __future__ import annotations
 

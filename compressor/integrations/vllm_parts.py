@@ -1,8 +1,7 @@
 """The part of a structured layer in one process of a server: its share of the factors, and its product.
 
-A server splits a layer by its outputs (q, k, v, gate, up) or by its inputs (o, down): a cut of U or V
-along one axis, and of what couples blocks. Inputs leave a sum over the processes, which for plain low
-rank is taken behind V: r numbers a token in place of o."""
+A server splits a layer by its outputs or inputs: a cut of U or V along one axis, and of what couples
+blocks. Inputs leave a sum over the processes, for plain low rank behind V: r numbers a token, not o."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """vLLM serves compressed Llama, Mistral, Qwen2 and Qwen3 checkpoints by its own models.
 
-The entry point `vllm.general_plugins` calls `register` in each of its processes. A layer of theirs (one
-for q, k and v, one for gate and up) then holds a part for every layer on disk, of whatever structure.
-Written against vLLM 0.32: `ModelRegistry`, `QuantizationConfig`, `LinearMethodBase`, the attributes of
-`ColumnParallelLinear` and `RowParallelLinear`, `load_weights` of layers and `shard_id` of tensors.
-Anything else (another family, an export) goes through vLLM's Transformers backend."""
+A layer of theirs (one for q, k and v, one for gate and up) holds a part for every layer on disk. Written
+against vLLM 0.32: its registry, `QuantizationConfig`, `LinearMethodBase`, parallel linear layers and
+`load_weights`. Anything else goes through vLLM's Transformers backend."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """What transformers takes of a dense checkpoint: the class, its tensors, and which of them are one.
 
-Its loader is asked, on the meta device. What it reads past is left out, what it finds under another
-name of a tied weight gets the name that is tied to, and what it would fill with random numbers is an
-error. All that comes after sees a checkpoint as its class saves it."""
+Its loader is asked, on the meta device. All that comes after sees a checkpoint as its class saves it."""
 
 from __future__ import annotations
 

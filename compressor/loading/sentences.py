@@ -1,8 +1,7 @@
 """How a folder of sentence-transformers makes a sentence's embedding of the model's hidden states.
 
-Read from modules.json and the folders it names, as that package does: pooling, length, and dense
-layers behind; and from config_sentence_transformers.json: the prompt before every sentence and how many
-dimensions are kept. A folder without modules.json is pooled by the mean."""
+Read from modules.json, the folders it names and config_sentence_transformers.json, as that package does.
+A folder without modules.json is pooled by the mean."""
 
 import json
 import os

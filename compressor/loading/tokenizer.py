@@ -1,8 +1,7 @@
-"""Tries a tokenizer in a process of its own before anything relies on it.
+"""Tries a tokenizer in a process of its own, with limits, before anything relies on it.
 
-tokenizer.json is a small program: regular expressions that may backtrack for hours, normalizers that
-may turn a word into gigabytes, both in native code that no exception stops. So a short text is
-encoded by a child with limits of its own, which a bad tokenizer uses up or crashes, at no harm."""
+tokenizer.json is a small program: regular expressions that backtrack for hours, normalizers that turn a
+word into gigabytes, in native code that no exception stops."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """The Python files that a folder carries, so that it loads where `blr` is not installed.
 
-One file, `modeling/modeling_blr.py`, the same bytes for every model; a model of diffusers has another
-small one. An export that is to be fast without the package (`blr export --self-contained`) also has what
-`blr.compressor.bundling` joins of the package's own modules: layers with kernels and the decoding
-runtime, without the kernels of structures and numbers that the folder has not."""
+One, `modeling/modeling_blr.py`, for every model. `blr export --self-contained` adds what
+`blr.compressor.bundling` joins: the decoding runtime and those kernels that the folder needs."""
 
 from __future__ import annotations
 

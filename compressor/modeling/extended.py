@@ -1,9 +1,6 @@
-"""Adds methods of ours to single modules of a model, which keep their class's name, signature and
-source.
+"""Puts mixins before the class of single modules, which keep that class's name, signature and source.
 
-A mixin is put before the class of one module. Copies and pickles name the native class, which pickle
-finds, and the mixins. `inspect` finds the signature and the source of the native `forward`, by which
-others decide what a module is: vLLM's Transformers backend looks for attention there."""
+Others decide by these what a module is (vLLM's Transformers backend). Copies and pickles work."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
 """Products of layers with float8 weights, and float8 activations that several layers share.
 
-Where the device multiplies in float8, activations are rounded as well, with a scale a token, once for
-all layers that read one input. Elsewhere weights are dequantized, of which a warning tells once. In a
-block with such weights a norm, a GELU or the gate of an MLP is one kernel that writes its result twice,
-as it is and in float8; so is the norm of the embeddings, which the first block reads. Under
-`torch.compile` the native module makes the result, which the compiler drops if only the float8 rows are
-read."""
+Activations are rounded once for all layers that read one input; a norm, a GELU or the gate of an MLP
+writes its result in float8, too. Elsewhere weights are dequantized, of which a warning tells once."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """A cache of transformers that holds the ranks of keys and values in the place of these.
 
-Ranks are held in their dtype, in int8, or the first quarter in int8 and the others in int4, which loses
-a sixth or less of what int4 alone does (`scripts/log`). An attention (`rank_attention.py`) gives the
-cache the ranks of new tokens and gets all tokens' keys and values, made for one layer at a time.
-Rotations are kept once for all layers."""
+They are held in their dtype, in int8, or a quarter in int8 and the others in int4 (`scripts/log`). An
+attention (`rank_attention.py`) gives it ranks of new tokens and gets all tokens' keys and values."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Computes low-rank layers that read the same input together.
+"""Computes low-rank layers that read the same input together: their V are stored as one tensor [Σ r, i].
 
-The V factors of q, k and v of an attention, or of gate and up of an MLP, are stored as one tensor [Σ r,
-i], so that one product takes the input through all ranks. The first layer that is called with an input
-computes all of them and leaves the others' outputs at that input until they ask."""
+The first layer that is called with an input computes all and leaves the others' outputs at the input."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Computes blocks in slices, so that the tensors they make meanwhile fit BLR_TRANSIENT.
 
-A block takes a few sequences at a time (`RowSlices`), an MLP or a norm some tokens (`TokenSlices`), and
-attention within one long sequence some heads (`head_slices.py`). Each calls the module's own `forward`
-with a part of its input and writes the results side by side."""
+A block takes a few sequences at a time, an MLP or a norm some tokens, and attention within one long
+sequence some heads (`head_slices.py`): the module's own `forward` is called with a part of its input."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

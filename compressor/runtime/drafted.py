@@ -1,9 +1,6 @@
-"""Decodes with a draft: a small model, or the text so far, proposes tokens, and the dense model checks
-them in one pass.
-
-A round takes k tokens of the draft, one after the other, and passes them through the dense model
-together. It keeps those that the dense model agrees with, and one more that the dense model chooses.
-Rejected tokens leave slots of both caches behind, which later tokens overwrite."""
+"""Decodes with a draft: a small model, or the text so far, proposes tokens, which one pass of the model
+checks. It keeps those that the model agrees with, and one more that the model chooses. Rejected tokens
+leave slots of both caches behind, which later ones overwrite."""
 
 from __future__ import annotations
 
