@@ -116,7 +116,10 @@ class PackedPart(Part):
 
     def __init__(self, name: str, spec: Spec, share: Share, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
-        check_whole(name, spec, share)
+        if share.size > 1:
+            found = f"{name}: {spec.structure} {spec.describe()} over {share.size} processes"
+            remedy = "expected factors in the model's dtype; serve it in one process"
+            raise CapabilityError(f"{found}; {remedy}")
         self.name, self.spec, self.share = name, spec, share
         self.layer = layer_of(spec, bias=False).to(dtype).requires_grad_(False)
         self.names = list(spec.stored())
@@ -166,22 +169,13 @@ def local_shapes(name: str, spec: Spec | None, shape: Shape, share: Share) -> di
     found = {}
     for factor, whole in ({"weight": shape} if spec is None else spec.shapes()).items():
         axis = _axis(name, spec, factor, share)
-        if axis is not None and (whole[axis] % share.size or _blocks(spec) % share.size):
+        if axis is not None and (whole[axis] % share.size or getattr(spec, "blocks", 0) % share.size):
             raise CapabilityError(
                 f"{name}: {spec.describe() if spec else 'dense'} over {share.size} processes; expected "
                 "blocks that they divide; take fewer, or compress with --blocks a multiple of them"
             )
         found[factor] = tuple(n // share.size if k == axis else n for k, n in enumerate(whole))
     return found
-
-
-def check_whole(name: str, spec: Spec, share: Share) -> None:
-    """Raise CapabilityError where `share` is but a part of a layer that is held whole."""
-    if share.size > 1:
-        raise CapabilityError(
-            f"{name}: {spec.structure} {spec.describe()} over {share.size} processes; expected factors "
-            "in the model's dtype; serve it in one process"
-        )
 
 
 def local(name: str, spec: Spec | None, factor: str, whole: Tensor, share: Share) -> Tensor:
@@ -204,7 +198,3 @@ def _axis(name: str, spec: Spec | None, factor: str, share: Share) -> int | None
             f"{', '.join(sorted(AXES))}; serve it in one process"
         )
     return AXES[kind][share.side].get(factor)
-
-
-def _blocks(spec: Spec | None) -> int:
-    return getattr(spec, "blocks", 0)

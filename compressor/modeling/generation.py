@@ -102,16 +102,15 @@ def _excess(settings: ExportSettings, request: Request | str) -> str | None:
 
 
 def _make_decoder(model: PreTrainedModel, settings: ExportSettings) -> object:
-    from blr.compressor.runtime.decoder import Decoder
-
     assert settings.context is not None  # as every export that generates has it
     options: dict[str, Any] = {n: getattr(settings, n) for n in ("batch", "context", "cache")}
-    if settings.draft is not None:
-        from blr.compressor.runtime.drafted import make_drafted
+    if settings.draft is None:
+        from blr.compressor.runtime.decoder import Decoder
 
-        if (decoder := make_drafted(model, settings.draft, options)) is not None:
-            return decoder
-    return Decoder(model, **options)
+        return Decoder(model, **options)
+    from blr.compressor.runtime.drafted import make_drafted
+
+    return make_drafted(model, settings.draft, options)
 
 
 def _decode(decoder: Any, request: Request, streamer: BaseStreamer | None) -> Tensor:

@@ -27,7 +27,7 @@ from blr.compressor.runtime.failures import (
     UnsupportedError,
 )
 from blr.compressor.runtime.memory import DecoderState, bucket_of
-from blr.compressor.runtime.phases import make_plan, supports
+from blr.compressor.runtime.phases import make_plan
 from blr.compressor.runtime.plan import Phase
 from blr.compressor.runtime.prompt import Prompts, capture_on, left_padded
 from blr.compressor.runtime.sampling import Collector, Sampler, check_logits
@@ -35,8 +35,6 @@ from blr.kernels.common.available import has_triton, interpreted, supports_pdl
 from blr.kernels.common.capturing import Captured, own_stream
 from blr.kernels.common.placing import on_gpu
 from blr.kernels.decode.gemv.segments import Run, in_turn
-
-__all__ = ["Decoder", "supports"]
 
 MAX_BATCH = 16  # rows, up to which stages were measured
 Method = TypeVar("Method", bound=Callable[..., Any])

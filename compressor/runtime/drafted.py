@@ -270,11 +270,13 @@ def accept(
     return tokens, count
 
 
-def make_drafted(model: Any, name: str, options: dict[str, Any]) -> Decoder | None:
-    """The decoder of an export with the draft of class `name` in its folder, or with n-gram lookup; None
-    if that draft is gone."""
-    draft = None if name == NGRAM else load_draft(model, name)
-    return None if draft is None and name != NGRAM else DraftedDecoder(model, draft, **options)
+def make_drafted(model: Any, name: str, options: dict[str, Any]) -> Decoder:
+    """The decoder of an export with the draft of class `name` in its folder, or with n-gram lookup; one
+    without a draft if that is gone."""
+    if name == NGRAM:
+        return DraftedDecoder(model, None, **options)
+    draft = load_draft(model, name)
+    return Decoder(model, **options) if draft is None else DraftedDecoder(model, draft, **options)
 
 
 def load_draft(model: Any, name: str) -> PreTrainedModel | None:

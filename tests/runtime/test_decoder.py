@@ -20,7 +20,7 @@ from blr.compressor.modeling.models import replace_layers
 from blr.compressor.modeling.shared_input import share_siblings
 from blr.compressor.recipe.architectures import find_family
 from blr.compressor.recipe.schema import make_recipe
-from blr.compressor.runtime.decoder import Decoder, supports
+from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.runtime.failures import BatchError, ContextError, DecoderError, UnsupportedError
 from blr.compressor.runtime.phases import FAMILIES as RUN
 from blr.compressor.runtime.phases import TOGETHER, make_plan
