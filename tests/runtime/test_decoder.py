@@ -23,7 +23,7 @@ from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.runtime.failures import BatchError, ContextError, DecoderError, UnsupportedError
 from blr.compressor.runtime.phases import FAMILIES as RUN
-from blr.compressor.runtime.phases import TOGETHER, make_plan
+from blr.compressor.runtime.phases import TOGETHER, make_plan, supports
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common.available import has_triton
 from blr.kernels.decode.attention.rounded import pack, unpack
