@@ -25,6 +25,7 @@ from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.runtime.decoder import Decoder, supports
 from blr.compressor.workspace.journal import Journal
+from blr.kernels.common.available import has_triton
 
 register()
 
@@ -127,7 +128,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen2-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen2-moe", "gpt-oss"])
 def test_an_export_decodes_its_experts(name: str, way: str, tmp_path: Path) -> None:
     """By the runtime, one row and several: the tokens that transformers gives without a cache. With one
     it multiplies a token with packed weights by an operator that rounds otherwise."""
@@ -143,6 +144,26 @@ def test_an_export_decodes_its_experts(name: str, way: str, tmp_path: Path) -> N
     for rows in (1, 2):
         found = ours.generate(IDS[:rows], max_new_tokens=12)
         assert found == expected[:rows, IDS.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("way", ["dense", *WAYS])
+def test_sinks_biases_and_clamped_gates_are_decoded(way: str, tmp_path: Path) -> None:
+    """64 tokens, beyond the sliding window, of a model that they make a difference to."""
+    config, settings, name = MORE["gpt-oss"]
+    source, changed = tmp_path / "dense", {"max_position_embeddings": 128, "swiglu_limit": 0.5}
+    save_model(config, {**settings, **changed}, name, source)
+    tensors = load_file(source / "model.safetensors")
+    tensors = {n: t * (16 if n.endswith(("bias", "sinks")) else 2) for n, t in tensors.items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    output = source if way == "dense" else compress_to(source, tmp_path / "out", **WAYS[way])
+    model, whole = load_written(output), {"attention_mask": torch.ones_like(IDS), "pad_token_id": 0}
+    asked = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "use_cache": False}
+    expected = model.generate(IDS, **whole, **asked)[:, IDS.shape[1] :].tolist()
+    assert len(set(expected[0])) > 5
+    assert Decoder(model, context=128, batch=2, ops="torch").generate(IDS, max_new_tokens=64) == expected
+    if has_triton():
+        by_kernels = Decoder(model, context=128, ops="triton").generate(IDS[:1], max_new_tokens=8)
+        assert by_kernels == [expected[0][:8]]
 
 
 def test_a_run_that_is_killed_amid_experts_ends_with_the_same_bytes(
