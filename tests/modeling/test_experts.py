@@ -66,6 +66,47 @@ def test_however_many_experts_a_token_chooses(choice: str, tmp_path: Path) -> No
     assert load_written(low_rank)(IDS).logits.isfinite().all()
 
 
+_SMALL = {"vocab_size": 128, "d_model": 32, "num_experts": 4, "expert_capacity": 3}
+_SMALL |= {"decoder_start_token_id": 0}
+# Types of which an expert takes no more than some tokens of a text
+DROPPING: dict[str, dict[str, Any]] = {
+    "SwitchTransformers": {
+        **{"d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2},
+        **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    },
+    "NllbMoe": {
+        **{"encoder_layers": 2, "encoder_ffn_dim": 64, "encoder_attention_heads": 4},
+        **{"decoder_layers": 2, "decoder_ffn_dim": 64, "decoder_attention_heads": 4},
+        **{"encoder_sparse_step": 1, "decoder_sparse_step": 1, "max_position_embeddings": 64},
+    },
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_a_token_beyond_the_capacity_of_an_expert_passes_it_by(name: str, tmp_path: Path) -> None:
+    """Experts that are modules of their own are layers; their router is as it was."""
+    source, given = tmp_path / "dense", {"input_ids": IDS, "decoder_input_ids": IDS}
+    settings = {**_SMALL, **DROPPING[name]}
+    save_model(f"{name}Config", settings, f"{name}ForConditionalGeneration", source)
+    found = []
+    for way in ({"method": "svd", "cf": 1.5}, {"method": "dense", "quantize": "int8", "group": 32}):
+        output = compress_to(source, tmp_path / str(len(found)), **way)
+        layers = json.loads((output / "config.json").read_text())["blr"]["layers"]
+        assert any(".experts.expert_3." in layer for layer in layers)
+        assert not any(".router." in layer for layer in layers)
+        found.append(load_written(output)(**given).logits)
+        export(
+            output,
+            tmp_path / f"dense-{len(found)}",
+            ExportOptions("out", kind="dense"),
+            Progress(quiet=True),
+        )
+        dense = load_written(tmp_path / f"dense-{len(found)}")(**given).logits
+        assert (found[-1] - dense).norm() < 1e-4 * dense.norm()
+    native = load_written(source)(**given).logits
+    assert (found[1] - native).norm() < 0.05 * native.norm()
+
+
 def test_a_stack_is_compressed_whole_or_not_at_all(tmp_path: Path) -> None:
     source = save_pico("mixtral", tmp_path / "dense")
     with pytest.raises(RuntimeError, match=r"code 2: .*experts.gate_up_proj: 1 of 8 layers stay dense"):
