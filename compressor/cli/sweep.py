@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from blr.compressor.base.errors import CapabilityError, kind_of_error
-from blr.compressor.cli.from_fields import (
+from blr.compressor.cli.options import (
     Device,
     EvalWindow,
     Format,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from sweeping import FORKED
 
 from blr.compressor.base.errors import OutputError, UsageError
-from blr.compressor.cli.from_fields import Format, print_result
+from blr.compressor.cli.options import Format, print_result
 from blr.compressor.commands.sweep import chain
 from blr.compressor.commands.sweep.chain import Command, Pool
 from blr.compressor.commands.sweep.folder import Folder

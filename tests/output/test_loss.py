@@ -16,7 +16,7 @@ from running import Invoke
 
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.cli.summary import check_lines
+from blr.compressor.cli.making import check_lines
 from blr.compressor.commands import evaluate
 from blr.compressor.loading import streamed
 from blr.compressor.loading.load import load_model, load_tokenizer
