@@ -15,7 +15,6 @@ from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
 from blr.compressor.base.threads import use_threads
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.commands.heal import HealRun
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
@@ -31,7 +30,6 @@ from blr.compressor.planning.model_size import sized
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.recipe.heal_settings import SELF, HealOptions, check_options, healing_steps
-from blr.compressor.recipe.run_settings import CompressSettings
 from blr.compressor.recipe.run_settings import CompressSettings as Settings
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.workspace.journal import canonical_json, headers_digest, versions
@@ -44,9 +42,6 @@ if TYPE_CHECKING:
     from blr.compressor.output.check import Door, OutputCheck
     from blr.compressor.output.files import FolderContents
     from blr.compressor.output.loss import Text
-    from blr.compressor.planning.forecast_time import Compression
-    from blr.compressor.recipe.schema import Recipe
-
 
 UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that is trained
 
@@ -167,14 +162,9 @@ class CompressRun(FolderRun):
             if kept := self.workspace.journal.count(is_layer):
                 self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
             device = pick_device(self.settings.device).type
-            steps = [
-                READING,
-                *expected(self.recipe, self.settings.calibration, device),
-                WRITING,
-                CHECKING,
-            ]
-            steps += healing_steps(options_of(self.settings)) if self.settings.heal else []
-            self.progress.expect(*steps)
+            fits = expected(self.recipe, self.settings.calibration, device)
+            heals = healing_steps(options_of(self.settings)) if self.settings.heal else []
+            self.progress.expect(READING, *fits, WRITING, CHECKING, *heals)
             self.door.check_fits(self.source, self.plan)
             check_carried(self.source, self.door.config(self.source.config, self.plan))
         self.healing = Healing(self.source, self.settings) if self.settings.heal else None
@@ -192,8 +182,7 @@ class CompressRun(FolderRun):
                 self.write(folder, contents, check.unjudged, read)
         processes.wait()
         with self.progress.timed("healing"):
-            place = self.workspace, self.progress, processes
-            self.healed = healing.run(folder, check, read, *place)
+            self.healed = healing.run(self, folder, check, read)
         self.checked = check.facts if check else None
 
     def make_check(self) -> OutputCheck:
@@ -320,7 +309,7 @@ class Healing:
     """The training after a compression of `source`. Raises BlrError for a model that cannot be healed or
     a text that is too short."""
 
-    def __init__(self, source: Source, settings: CompressSettings) -> None:
+    def __init__(self, source: Source, settings: Settings) -> None:
         from blr.compressor.healing.data import reading_of
 
         self.teacher = Checkpoint(source, {}, compressed=False)
@@ -333,26 +322,21 @@ class Healing:
         return self.reading.held(self.options, self.teacher.source)
 
     def run(
-        self,
-        folder: Path,
-        check: OutputCheck | None,
-        read: str,
-        workspace: Workspace,
-        progress: Progress,
-        processes: Processes,
+        self, compression: CompressRun, folder: Path, check: OutputCheck | None, read: str
     ) -> HealSummary:
         """Train the checkpoint in `folder` and make the output, which must pass `check` in the first
         process; `read` is the digest of all input."""
+        from blr.compressor.commands.heal import HealRun
+
         started = monotonic()
-        student = open_checkpoint(folder)
-        place = processes, workspace, progress
-        run = HealRun(student, self.teacher, self.options, *place, self.reading)
+        place = compression.processes, compression.workspace, compression.progress
+        run = HealRun(open_checkpoint(folder), self.teacher, self.options, *place, self.reading)
         run.teacher_digest = read  # it is all that the compression reads
         run.produce(read, check)
         return run.summary(monotonic() - started)
 
 
-def options_of(settings: CompressSettings) -> HealOptions:
+def options_of(settings: Settings) -> HealOptions:
     """The options of `blr heal` for the same as a compression."""
     text = settings.calibration
     return check_options(
@@ -370,7 +354,7 @@ def options_of(settings: CompressSettings) -> HealOptions:
     )
 
 
-def disk_beside(sized: Compression, settings: CompressSettings) -> int:
+def disk_beside(sized: Compression, settings: Settings) -> int:
     """Bytes on disk that a healing takes: the compressed checkpoint and the trainer's state."""
     layers, source = sized.plan.layers, sized.source
     files = sum(path.stat().st_size for path in source.extra_files().values())
