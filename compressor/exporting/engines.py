@@ -21,20 +21,18 @@ from transformers.modeling_outputs import CausalLMOutput
 from blr.compressor import __version__
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.exhaustion import is_missing
-from blr.compressor.checkpoint.extras import CARD, LAYERS
+from blr.compressor.checkpoint.extras import LAYERS
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.options import ENGINES, ExportOptions
-from blr.compressor.exporting.ordinary import dense_config, is_pair
 from blr.compressor.exporting.origin import Checkpoint
-from blr.compressor.exporting.plan import ExportPlan
+from blr.compressor.exporting.plan import ExportPlan, dense_config, is_pair, ordinary_files
 from blr.compressor.exporting.tensors import LINEAR, Tensors, plan_tensors, unpacked_factor
 from blr.compressor.loading.native import continues_text, meta_model, native_class
 from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.modeling.registry import register
-from blr.compressor.output.card import TAGS, card_front
-from blr.compressor.output.files import carried_files, check_fills, json_file
+from blr.compressor.output.files import check_fills, json_file
 from blr.compressor.output.loss_messages import MARK
 from blr.compressor.structures.specs import (
     CorrectedSpec,
@@ -292,13 +290,7 @@ def _small_files(
     }
     for module, bits in stored_bits(plan).items():
         records[module]["bits"] = bits
-    return {
-        **carried_files(source),
-        **files,
-        "config.json": json_file(plan.config),
-        LAYERS: json_file(records),
-        CARD: (card_front(source.folder, name, TAGS[:1]) + card).encode(),
-    }
+    return ordinary_files(source, plan.config, card, name, {**files, LAYERS: json_file(records)})
 
 
 def _told(engine: Engine, kept: Checkpoint) -> str:

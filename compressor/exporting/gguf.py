@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from blr.compressor.base.errors import CapabilityError, NumericsError
 from blr.compressor.checkpoint.source import Source
@@ -56,8 +56,8 @@ from blr.compressor.exporting.gguf_models import (
     model_values,
     name_of,
     row_order,
+    tokenizer_values,
 )
-from blr.compressor.exporting.gguf_values import tokenizer_values
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.plan import ExportPlan
@@ -68,9 +68,6 @@ from blr.compressor.loading.tokenizer import PROBE
 from blr.compressor.output.files import Written
 from blr.compressor.structures.specs import QuantizedSpec, Spec
 from blr.kernels.decode.quantized.superblocks import SUPERBLOCK
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"
 # alpha 0: the product of the factors is added as it is, at any rank

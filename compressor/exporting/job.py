@@ -90,32 +90,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         run = _planned(checkpoint, options, workspace, progress)
         progress.notes(run.plan.notes)
         run.run()
-    plan = run.plan
-    before = sum(entry.nbytes for entry in checkpoint.source.entries.values())
-    return ExportSummary(
-        output=str(workspace.output),
-        kind=options.kind,
-        gpu=options.target,
-        gpu_chosen=chosen_gpu(options.gpu)[1],
-        batch=options.batch,
-        context=plan.context,
-        layers=len(plan.checkpoint.specs),
-        densified=len(plan.densified),
-        bytes_before=before,
-        bytes_after=plan.nbytes,
-        dtype=options.dtype,
-        quantize=options.quantize,
-        quantize_head=options.quantize_head,
-        untied_bytes=plan.untied_bytes,
-        plain=plan.plain,
-        self_contained=options.self_contained,
-        seconds=monotonic() - started,
-        errors=run.errors(),
-        check=run.checked,
-        commands=run.engine.commands(str(workspace.output), plan) if run.engine else [],
-        elsewhere=run.elsewhere(),
-        bits=run.bits(),
-    )
+    return run.summary(monotonic() - started)
 
 
 def _planned(
@@ -129,10 +104,8 @@ def _planned(
         raise UsageError(f"--text: no {kind} that continues text, leave the option out")
     if options.kind in ENGINES:
         from blr.compressor.exporting.engines import plan_for as planned
-    elif options.kind == "dense":
-        from blr.compressor.exporting.ordinary import plan_dense as planned
-    elif options.kind == "plain":
-        from blr.compressor.exporting.ordinary import plan_plain as planned
+    elif options.kind in ("dense", "plain"):
+        from blr.compressor.exporting.plan import plan_ordinary as planned
     else:
         from blr.compressor.exporting.plan import plan_export as planned
     return ExportRun(planned(checkpoint, options), options, workspace, progress)
@@ -165,27 +138,42 @@ class ExportRun(FolderRun):
 
         return engine_of(self.options.kind)
 
-    def bits(self) -> float | None:
-        """The bits a weight of all layers in few bits of an export for an engine of others."""
+    def summary(self, seconds: float) -> ExportSummary:
+        """The summary of a run that took so many seconds."""
         from blr.compressor.exporting.engines import stored_bits
+        from blr.compressor.exporting.files import elsewhere
 
-        if self.engine is None:
-            return None
-        sizes = {m: spec.dense_parameters for m, spec in self.plan.checkpoint.specs.items()}
-        total = sum(bits * sizes[m] for m, bits in stored_bits(self.plan).items())
-        return total / sum(sizes.values())
-
-    def elsewhere(self) -> dict[str, str]:
-        """How other engines decode the model with its draft, by their names."""
-        if self.options.draft is None:
-            return {}
-        from blr.compressor.exporting.drafts import elsewhere
-
-        return elsewhere(str(self.plan.checkpoint.source.folder), self.options.draft)
-
-    def errors(self) -> dict[str, float]:
-        """The relative errors that quantization added, by layer type."""
-        return read_manifest(self.workspace.output).get("quantization_errors", {})
+        plan, options, output = self.plan, self.options, self.workspace.output
+        source, specs, bits = plan.checkpoint.source, plan.checkpoint.specs, None
+        if self.engine is not None:
+            sizes = {module: spec.dense_parameters for module, spec in specs.items()}
+            bits = sum(b * sizes[module] for module, b in stored_bits(plan).items()) / sum(
+                sizes.values()
+            )
+        return ExportSummary(
+            output=str(output),
+            kind=options.kind,
+            gpu=options.target,
+            gpu_chosen=chosen_gpu(options.gpu)[1],
+            batch=options.batch,
+            context=plan.context,
+            layers=len(specs),
+            densified=len(plan.densified),
+            bytes_before=source.nbytes,
+            bytes_after=plan.nbytes,
+            dtype=options.dtype,
+            quantize=options.quantize,
+            quantize_head=options.quantize_head,
+            untied_bytes=plan.untied_bytes,
+            plain=plan.plain,
+            self_contained=options.self_contained,
+            seconds=seconds,
+            errors=read_manifest(output).get("quantization_errors", {}),
+            check=self.checked,
+            commands=self.engine.commands(str(output), plan) if self.engine else [],
+            elsewhere=elsewhere(str(source.folder), options.draft) if options.draft else {},
+            bits=bits,
+        )
 
     def prepare(self, first: bool) -> None:
         """Check the files that are carried along."""

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.checkpoint.source import Source
@@ -43,9 +43,6 @@ from blr.compressor.exporting.tensors import STORED, Tensors
 from blr.compressor.output.files import json_file
 from blr.compressor.structures.specs import Spec
 from blr.kernels.decode.quantized.formats import grid_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 ADAPTER = "adapters"
 CONFIG, WEIGHTS = f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapters.safetensors"
