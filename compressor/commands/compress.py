@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
 from blr.compressor.base.threads import use_threads
-from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.healing.summary import HealSummary
@@ -38,6 +37,7 @@ from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
+    from blr.compressor.fitting.engine import Outcome
     from blr.compressor.fitting.factorize import Work
     from blr.compressor.output.check import Door, OutputCheck
     from blr.compressor.output.files import FolderContents
@@ -105,15 +105,6 @@ def compress(
         run = CompressRun(source, plan, recipe, settings, workspace, progress)
         run.run(first)
     return run.summary(monotonic() - started) if first else None
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """Factors and record by module, `calibration` and `curves` as measured, refitted norms by tensor."""
-
-    results: dict[str, Any]
-    measured: dict[str, object] = field(default_factory=dict)
-    norms: dict[str, TensorEntry] = field(default_factory=dict)
 
 
 @dataclass
@@ -199,12 +190,13 @@ class CompressRun(FolderRun):
         return OutputCheck(self.source, reload, bar, settings.check, held)
 
     def work(self, read: str) -> FolderContents | None:
-        fitted, source = self._fit(read), self.source
+        source, found = self.source, self._fit(read)
+        self.plan = found.plan
         if not self.processes.first:
             return None
         from blr.compressor.output.files import FolderContents, slots_of, small_files
 
-        records = {module: record for module, (_, record) in fitted.results.items()}
+        records = {module: record for module, (_, record) in found.results.items()}
         recipe = canonical_json(self.recipe.model_dump())
         self.made = {
             "source": {"name": self.settings.source_name, "revision": self.settings.revision},
@@ -212,33 +204,28 @@ class CompressRun(FolderRun):
             "fallbacks": [f"{name}: {note}" for name in records for note in records[name]["notes"]],
             "run": self.workspace.fingerprint,
         }
-        slots = slots_of(source, self.plan, fitted.results, fitted.norms)
+        told = {**self.made, "calibration": found.facts or None, "curves": found.curves}
+        slots = slots_of(source, self.plan, found.results, found.norms)
+        config, code = self.door.config(source.config, self.plan), self.door.code()
         return FolderContents(
             assign_shards(slots, self.settings.max_shard_size, source.library),
             self.workspace.journal.reader(source),
-            small_files(
-                *(source, self.recipe, self.plan, records, {**self.made, **fitted.measured}),
-                config=self.door.config(source.config, self.plan),
-                code=self.door.code(),
-            ),
+            small_files(source, self.recipe, self.plan, records, told, config, code),
         )
 
     def facts(self, read: str) -> dict[str, object]:
         return {**self.made, "input_sha256": read}
 
-    def _fit(self, read: str) -> Fitted:
-        source, recipe, settings, work = self.source, self.recipe, self.settings, self.fits
-        if settings.calibration is None:
-            from blr.compressor.fitting.factorize import factorize_layers
+    def _fit(self, read: str) -> Outcome:
+        from blr.compressor.fitting.engine import Outcome, compress_calibrated
+        from blr.compressor.fitting.factorize import factorize_layers
 
+        work, text = self.fits, self.settings.calibration
+        if text is None:
             with self.progress.timed("fits"):
-                return Fitted(factorize_layers(work, self.plan))
-        from blr.compressor.fitting.engine import compress_calibrated
-
-        replan = partial(make_plan, source, recipe, calibrated=True)
-        found = compress_calibrated(work, replan, settings.calibration, read)
-        self.plan = found.plan
-        return Fitted(found.results, {"calibration": found.facts, "curves": found.curves}, found.norms)
+                return Outcome(factorize_layers(work, self.plan), self.plan, {}, {}, {})
+        replan = partial(make_plan, self.source, self.recipe, calibrated=True)
+        return compress_calibrated(work, replan, text, read)
 
     def estimate(self) -> int:
         """Bytes of the output, the journal of factors and small files."""

@@ -34,20 +34,7 @@ from blr.compressor.exporting.engines import (
     rotary_of,
     window_told,
 )
-from blr.compressor.exporting.gguf_file import (
-    BF16,
-    BLOCK,
-    F16,
-    F32,
-    Q2_K,
-    Q3_K,
-    Q4_0,
-    Q8_0,
-    File,
-    blocks,
-    counted,
-    superblocks,
-)
+from blr.compressor.exporting.gguf_file import BLOCK, File, blocks, counted, superblocks
 from blr.compressor.exporting.gguf_models import (
     added_to,
     architecture_of,
@@ -73,7 +60,6 @@ MODEL, ADAPTER = "model.gguf", "adapter.gguf"
 # alpha 0: the product of the factors is added as it is, at any rank
 ADAPTER_VALUES = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 0.0}
 CONTEXT = 2048  # tokens that a check reads at most
-KINDS = {"F16": F16, "BF16": BF16}  # of matrices by their stored dtype; others are F32
 
 
 def engine() -> Engine:
@@ -143,20 +129,20 @@ def _add_others(model: File, source: Source, config: PreTrainedConfig, others: T
                 f"--as gguf: llama.cpp has no place for {slot.name} of a {config.model_type}; "
                 "take --as mlx, vllm or dense"
             )
-        kind = KINDS.get(entry.dtype, F32) if len(entry.shape) > 1 else F32
+        kind = entry.dtype if len(entry.shape) > 1 and entry.dtype in ("F16", "BF16") else "F32"
         read = others.make.get(entry) or partial(source.load_tensor, entry)
         make = partial(_plain, read, kind, row_order(config, name), added_to(config, name))
         model.add(name, kind, entry.shape, entry.file, make)
     if rotary_of(config).get("", {}).get("rope_type") == "llama3":
         factors = rotary_factors(config)
         shape, origin = tuple(factors.shape), source.shards[0]
-        model.add("rope_freqs.weight", F32, shape, origin, lambda: factors)
+        model.add("rope_freqs.weight", "F32", shape, origin, lambda: factors)
 
 
-def _plain(read: Make, kind: int, order: Tensor | None, added: float = 0.0) -> Tensor:
+def _plain(read: Make, kind: str, order: Tensor | None, added: float = 0.0) -> Tensor:
     """A tensor in a plain type, its rows in `order`, plus `added` where it is F32."""
     found = read() if order is None else read()[order]
-    return found.float() + added if kind == F32 else found
+    return found.float() + added if kind == "F32" else found
 
 
 def rotary_factors(config: PreTrainedConfig) -> Tensor:
@@ -171,9 +157,8 @@ def rotary_factors(config: PreTrainedConfig) -> Tensor:
 def _add_packed(model: File, source: Source, config: PreTrainedConfig, module: str, spec: Spec) -> None:
     """Add the weight of a layer in few bits."""
     name, shape = name_of(config, f"{module}.weight"), (spec.out_features, spec.in_features)
-    form = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q2_K": Q2_K, "Q3_K": Q3_K}[kind(spec)]
     make = partial(_blocks, source, module, spec, row_order(config, name))
-    model.add(name, form, shape, source.shards[0], make)
+    model.add(name, kind(spec), shape, source.shards[0], make)
 
 
 def _blocks(source: Source, module: str, spec: Spec, order: Tensor | None) -> Tensor:
@@ -209,8 +194,8 @@ def _add_adapter(
     ):
         read = partial(adapter_factor, source, module, spec, factor, "float32")
         order = row_order(config, name) if factor == "U" else None
-        make = partial(_plain, read, F32, order)
-        adapter.add(f"{name}.{part}", F32, shape, source.shards[0], make)
+        make = partial(_plain, read, "F32", order)
+        adapter.add(f"{name}.{part}", "F32", shape, source.shards[0], make)
 
 
 def load(folder: Path, dtype: object = "auto") -> ForeignModel:

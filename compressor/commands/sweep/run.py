@@ -12,7 +12,7 @@ from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import READING, Progress
 from blr.compressor.checkpoint.regular import digest_of
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.commands.sweep.chain import PointChain, Pool, command_line, slots
+from blr.compressor.commands.sweep.chain import PointChain, command_line, run_chains, slots
 from blr.compressor.commands.sweep.folder import PAGE, Folder, point_digest
 from blr.compressor.commands.sweep.grid import Point, common_options
 from blr.compressor.commands.sweep.page import MadePoint, frontier, over_seeds, page, share_of_plain
@@ -135,7 +135,7 @@ def _run(chains: dict[str, PointChain], settings: SweepSettings, progress: Progr
         for chain in missing:
             chain.begun = advance
         if missing:
-            Pool(slots(settings.device, settings.jobs)).run(missing)
+            run_chains(missing, slots(settings.device, settings.jobs))
     lost = [chain for chain in missing if chain.failure]
     progress.notes([f"{chain.name} failed: {chain.failure}" for chain in lost])
 
