@@ -283,7 +283,6 @@ def healed_lines(summary: Mapping[str, Any]) -> list[Line]:
 
 
 def _change(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """The figures of one text before and after training."""
     names = {"distance": "1 - cosine of embeddings", "states": "error of hidden states"}
     if "distance" not in before:
         names = {"kl": "KL", "student": "cross entropy"}

@@ -220,12 +220,10 @@ class Draft:
 
     @property
     def name(self) -> str:
-        """Its class."""
         return str(self.config["architectures"][0])
 
     @property
     def specs(self) -> list[Spec]:
-        """The specs of its structured layers."""
         return [spec_from_dict(fields) for fields in self.config["blr"]["layers"].values()]
 
     @property
@@ -323,7 +321,6 @@ def _check_pair(dense: Source, draft: Source, context: int) -> None:
 
 
 def _same(dense: Source, draft: Source, name: str) -> bool:
-    """Whether both models store the same tensor `name`."""
     one, two = dense.entries.get(name), draft.entries.get(name)
     if one is None or two is None or (one.dtype, one.shape) != (two.dtype, two.shape):
         return False

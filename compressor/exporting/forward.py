@@ -154,7 +154,6 @@ def _written(folder: Path, names: Collection[str]) -> Written:
 
 
 def _trace(model: PreTrainedModel, path: Path) -> list[str]:
-    """Write the graph of `model`; returns the names of its results."""
     inputs, free = example_inputs(model, "onnx")
     forward = plain_forward(model)
     with traced(model, "onnx"), torch.no_grad(), _quiet():

@@ -155,7 +155,6 @@ def rotary_factors(config: PreTrainedConfig) -> Tensor:
 
 
 def _add_packed(model: File, source: Source, config: PreTrainedConfig, module: str, spec: Spec) -> None:
-    """Add the weight of a layer in few bits."""
     name, shape = name_of(config, f"{module}.weight"), (spec.out_features, spec.in_features)
     make = partial(_blocks, source, module, spec, row_order(config, name))
     model.add(name, kind(spec), shape, source.shards[0], make)
@@ -175,7 +174,6 @@ def _blocks(source: Source, module: str, spec: Spec, order: Tensor | None) -> Te
 
 
 def _held(scale: Tensor, base: QuantizedSpec) -> bool:
-    """Whether GGUF holds the scales of a weight."""
     if base.superblocks:
         scale = counted(scale.float().unflatten(-1, (-1, SUPERBLOCK)), base.bits)[0]
     return bool(scale.to(torch.float16).isfinite().all())

@@ -239,7 +239,6 @@ def _cut(table: dict[str, Any]) -> str | None:
 
 
 def _tokens(table: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
-    """The text and type of each of `size` tokens."""
     texts = [f"[PAD{n}]" for n in range(size)]
     kinds = [UNUSED] * size
     unknown = table["model"].get("unk_token")

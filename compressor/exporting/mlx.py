@@ -105,7 +105,6 @@ def quantization(kept: Checkpoint) -> dict[str, object]:
 
 
 def _add_packed(tensors: Tensors, source: Source, module: str, spec: Spec, dtype: str | None) -> None:
-    """Add the weight of a layer in few bits, as MLX names and packs it."""
     base, o, i = integers_of(spec), spec.out_features, spec.in_features
     stored = STORED[dtype] if dtype else scale_entry(source, module, spec).dtype
     groups = i // finest(base.group, i)
@@ -130,7 +129,6 @@ def packed_part(source: Source, module: str, spec: Spec, name: str, dtype: str) 
 
 
 def _largest(kept: Checkpoint) -> int:
-    """The largest rank of a correction, 0 without any."""
     corrections = map(correction_of, kept.specs.values())
     return max((rank_of(spec) for spec in corrections if spec is not None), default=0)
 

@@ -152,18 +152,15 @@ class ExportPlan:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
         beside = (slot.origin.nbytes for slots in self.beside.values() for slot in slots)
         return self.tensors.nbytes + sum(beside)
 
     @property
     def context(self) -> int | None:
-        """How many tokens generation is prepared for; None if it is not."""
         return None if self.settings is None else self.settings.context
 
     @property
     def notes(self) -> list[str]:
-        """Notes that the user must see."""
         slow = sum(map(without_kernels, self.checkpoint.specs.values()))
         said = f"{slow} layers of formats without kernels are unpacked by torch wherever they compute"
         return [said] if slow and self.settings is not None else list(self.told)

@@ -33,7 +33,6 @@ class DenseLayer:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [out, in]."""
         rows, columns = self.entry.shape
         return (columns, rows) if self.transposed else (rows, columns)
 

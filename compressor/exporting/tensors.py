@@ -114,12 +114,10 @@ class Tensors:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor by name."""
         return {slot.name: slot.origin.shape for slot in self.slots}
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
         return sum(slot.origin.nbytes for slot in self.slots)
 
 

@@ -86,7 +86,6 @@ def report_html(data: Mapping[str, Any]) -> str:
 
 
 def _tiles(data: Mapping[str, Any]) -> str:
-    """The figures that a reader looks for first."""
     totals, loss = data["totals"], data.get("loss") or {}
     dense, size = (sum(_sizes_of(t)[n] for t in data["types"]) for n in range(2))
     smaller = f"{dense / size:.3g} times smaller, {len(data['layers'])} layers" if size else ""

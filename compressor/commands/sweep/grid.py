@@ -123,7 +123,6 @@ def _corrected(grid: Grid) -> Iterator[Point]:
 
 
 def _varied(point: Point, minutes: float, seed: int | None) -> Point:
-    """The point with some minutes of healing, and a seed."""
     name, kind, settings = point.name, point.kind, point.settings
     if minutes:
         name, kind = f"{name}-heal{minutes:g}", f"{kind}, healed"

@@ -118,13 +118,11 @@ def _chains(
 
 
 def _options(point: Point, settings: SweepSettings) -> tuple[str, ...]:
-    """The options of `blr compress` for a point."""
     text = [] if settings.calibration is None else ["--calibration", settings.calibration]
     return (*point.options, *text, *common_options(settings.common, point))
 
 
 def _run(chains: dict[str, PointChain], settings: SweepSettings, progress: Progress) -> None:
-    """Make what there is no record of, some at once."""
     missing = [chain for chain in chains.values() if chain.missing()]
     for chain in chains.values():
         if chain not in missing:
