@@ -206,20 +206,19 @@ def _export_text(summary: dict[str, Any]) -> str:
     )
 
 
-def _layers_lines(summary: dict[str, object]) -> list[Line]:
-    if summary["kind"] == "dense":
-        return [("layers", f"{summary['densified']} structured, made dense")]
-    if summary["kind"] == "plain":
-        rest = f"; {summary['densified']} of other form, made dense" if summary["densified"] else ""
-        return [("layers", f"{summary['layers']} low-rank, each two linear ones{rest}")]
+def _layers_lines(summary: dict[str, Any]) -> list[Line]:
+    kind, count, dense = summary["kind"], summary["layers"], summary["densified"]
+    rest = f"; {dense} of other form, made dense" if dense else ""
+    if kind == "dense":
+        return [("layers", f"{dense} structured, made dense")]
+    if kind == "plain":
+        return [("layers", f"{count} low-rank, each two linear ones{rest}")]
     if summary["commands"]:
-        rest = f"; {summary['densified']} of other form, made dense" if summary["densified"] else ""
-        kept = f"{summary['layers']} in few bits, {summary['bits']:.3f} bits a weight"
-        return [("layers", f"{kept}{rest}")]
+        return [("layers", f"{count} in few bits, {summary['bits']:.3f} bits a weight{rest}")]
     batch, context, chosen = (summary[name] for name in ("batch", "context", "gpu_chosen"))
     why = "" if chosen == ASKED else f" ({chosen})"
     use = f", batch {batch}, context {context} tokens" if context is not None else ""
-    layers = f"{summary['layers']} structured, in kernel layout"
+    layers = f"{count} structured, in kernel layout"
     if summary["plain"]:
         layers += f"; {summary['plain']} not quantized, which would not make them smaller"
     place = "in this folder" if summary["self_contained"] else "in the installed package blr-compress"
@@ -245,21 +244,20 @@ def size_line(summary: Mapping[str, Any]) -> Line:
     return "size", f"{size_text(before)} -> {size_text(after)}, {change}"
 
 
-def check_lines(found: Mapping[str, object] | None) -> list[Line]:
+def check_lines(found: Mapping[str, Any] | None) -> list[Line]:
     """The lines on perplexity, loss and check of an output; `found` is of `output/check.py`."""
     if found is None:
         return [("check", "not run, perplexity not measured")]
     ran = f"loaded and run on {found['ran']}, {found['distance']:.4f} relative difference of its outputs"
     if "unmeasured" in found:
         return [("perplexity", f"not measured: {found['unmeasured']}"), ("check", ran)]
-    return [*_loss_lines(found), ("check", ran)] if "loss" in found else [("check", ran)]
-
-
-def _loss_lines(found: Mapping[str, Any]) -> list[Line]:
+    if "loss" not in found:
+        return [("check", ran)]
     before, after = (number(found["perplexity"][name]) for name in ("before", "after"))
     lost = f"{found['loss']:z.3f} nats a token, mean KL {found['kl']['mean']:.3f} and the same top-1 "
     lost += f"token in {found['agreement']:.1%}, on the perplexity's tokens"
-    return [("perplexity", f"{before} -> {after} on {found['read']}"), ("loss", lost)]
+    read = ("perplexity", f"{before} -> {after} on {found['read']}")
+    return [read, ("loss", lost), ("check", ran)]
 
 
 def healed_lines(summary: Mapping[str, Any]) -> list[Line]:

@@ -170,7 +170,9 @@ class CompressRun(FolderRun):
         if processes.told(check is not None and not self.workspace.holds_result(folder, read)):
             contents = self.work(read)
             if contents is not None and check is not None:
-                self.write(folder, contents, check.unjudged, read)
+                from blr.compressor.output.files import write_whole
+
+                write_whole(self, folder, contents, check.unjudged, read)
         processes.wait()
         with self.progress.timed("healing"):
             self.healed = healing.run(self, folder, check, read)

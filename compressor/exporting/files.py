@@ -18,15 +18,15 @@ from blr.compressor.checkpoint.regular import inside, read_whole
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.exporting.origin import FORMAT, Checkpoint, open_checkpoint
 from blr.compressor.loading.loader_names import load_empty, misfit
-from blr.compressor.loading.native import native_errors, read_context
+from blr.compressor.loading.native import read_context
 from blr.compressor.loading.sidecar_files import token_ids
 from blr.compressor.loading.vendor import code_files, contents_of, exported_classes, runtime_files
 from blr.compressor.modeling.drafts import ENDS, FOLDER, WEIGHTS
 from blr.compressor.modeling.models import model_class
-from blr.compressor.modeling.registry import auto_name, register
+from blr.compressor.modeling.registry import auto_name
 from blr.compressor.modeling.settings import ExportSettings
 from blr.compressor.output.card import LOADING, card_front
-from blr.compressor.output.files import carried_files, check_fills, json_file, structured_config
+from blr.compressor.output.files import carried_files, filled_class, json_file, structured_config
 from blr.compressor.output.loss_messages import MARK
 from blr.compressor.planning.plan import Plan
 from blr.compressor.runtime.phases import FAMILIES
@@ -275,10 +275,7 @@ def open_draft(folder: Path, checkpoint: Checkpoint, context: int, kept: Mapping
     _check_pair(checkpoint.source, source, context)
     ends = [name for name in ENDS if name in kept and _same(checkpoint.source, source, name)]
     draft = Draft(source, config, frozenset(ends))
-    with native_errors(source):
-        register(config["model_type"].removeprefix("blr_"))
-        cls = model_class(draft.name)
-    check_fills(source, cls, config, {name: entry.shape for name, entry in source.entries.items()})
+    filled_class(source, config, {name: entry.shape for name, entry in source.entries.items()})
     return draft
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -209,15 +209,14 @@ class ExportRun(FolderRun):
         source, options = self.plan.checkpoint.source, self.options
         source = open_source(source.folder) if self.plan.checkpoint.compressed else source
         bar = Bar(self.workspace.output, self._remedy(), options.force, self.progress.warn, kept=False)
-        text = options.text
-        given = lambda: None if text is None else file_text(text, source)  # noqa: E731
-        if self.engine is None:
-            return OutputCheck(source, self._check, bar, options.check, given)
-        if missing := " ".join(self.engine.missing):
+        engine, text = self.engine, options.text
+        given = partial(file_text, text, source) if text is not None else lambda: None
+        if engine is not None and (missing := " ".join(engine.missing)):
             why = f"{missing} not installed; pip install {missing}"
-            self.progress.warn(f"not run as {self.engine.title} reads it: {why}")
+            self.progress.warn(f"not run as {engine.title} reads it: {why}")
             return OutputCheck(source, self._check, bar, False, why=why)
-        return OutputCheck(source, self._check, bar, options.check, given, self.engine.load)
+        load = None if engine is None else engine.load
+        return OutputCheck(source, self._check, bar, options.check, given, load)
 
     def _remedy(self) -> str:
         """Advice on what loses less than this export."""
@@ -231,21 +230,20 @@ class ExportRun(FolderRun):
         knows = not self.plan.checkpoint.compressed or calibrated
         return better_export(self.options.quantize, self.options.quantize_head, knows, healed)
 
-    def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
+    def _check(self, folder: Path) -> dict[str, tuple[int, str]]:
         """Load what was written, and write the compiled forward pass if one is asked for."""
         from blr.compressor.exporting.forward import write_onnx, write_pt2
         from blr.compressor.exporting.plan import load_export
 
-        written = self.plan.check_loads(partial)
+        written, kind = self.plan.check_loads(folder), self.options.kind
         if self.plan.draft is not None:
-            self.plan.draft.check_loads(partial)
-        if self.options.kind == "pt2":
-            self.progress.stage(*STAGES["pt2"])
-            written |= write_pt2(load_export(partial, self.plan.config), partial)
-        if self.options.kind == "onnx":
-            self.progress.stage(*STAGES["onnx"])
-            written |= write_onnx(load_export(partial, self.plan.config, "cpu"), partial, self.progress)
-        return written
+            self.plan.draft.check_loads(folder)
+        if kind not in STAGES:
+            return written
+        self.progress.stage(*STAGES[kind])
+        model = load_export(folder, self.plan.config, "auto" if kind == "pt2" else "cpu")
+        more = write_pt2(model, folder) if kind == "pt2" else write_onnx(model, folder, self.progress)
+        return written | more
 
     def estimate(self) -> int:
         source = self.plan.checkpoint.source

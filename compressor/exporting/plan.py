@@ -30,7 +30,6 @@ from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors
 from blr.compressor.loading.native import (
     meta_model,
     native_class,
-    native_errors,
     quiet_transformers,
     read_context,
 )
@@ -44,6 +43,7 @@ from blr.compressor.output.files import (
     carried_files,
     check_fills,
     check_loads,
+    filled_class,
     json_file,
     structured_config,
 )
@@ -51,7 +51,7 @@ from blr.compressor.output.loss_messages import MARK
 from blr.compressor.planning.experts import TRANSPOSED
 from blr.compressor.planning.plan import Plan
 from blr.compressor.runtime.failures import CACHES
-from blr.compressor.structures.specs import KroneckerSpec, LowRankSpec, Shape, Spec, families
+from blr.compressor.structures.specs import KroneckerSpec, LowRankSpec, Spec, families
 from blr.compressor.workspace.shards import Slot
 
 WHOLE, INT8 = CACHES
@@ -94,16 +94,6 @@ def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> i
     if asked is not None and asked > limit:
         raise CapabilityError(f"--context {asked}: the model has {limit} positions; choose at most that")
     return asked or min(limit, default)
-
-
-def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> type:
-    """The model class of `config`. Raises InputError when tensors of `shapes` do not fill it, or when
-    transformers cannot build it."""
-    with native_errors(source):
-        register(source.model_type)
-        cls = model_class(config["architectures"][0])
-    check_fills(source, cls, config, shapes)
-    return cls
 
 
 def load_export(folder: Path, config: Mapping[str, Any], device: str = "auto") -> PreTrainedModel:
@@ -201,7 +191,7 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     use = options.target, options.batch, __version__, context, cache
     settings = ExportSettings(LAYOUT, *use, **packed)
     config = files.export_config(checkpoint, settings, options.dtype, options.self_contained)
-    cls = check_fits(source, config, tensors.shapes)
+    cls = filled_class(source, config, tensors.shapes)
     told = settings, options.source_name, options.kind, draft
     return ExportPlan(
         checkpoint=checkpoint,
@@ -277,7 +267,7 @@ def plan_ordinary(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     told = {"name": options.source_name, "version": __version__, "loss": MARK}
     if plain:
         config = plain_config(config, pairs)
-        cls = check_fits(source, config, tensors.shapes)
+        cls = filled_class(source, config, tensors.shapes)
         dense = f"; {len(rest)} of other form are dense" if rest else ""
         card = PLAIN.format(**told, pairs=len(pairs), dense=dense, auto=auto_name(config))
     else:
