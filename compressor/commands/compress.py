@@ -198,7 +198,7 @@ class CompressRun(FolderRun):
             return None
         from blr.compressor.output.files import FolderContents, slots_of, small_files
 
-        records = {module: record for module, (_, record) in found.results.items()}
+        records: dict[str, Any] = {module: record for module, (_, record) in found.results.items()}
         recipe = canonical_json(self.recipe.model_dump())
         self.made = {
             "source": {"name": self.settings.source_name, "revision": self.settings.revision},

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from pathlib import Path
 from struct import pack
 
 import torch
@@ -35,7 +34,7 @@ class File:
     infos: list[bytes] = field(default_factory=list)
     place: int = 0
 
-    def add(self, name: str, kind: str, shape: tuple[int, ...], origin: Path, make: Make) -> None:
+    def add(self, name: str, kind: str, shape: tuple[int, ...], make: Make) -> None:
         """Add a tensor of `shape` in one of `TYPES`. `make` computes it: in a plain type the numbers,
         else the blocks as bytes."""
         number, each, width = TYPES[kind]
@@ -43,7 +42,7 @@ class File:
         sizes = b"".join(pack("<Q", size) for size in reversed(shape))
         self.infos.append(_text(name) + pack("<I", len(shape)) + sizes + pack("<IQ", number, self.place))
         filled = nbytes + -nbytes % ALIGNMENT
-        self.tensors.add_made(name, "U8", (filled,), origin, partial(_filled, make, filled))
+        self.tensors.add_made(name, "U8", (filled,), partial(_filled, make, filled))
         self.place += filled
 
     def header(self) -> bytes:
