@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.fitting.engine import Outcome
     from blr.compressor.fitting.factorize import Work
+    from blr.compressor.healing.data import Reading
     from blr.compressor.output.check import Door, OutputCheck
     from blr.compressor.output.files import FolderContents
-    from blr.compressor.output.loss import Text
 
 UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that is trained
 
@@ -117,7 +117,7 @@ class CompressRun(FolderRun):
     settings: Settings
     workspace: Workspace
     progress: Progress
-    healing: Healing | None = None
+    reading: Reading | None = None  # how the model reads text, where it is healed
     healed: HealSummary | None = None
     made: dict[str, Any] = field(default_factory=dict)  # the manifest's account, once layers are fitted
 
@@ -143,6 +143,15 @@ class CompressRun(FolderRun):
     def processes(self) -> Processes:  # type: ignore[override]
         return self.fits.processes
 
+    @cached_property
+    def healing(self) -> HealOptions | None:
+        """How it is trained after the fits, if it is."""
+        return options_of(self.settings) if self.settings.heal else None
+
+    @property
+    def teacher(self) -> Checkpoint:
+        return Checkpoint(self.source, {}, compressed=False)
+
     def prepare(self, first: bool) -> None:
         """Announce what is there already, and check that the output will load and can be healed."""
         if first:
@@ -154,29 +163,38 @@ class CompressRun(FolderRun):
                 self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
             device = pick_device(self.settings.device).type
             fits = expected(self.recipe, self.settings.calibration, device)
-            heals = healing_steps(options_of(self.settings)) if self.settings.heal else []
+            heals = healing_steps(self.healing) if self.healing else []
             self.progress.expect(READING, *fits, WRITING, CHECKING, *heals)
             self.door.check_fits(self.source, self.plan)
             check_carried(self.source, self.door.config(self.source.config, self.plan))
-        self.healing = Healing(self.source, self.settings) if self.settings.heal else None
+        if self.healing is not None:
+            from blr.compressor.healing.data import reading_of
+
+            self.reading = reading_of(self.teacher, self.healing)
+            self.reading.texts(self.healing, briefly=True)
 
     def produce(self, read: str, check: OutputCheck | None = None) -> None:
         """As of every run; a healing trains a compressed checkpoint that is kept beside its states."""
-        healing, processes, folder = self.healing, self.processes, self.workspace.partial / UNHEALED
-        if healing is None:
+        processes, folder = self.processes, self.workspace.partial / UNHEALED
+        if self.healing is None or self.reading is None:
             super().produce(read)
             return
+        from blr.compressor.commands.heal import HealRun
+        from blr.compressor.output.files import write_whole
+
         check = self.make_check() if processes.first else None
         if processes.told(check is not None and not self.workspace.holds_result(folder, read)):
             contents = self.work(read)
             if contents is not None and check is not None:
-                from blr.compressor.output.files import write_whole
-
                 write_whole(self, folder, contents, check.unjudged, read)
         processes.wait()
+        started, place = monotonic(), (processes, self.workspace, self.progress)
         with self.progress.timed("healing"):
-            self.healed = healing.run(self, folder, check, read)
-        self.checked = check.facts if check else None
+            student = open_checkpoint(folder)
+            run = HealRun(student, self.teacher, self.healing, *place, self.reading)
+            run.teacher_digest = read  # it is all that the compression reads
+            run.produce(read, check)
+        self.healed, self.checked = run.summary(monotonic() - started), check.facts if check else None
 
     def make_check(self) -> OutputCheck:
         """Compares the output with the source, which runs now."""
@@ -184,11 +202,13 @@ class CompressRun(FolderRun):
         from blr.compressor.output.loss import calibration_text
 
         settings, text = self.settings, self.settings.calibration is not None
-        remedy = better_fit(self.recipe, text, bool(settings.heal))
+        remedy = better_fit(self.recipe, text, self.healing is not None)
         bar = Bar(self.workspace.output, remedy, settings.force, self.progress.warn)
         reload = partial(self.door.check_reload, self.source)
         given = (self.source, self.recipe, settings.calibration, settings.offline)
-        held = partial(calibration_text, *given) if self.healing is None else self.healing.held
+        held = partial(calibration_text, *given)
+        if self.reading is not None and self.healing is not None:
+            held = partial(self.reading.held, self.healing, self.source)
         return OutputCheck(self.source, reload, bar, settings.check, held)
 
     def work(self, read: str) -> FolderContents | None:
@@ -233,7 +253,7 @@ class CompressRun(FolderRun):
         """Bytes of the output, the journal of factors and small files."""
         calibrated = self.settings.calibration is not None
         sized = Compression(self.source, self.plan, self.recipe, chosen_gpu(None)[0], calibrated)
-        return disk_bytes(sized) + (disk_beside(sized, self.settings) if self.settings.heal else 0)
+        return disk_bytes(sized) + (disk_beside(sized, self.healing) if self.healing else 0)
 
     def fingerprint(self) -> dict[str, object]:
         """Without weights: a layer's key covers its own, or all where statistics depend on them."""
@@ -294,37 +314,6 @@ class CompressRun(FolderRun):
         )
 
 
-class Healing:
-    """The training after a compression of `source`. Raises BlrError for a model that cannot be healed or
-    a text that is too short."""
-
-    def __init__(self, source: Source, settings: Settings) -> None:
-        from blr.compressor.healing.data import reading_of
-
-        self.teacher = Checkpoint(source, {}, compressed=False)
-        self.options = options_of(settings)
-        self.reading = reading_of(self.teacher, self.options)
-        self.reading.texts(self.options, briefly=True)
-
-    def held(self) -> Text | None:
-        """The part of a decoder's text that neither fits nor training read."""
-        return self.reading.held(self.options, self.teacher.source)
-
-    def run(
-        self, compression: CompressRun, folder: Path, check: OutputCheck | None, read: str
-    ) -> HealSummary:
-        """Train the checkpoint in `folder` and make the output, which must pass `check` in the first
-        process; `read` is the digest of all input."""
-        from blr.compressor.commands.heal import HealRun
-
-        started = monotonic()
-        place = compression.processes, compression.workspace, compression.progress
-        run = HealRun(open_checkpoint(folder), self.teacher, self.options, *place, self.reading)
-        run.teacher_digest = read  # it is all that the compression reads
-        run.produce(read, check)
-        return run.summary(monotonic() - started)
-
-
 def options_of(settings: Settings) -> HealOptions:
     """The options of `blr heal` for the same as a compression."""
     text = settings.calibration
@@ -343,10 +332,10 @@ def options_of(settings: Settings) -> HealOptions:
     )
 
 
-def disk_beside(sized: Compression, settings: Settings) -> int:
+def disk_beside(sized: Compression, healing: HealOptions) -> int:
     """Bytes on disk that a healing takes: the compressed checkpoint and the trainer's state."""
     layers, source = sized.plan.layers, sized.source
     files = sum(path.stat().st_size for path in source.extra_files().values())
     specs = {planned.layer.module: planned.spec for planned in layers}
     compressed = source.nbytes - sized.bytes + sum(planned.bits for planned in layers) // 8
-    return compressed + files + kept_bytes(specs, source.entries, options_of(settings))
+    return compressed + files + kept_bytes(specs, source.entries, healing)

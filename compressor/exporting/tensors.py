@@ -142,7 +142,7 @@ def plan_tensors(
         target = STORED[dtype] if dtype and entry.is_float else entry.dtype
         if entry.name in factors:
             module, factor = factors[entry.name]
-            if quantizer is not None and module in quantizer.specs:
+            if quantizer is not None and module in quantizer.packings:
                 found.add_packed(quantizer, module, factor, target)
             else:
                 name, order = relaid_name(specs[module], factor)
