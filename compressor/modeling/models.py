@@ -20,7 +20,7 @@ from blr.compressor.modeling.float8 import prepare_float8, share_rows
 from blr.compressor.modeling.fused import fuse, fuse_activations
 from blr.compressor.modeling.head_slices import part_heads
 from blr.compressor.modeling.layers import KernelLinear, make_layer, prepare_layers
-from blr.compressor.modeling.modeling_blr import PREFIX, Entry, Factor, StructuredConfig, StructuredModel
+from blr.compressor.modeling.modeling_blr import PREFIX, Entry, StructuredConfig, StructuredModel
 from blr.compressor.modeling.modeling_blr import replace_layers as put_layers
 from blr.compressor.modeling.rank_attention import keep_ranks
 from blr.compressor.modeling.rank_cache import rank_cache
@@ -145,23 +145,11 @@ def initialize_packed(model: nn.Module) -> None:
     for layer in model.modules():
         if not isinstance(layer, KernelLinear) or getattr(layer, "_is_hf_initialized", False):
             continue
-        for factor in layer.held.values():
-            if factor.bits:
-                packed, scale = layer.stored(factor)
-                _fill(packed, _mixed, factor)
-                _fill(scale, _scale, factor)
-
-
-def _fill(buffer: Tensor, values: Callable[[Tensor, Factor], Tensor], factor: Factor) -> None:
-    if not buffer.is_meta and not getattr(buffer, "_is_hf_initialized", False):
-        init.copy_(buffer, values(buffer, factor))
-
-
-def _mixed(buffer: Tensor, factor: Factor) -> Tensor:
-    numbers = torch.randint(256, buffer.shape, dtype=torch.uint8, device=buffer.device)
-    return (numbers & SMALL if factor.storage == "float8" else numbers).view(buffer.dtype)
-
-
-def _scale(buffer: Tensor, factor: Factor) -> Tensor:
-    levels = FLOAT8 if factor.storage == "float8" else 2**factor.bits / 12**0.5
-    return torch.full_like(buffer, PART * factor.unit / levels)
+        for factor in (factor for factor in layer.held.values() if factor.bits):
+            packed, scale = layer.stored(factor)
+            if packed.is_meta or getattr(packed, "_is_hf_initialized", False):
+                continue
+            fp8, numbers = factor.storage == "float8", torch.randint_like(packed, 256, dtype=torch.uint8)
+            levels = FLOAT8 if fp8 else 2**factor.bits / 12**0.5
+            init.copy_(packed, (numbers & SMALL if fp8 else numbers).view(packed.dtype))
+            init.copy_(scale, torch.full_like(scale, PART * factor.unit / levels))
