@@ -18,7 +18,6 @@ from blr.compressor.modeling.experts import KernelExperts
 from blr.compressor.modeling.exported import model_class as exported_class
 from blr.compressor.modeling.float8 import prepare_float8, share_rows
 from blr.compressor.modeling.fused import fuse, fuse_activations
-from blr.compressor.modeling.head_slices import part_heads
 from blr.compressor.modeling.layers import KernelLinear, make_layer, prepare_layers
 from blr.compressor.modeling.modeling_blr import PREFIX, Entry, StructuredConfig, StructuredModel
 from blr.compressor.modeling.modeling_blr import replace_layers as put_layers
@@ -26,7 +25,7 @@ from blr.compressor.modeling.rank_attention import keep_ranks
 from blr.compressor.modeling.rank_cache import rank_cache
 from blr.compressor.modeling.settings import CACHE_NAMES, caches_ranks
 from blr.compressor.modeling.shared_input import share_siblings
-from blr.compressor.modeling.slices import bound_blocks, bound_norms
+from blr.compressor.modeling.slices import bound_blocks, bound_norms, part_heads
 from blr.compressor.modeling.splitting import (
     freeze_parts,
     pair_plan,
