@@ -88,7 +88,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         checkpoint = open_checkpoint(folder, options.allow_pickle, workspace.pickled)
         progress.notes(checkpoint.source.notes() + checkpoint.source.extras.notes())
         run = _planned(checkpoint, options, workspace, progress)
-        progress.notes(run.plan.notes)
+        progress.notes(list(run.plan.told))
         run.run()
     return run.summary(monotonic() - started)
 

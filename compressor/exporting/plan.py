@@ -150,12 +150,6 @@ class ExportPlan:
         return None if self.settings is None else self.settings.context
 
     @property
-    def notes(self) -> list[str]:
-        slow = sum(map(without_kernels, self.checkpoint.specs.values()))
-        said = f"{slow} layers of formats without kernels are unpacked by torch wherever they compute"
-        return [said] if slow and self.settings is not None else list(self.told)
-
-    @property
     def plain(self) -> int:
         """How many structured layers packing would not make smaller."""
         return 0 if self.settings is None else len(self.settings.plain)
@@ -192,19 +186,22 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     settings = ExportSettings(LAYOUT, *use, **packed)
     config = files.export_config(checkpoint, settings, options.dtype, options.self_contained)
     cls = filled_class(source, config, tensors.shapes)
-    told = settings, options.source_name, options.kind, draft
+    about = settings, options.source_name, options.kind, draft
+    slow = sum(map(without_kernels, specs.values()))
+    said = f"{slow} layers of formats without kernels are unpacked by torch wherever they compute"
     return ExportPlan(
         checkpoint=checkpoint,
         stored=specs,
         config=config,
         tensors=tensors,
         densified=[],
-        small_files=partial(files.small_files, checkpoint, config, *told),
+        small_files=partial(files.small_files, checkpoint, config, *about),
         check_loads=partial(check_loads, source, cls),
         described=config["blr"]["export"],
         settings=settings,
         quantizer=quantizer,
         beside={} if draft is None else draft.beside,
+        told=(said,) if slow else (),
         draft=draft,
     )
 
