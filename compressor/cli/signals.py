@@ -166,14 +166,10 @@ def resume_command(arguments: list[str]) -> str:
 @contextmanager
 def started(gpus: int | None, running: Running) -> Iterator[None]:
     """Meanwhile be the first of `gpus` processes. Raises UsageError under torchrun or accelerate."""
-    if environment.is_started_by_us() or gpus is None:
-        yield
-        return
-    if environment.count() > 1:
-        raise UsageError(
-            f"--gpus {gpus} in one of {environment.count()} processes; leave it out under a launcher"
-        )
-    if gpus == 1:
+    ours, count = environment.is_started_by_us(), environment.count()
+    if gpus is not None and not ours and count > 1:
+        raise UsageError(f"--gpus {gpus} in one of {count} processes; leave it out under a launcher")
+    if ours or gpus is None or gpus == 1:
         yield
         return
     crew = Crew(gpus, running)

@@ -214,14 +214,13 @@ def _line(layer: Mapping[str, Any], colour: int) -> Series:
 def _plan(data: Mapping[str, Any]) -> str:
     key = next((k for k in ERRORS if any(known(x.get(k)) for x in data["layers"])), "error")
     head = ("module", "structure", "rank or pattern", "parameters", "bits", ERRORS[key], "rule")
+    layers = sorted(data["layers"], key=lambda x: x[key] if known(x.get(key)) else -1.0, reverse=True)
     rows = [
         (
             *(layer["module"], layer["structure"], layer["rank"], f"{layer['parameters']:,}"),
             *(_number(layer.get("bits"), ".3f"), _number(layer.get(key), ".4f"), layer["rule"]),
         )
-        for layer in sorted(
-            data["layers"], key=lambda x: x[key] if known(x.get(key)) else -1.0, reverse=True
-        )
+        for layer in layers
     ]
     rows += [(k["module"], "dense", "", f"{k['parameters']:,}", "", "", k["rule"]) for k in data["kept"]]
     numeric = [name in ("parameters", "bits", *ERRORS.values()) for name in head]
