@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from blr.compressor.base.errors import OutputError, UsageError
+from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
 from blr.compressor.exporting.options import (
     COMPILED,
@@ -222,9 +221,7 @@ class ExportRun(FolderRun):
         """Advice on what loses less than this export."""
         from blr.compressor.output.loss_messages import better_export
 
-        told: dict[str, object] = {}
-        with suppress(OutputError):  # a dense checkpoint, or one without its manifest
-            told = read_manifest(self.plan.checkpoint.source.folder)
+        told = self.plan.checkpoint.manifest
         run, healed = told.get("run"), "healed_from" in told
         calibrated = healed or (isinstance(run, dict) and run.get("calibration") is not None)
         knows = not self.plan.checkpoint.compressed or calibrated
@@ -292,6 +289,6 @@ class ExportRun(FolderRun):
             facts["untied_bytes"] = self.plan.untied_bytes
         if self.plan.checkpoint.saved:
             facts["saved"] = self.plan.checkpoint.saved
-        with suppress(OutputError):  # a dense checkpoint, or one without its manifest
-            facts["compressed_from"] = read_manifest(self.plan.checkpoint.source.folder).get("source")
+        if told := self.plan.checkpoint.manifest:
+            facts["compressed_from"] = told.get("source")
         return json.loads(canonical_json(facts))
