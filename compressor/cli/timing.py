@@ -22,14 +22,7 @@ from blr.bench.options import (
 from blr.bench.results import BenchReport, check_output, publish
 from blr.bench.shapes import layer_work
 from blr.compressor.base.progress import Progress
-from blr.compressor.cli.options import (
-    Format,
-    FormatOption,
-    Quiet,
-    expanded,
-    setting_options,
-    taking,
-)
+from blr.compressor.cli.options import Format, FormatOption, Quiet, expanded, setting_options, taking
 from blr.compressor.cli.streams import report_now
 
 bench_app = typer.Typer(
@@ -37,8 +30,7 @@ bench_app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 OutputOption = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", callback=expanded, help="Write results.json here."),
+    Path | None, typer.Option("--output", "-o", callback=expanded, help="Write results.json here.")
 ]
 
 

@@ -127,11 +127,7 @@ def heal(
 
 
 def export(
-    checkpoint: str | Path,
-    output: str | Path,
-    *,
-    progress: Progress | None = None,
-    **settings: Any,
+    checkpoint: str | Path, output: str | Path, *, progress: Progress | None = None, **settings: Any
 ) -> ExportSummary:
     """Write a checkpoint in the layout of the kernels, with the decoding runtime, or in another form.
 

@@ -307,10 +307,7 @@ ROTARY = ("default", "linear", "llama3")
 
 
 def check_decoder(
-    source: Source,
-    engine: Engine,
-    types: Mapping[str, str] = TYPES,
-    rotary: Collection[str] = ROTARY,
+    source: Source, engine: Engine, types: Mapping[str, str] = TYPES, rotary: Collection[str] = ROTARY
 ) -> PreTrainedConfig:
     """The configuration of a model that `engine` computes as transformers does. Raises CapabilityError
     for types and activations that `types` does not have, and scalings that `rotary` does not."""

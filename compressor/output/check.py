@@ -167,10 +167,7 @@ def _diffusion_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
         DIFFUSERS.kind: name,
         "auto_map": {"AutoModel": f"{DIFFUSION}.{name}"},
         "quantization_config": {"quant_method": "blr"},  # the native class stops there
-        "blr": {
-            "format": FORMAT,
-            "layers": {p.layer.module: p.spec.to_dict() for p in plan.layers},
-        },
+        "blr": {"format": FORMAT, "layers": {p.layer.module: p.spec.to_dict() for p in plan.layers}},
     }
 
 
