@@ -202,11 +202,8 @@ class Crew:
         self.count, self.running, self.over = count, running, False
         self.lock = threading.Lock()
         self.folder = make_scratch()
-        shared = {
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            environment.MEETING: str(self.folder / "meeting"),
-        }
+        shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        shared[environment.MEETING] = str(self.folder / "meeting")
         if any(name == "lo" for _, name in socket.if_nameindex()):
             shared["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         os.environ.update(shared | {"RANK": "0", "LOCAL_RANK": "0"})

@@ -71,14 +71,10 @@ add_command("prefill", PrefillOptions, "Time prompts in transformers, in bf16 an
 add_command("memory", MemoryOptions, "Measure memory of a forward pass: dense, low-rank and ours.")
 
 
+TUNED = "~/.cache/blr/tuned/GPU.yaml, which is read first"
 Table = Annotated[
     Path | None,
-    typer.Option(
-        *("--output", "-o"),
-        callback=expanded,
-        help="Write this YAML file.",
-        show_default="~/.cache/blr/tuned/GPU.yaml, which is read first",
-    ),
+    typer.Option("--output", "-o", callback=expanded, help="Write this YAML file.", show_default=TUNED),
 ]
 
 

@@ -79,10 +79,8 @@ def evaluate_folder(
     if asked.sts:
         name = str((read_config(folder).get("architectures") or [""])[0])
         if name.endswith(("ForCausalLM", "LMHeadModel")) and not (folder / MODULES).exists():
-            raise CapabilityError(
-                f"{folder}: {name} continues text; expected an encoder of sentences for --sts; "
-                "take --text"
-            )
+            said = f"{name} continues text; expected an encoder of sentences for --sts"
+            raise CapabilityError(f"{folder}: {said}; take --text")
     data, trust = [*asked.text, *filter(None, [asked.sts])], asked.trust_remote_code
     start = read_start(data[0]) if data else ""
     tokenizer = load_tokenizer(folder, trust=trust, text=start)
@@ -151,10 +149,10 @@ class Evaluation:
         size = asked.window or min(USUAL_WINDOW, context_of(self.model(self.folder).config.to_dict()))
         begins = beginning_of(tokenizer)
         counted = _counted(size, asked.stride, list(tokenizer.convert_ids_to_tokens(list(begins))))
-        found = [
-            {"text": str(path), **self._of_text(ids, size, begins), "counted": counted}
-            for path, ids in zip(asked.text, tokens, strict=True)
-        ]
+        found = []
+        for path, ids in zip(asked.text, tokens, strict=True):
+            told = self._of_text(ids, size, begins)
+            found.append({"text": str(path), **told, "counted": counted})
         return found[0] if len(found) == 1 else {"texts": found}
 
     def _of_text(self, ids: Tensor, window: int, beginning: Beginning) -> dict[str, object]:
@@ -273,10 +271,8 @@ def read_pairs(path: Path) -> list[Pair]:
         rows = rows[1:]
     for number, row in enumerate(rows, 1):
         if len(row) < 3 or not is_numeral(row[-1]) or not math.isfinite(float(row[-1])):
-            raise InputError(
-                f"{path}: row {number} is {quote(row, 120)[1:-1]}, expected sentence, sentence, score; "
-                "repair the row"
-            )
+            found = f"row {number} is {quote(row, 120)[1:-1]}"
+            raise InputError(f"{path}: {found}, expected sentence, sentence, score; repair the row")
     if len(rows) < 2:
         raise InputError(
             f"{path}: {len(rows)} rows, expected two at least of sentence, sentence, score; give more"

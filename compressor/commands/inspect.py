@@ -48,10 +48,8 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, object]:
         bits = sum(row["bits"] * row["dense_parameters"] for row in layers) / dense if layers else None
         totals = {"dense_parameters": dense, "parameters": structured, "cf": cf, "bits": bits}
     except (InputError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise InputError(
-            f"{folder}: not an output of blr compress ({quote(error, 200)[1:-1]}); "
-            "give the folder it wrote"
-        ) from None
+        said = f"not an output of blr compress ({quote(error, 200)[1:-1]})"
+        raise InputError(f"{folder}: {said}; give the folder it wrote") from None
     return {"output": str(folder), "layers": layers, **totals, **({"saved": saved} if saved else {})}
 
 

@@ -30,15 +30,10 @@ def verify_output(folder: Path) -> dict[str, object]:
         named = {f"{name.partition('.')[0]}.py" for name in source.config.get("auto_map", {}).values()}
         found = found or ", ".join(sorted(name for name in named if not (folder / name).is_file()))
         if found:
-            raise VerifyError(
-                f"{folder}: {found} missing or not as its configuration says; save it again"
-            )
-        return {
-            "output": str(folder),
-            "files": sum(path.is_file() for path in folder.rglob("*")),
-            "ok": True,
-            "saved": saved,
-        }
+            said = f"{found} missing or not as its configuration says"
+            raise VerifyError(f"{folder}: {said}; save it again")
+        count = sum(path.is_file() for path in folder.rglob("*"))
+        return {"output": str(folder), "files": count, "ok": True, "saved": saved}
     return {"output": str(folder), "files": verify_manifest(folder), "ok": True}
 
 

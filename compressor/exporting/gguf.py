@@ -31,7 +31,7 @@ from blr.compressor.exporting.engines import (
     window_told,
 )
 from blr.compressor.exporting.gguf_file import BLOCK, File, blocks, counted, superblocks
-from blr.compressor.exporting.gguf_models import Decoder, check_architecture, tokenizer_values
+from blr.compressor.exporting.gguf_models import REMEDY, Decoder, check_architecture, tokenizer_values
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.exporting.plan import ExportPlan
 from blr.compressor.exporting.tensors import Make, Tensors
@@ -108,10 +108,8 @@ def _add_others(model: File, source: Source, native: Decoder, others: Tensors) -
         ):
             continue
         if not name:
-            raise CapabilityError(
-                f"--as gguf: llama.cpp has no place for {slot.name} of a {config.model_type}; "
-                "take --as mlx, vllm or dense"
-            )
+            found = f"llama.cpp has no place for {slot.name} of a {config.model_type}"
+            raise CapabilityError(f"--as gguf: {found}; {REMEDY}")
         kind = entry.dtype if len(entry.shape) > 1 and entry.dtype in ("F16", "BF16") else "F32"
         read = others.make.get(entry) or partial(source.load_tensor, entry)
         make = partial(_plain, read, kind, native.row_order(name), native.added_to(name))
@@ -204,10 +202,8 @@ def _check_loads(source: Source, folder: Path) -> Written:
         reader = llama_cpp.Llama(str(folder / MODEL), vocab_only=True, verbose=False)
         found = reader.tokenize(PROBE.encode(), add_bos=True, special=False)
         if found != load_tokenizer(source.folder)(PROBE).input_ids:
-            raise CapabilityError(
-                f"--as gguf: llama.cpp reads a text as other tokens than the tokenizer of "
-                f"{source.folder}, expected the same; take --as mlx, vllm or dense"
-            )
+            said = f"llama.cpp reads a text as other tokens than the tokenizer of {source.folder}"
+            raise CapabilityError(f"--as gguf: {said}, expected the same; {REMEDY}")
     return written
 
 

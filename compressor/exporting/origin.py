@@ -64,10 +64,8 @@ def _specs(source: Source) -> dict[str, Spec]:
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         refuse(path, "no blr table of a format this version reads", f"format {FORMAT}", AGAIN)
     if not table.keys().isdisjoint(EXPORTED):
-        raise InputError(
-            f"{source.folder}: an export already, its tensors are not those of a checkpoint; "
-            "give the checkpoint it was exported from"
-        )
+        said = "an export already, its tensors are not those of a checkpoint"
+        raise InputError(f"{source.folder}: {said}; give the checkpoint it was exported from")
     layers = table.get("layers")
     if not isinstance(layers, dict):
         refuse(path, "no blr.layers", "a table of structured layers", AGAIN)

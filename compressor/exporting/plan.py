@@ -307,17 +307,11 @@ def is_pair(spec: Spec) -> bool:
 def plain_config(dense: dict[str, object], pairs: dict[str, Spec]) -> dict[str, object]:
     """Make config.json with our model type and classes, and the sizes of every pair."""
     config = structured_config(dense, Plan([]))
-    config["blr"] = {
-        "format": FORMAT,
-        "pairs": {
-            name: {
-                "in_features": s.in_features,
-                "out_features": s.out_features,
-                "rank": s.shapes()["V"][-1],
-            }
-            for name, s in pairs.items()
-        },
-    }
+    sizes = {}
+    for name, s in pairs.items():
+        rank = s.shapes()["V"][-1]
+        sizes[name] = {"in_features": s.in_features, "out_features": s.out_features, "rank": rank}
+    config["blr"] = {"format": FORMAT, "pairs": sizes}
     return config
 
 

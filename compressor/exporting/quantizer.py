@@ -195,10 +195,8 @@ def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> PackedHea
         return PackedHead(own.name.removesuffix(".weight"), kind, own, tied=False)
     giving = model.all_tied_weights_keys.get(f"{name}.weight", "").removesuffix(".weight")
     if giving not in stored:
-        raise InputError(
-            f"{source.folder}: no floating-point weight {list(shape)} of {name}, expected one to "
-            "quantize; leave --quantize-head out"
-        )
+        found = f"no floating-point weight {list(shape)} of {name}, expected one to quantize"
+        raise InputError(f"{source.folder}: {found}; leave --quantize-head out")
     return PackedHead(name, kind, stored[giving], tied=True)
 
 
@@ -214,9 +212,8 @@ def _head_module(model: PreTrainedModel, kind: str) -> str:
     if not any(type(model).__name__ in ((n,) if isinstance(n, str) else n) for n in known):
         reason = "is no causal language model"
     if reason:
-        raise UsageError(
-            f"--quantize-head {kind}: {type(model).__name__} {reason}; leave the option out"
-        )
+        found = f"{type(model).__name__} {reason}"
+        raise UsageError(f"--quantize-head {kind}: {found}; leave the option out")
     return name
 
 
@@ -231,8 +228,6 @@ def _dense_layers(source: Source, specs: Mapping[str, Spec]) -> dict[str, DenseL
         if family.layer_type(module := entry.name.removesuffix(".weight"))
     }
     if not specs and not dense:
-        raise InputError(
-            f"{source.folder}: no linear layer of floating-point weights to quantize; "
-            "leave --quantize out"
-        )
+        found = "no linear layer of floating-point weights to quantize"
+        raise InputError(f"{source.folder}: {found}; leave --quantize out")
     return dense

@@ -234,9 +234,8 @@ def _check_stored(source: Source, name: str, stored: Stored) -> None:
     fits = entry is not None and (entry.dtype == dtype if dtype else entry.is_float)
     if entry is None or entry.shape != shape or not fits:
         found = "no tensor" if entry is None else f"{entry.dtype} of shape {list(entry.shape)}"
-        expected = (
-            f"{dtype or 'floating-point numbers'} of shape {list(shape)}, as config.blr.layers says"
-        )
+        wanted = f"{dtype or 'floating-point numbers'} of shape {list(shape)}"
+        expected = f"{wanted}, as config.blr.layers says"
         refuse(source.folder, f"{found} under {quote(name)}", expected, "compress the model again")
 
 
@@ -251,10 +250,9 @@ def _convert(source: Source, entry: TensorEntry, order: Order | None, dtype: str
     cast = tensor.to(getattr(torch, TORCH_NAMES[dtype]))
     lost = int((torch.isfinite(tensor) & ~torch.isfinite(cast)).sum()) if dtype != entry.dtype else 0
     if lost:
-        raise NumericsError(
-            f"{entry.file}: {lost} values of {quote(entry.name)} are out of range of {cast.dtype}, "
-            "expected finite numbers; choose --dtype bfloat16 or float32"
-        )
+        found = f"{lost} values of {quote(entry.name)} are out of range of {cast.dtype}"
+        expected = "expected finite numbers; choose --dtype bfloat16 or float32"
+        raise NumericsError(f"{entry.file}: {found}, {expected}")
     return to_physical(cast, order) if order else cast
 
 
