@@ -210,12 +210,10 @@ class Crew:
         reader, self.alive = os.pipe()
         self.members = [self._start(number, reader) for number in range(1, count)]
         os.close(reader)
-        self.watchers = [
-            threading.Thread(target=self._watch, args=(number, member), daemon=True)
-            for number, member in enumerate(self.members, 1)
-        ]
-        for watcher in self.watchers:
-            watcher.start()
+        watcher = partial(threading.Thread, target=self._watch, daemon=True)
+        self.watchers = [watcher(args=numbered) for numbered in enumerate(self.members, 1)]
+        for thread in self.watchers:
+            thread.start()
 
     def _start(self, number: int, reader: int) -> subprocess.Popen[str]:
         own = {"RANK": str(number), "LOCAL_RANK": str(number), environment.PARENT: str(reader)}

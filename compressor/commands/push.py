@@ -230,10 +230,6 @@ def _measured(found: Judged) -> Iterator[tuple[str, str, str, float]]:
 
 
 def printed(push: Push) -> dict[str, object]:
-    return {
-        "repository": push.repository,
-        "files": len(push.files),
-        "bytes": push.bytes,
-        "card": json.loads(json.dumps(push.front, default=os.fspath)),
-        "notes": list(push.notes),
-    }
+    sizes = {"files": len(push.files), "bytes": push.bytes}
+    card = json.loads(json.dumps(push.front, default=os.fspath))
+    return {"repository": push.repository, **sizes, "card": card, "notes": list(push.notes)}

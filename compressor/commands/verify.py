@@ -39,10 +39,9 @@ def verify_output(folder: Path) -> dict[str, object]:
 
 def verify_text(result: dict[str, object]) -> str:
     if "saved" in result:
-        return (
-            f"{result['output']}: {result['saved']}, which leaves no digests to compare: "
-            f"{result['files']} files, whose tensors fit the configuration"
-        )
+        said = f"{result['saved']}, which leaves no digests to compare"
+        files = f"{result['files']} files, whose tensors fit the configuration"
+        return f"{result['output']}: {said}: {files}"
     signed = f", signed by {result['signed']}" if "signed" in result else ""
     return f"{result['output']}: {result['files']} files match the manifest{signed}"
 

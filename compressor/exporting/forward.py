@@ -119,11 +119,10 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor], kind: str) ->
     for name, exact in expected.items():
         exact = exact.float().cpu()
         error = float((found[name].float() - exact).norm() / exact.norm())
-        if not error <= DRIFT.get(found[name].dtype, 1e-3):
-            raise CapabilityError(
-                f"--as {kind}: {name} of the compiled pass is off by {error:.2g}, expected less than "
-                f"{DRIFT.get(found[name].dtype, 1e-3):g}; leave the option out"
-            )
+        most = DRIFT.get(found[name].dtype, 1e-3)
+        if not error <= most:
+            off = f"{name} of the compiled pass is off by {error:.2g}, expected less than {most:g}"
+            raise CapabilityError(f"--as {kind}: {off}; leave the option out")
 
 
 def write_onnx(model: PreTrainedModel, folder: Path, progress: Progress) -> Written:
@@ -201,10 +200,9 @@ def _quiet() -> Iterator[None]:
 def check_pt2(name: str, generates: bool) -> None:
     """Raise CapabilityError where no compiled forward pass can be made of the model class `name`."""
     if generates:
-        raise CapabilityError(
-            f"--as pt2: {name} generates text, and a compiled forward pass holds no cache; "
-            "leave it out, the exported folder has a decoding runtime"
-        )
+        said = f"{name} generates text, and a compiled forward pass holds no cache"
+        remedy = "leave it out, the exported folder has a decoding runtime"
+        raise CapabilityError(f"--as pt2: {said}; {remedy}")
     wanted = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
     if not any(map(shutil.which, wanted)):
         said = f"no C++ compiler ({' or '.join(wanted)}), AOTInductor needs one"
@@ -254,5 +252,5 @@ def _results(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
             return torch.load(found)
     said = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
     why = f"signal {-done.returncode}" if done.returncode < 0 else said
-    found = f"the compiled pass does not run here with torch {torch.__version__} ({why})"
-    raise CapabilityError(f"--as pt2: {found}; leave the option out, or try another version of torch")
+    fails = f"the compiled pass does not run here with torch {torch.__version__} ({why})"
+    raise CapabilityError(f"--as pt2: {fails}; leave the option out, or try another version of torch")

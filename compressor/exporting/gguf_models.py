@@ -99,9 +99,8 @@ def check_architecture(source: Source, engine: Engine) -> PreTrainedConfig:
     layers, width = config.num_hidden_layers, config.head_dim
     scalar = config.hidden_size // config.num_attention_heads if layers == made.whole else width
     if config.query_pre_attn_scalar != scalar:
-        raise unlike(
-            source, engine, f"query_pre_attn_scalar {config.query_pre_attn_scalar}", str(scalar)
-        )
+        found = f"query_pre_attn_scalar {config.query_pre_attn_scalar}"
+        raise unlike(source, engine, found, str(scalar))
     kinds = [
         "full_attention" if n % made.period == 0 else "sliding_attention" for n in range(1, layers + 1)
     ]

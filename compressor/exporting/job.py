@@ -146,9 +146,8 @@ class ExportRun(FolderRun):
         source, specs, bits = plan.checkpoint.source, plan.checkpoint.specs, None
         if self.engine is not None:
             sizes = {module: spec.dense_parameters for module, spec in specs.items()}
-            bits = sum(b * sizes[module] for module, b in stored_bits(plan).items()) / sum(
-                sizes.values()
-            )
+            stored = sum(each * sizes[module] for module, each in stored_bits(plan).items())
+            bits = stored / sum(sizes.values())
         return ExportSummary(
             output=str(output),
             kind=options.kind,

@@ -95,8 +95,5 @@ def native_config(source: Source) -> dict[str, object]:
     """The configuration of the dense model that was compressed."""
     names = source.config.get("architectures") or []
     config = {key: value for key, value in source.config.items() if key not in OUR_KEYS}
-    return {
-        **config,
-        "model_type": source.model_type.removeprefix(OUR_TYPE),
-        "architectures": [name.removeprefix(OUR_CLASS) for name in names],
-    }
+    classes = [name.removeprefix(OUR_CLASS) for name in names]
+    return {**config, "model_type": source.model_type.removeprefix(OUR_TYPE), "architectures": classes}

@@ -215,10 +215,9 @@ def _refuse_packed(checkpoint: Checkpoint, modules: Iterable[str], option: str) 
     """Raise UsageError if one of `modules` is stored in few bits already."""
     packed = [module for module in modules if checkpoint.specs[module].quantized]
     if packed:
-        raise UsageError(
-            f"{option}: {checkpoint.source.folder} holds {packed[0]} and {len(packed) - 1} more layers "
-            "in few bits already, and they are exported as they are; leave the option out"
-        )
+        found = f"{checkpoint.source.folder} holds {packed[0]} and {len(packed) - 1} more layers"
+        said = "in few bits already, and they are exported as they are"
+        raise UsageError(f"{option}: {found} {said}; leave the option out")
 
 
 def without_kernels(spec: Spec) -> bool:

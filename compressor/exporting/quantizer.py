@@ -161,10 +161,9 @@ def _without_larger(found: Quantizer) -> Quantizer:
     sizes = {module: found.sizes(module) for module in found.packings.keys() - own}
     larger = {module for module, (before, after) in sizes.items() if after >= before}
     if found.kind and not sizes.keys() - larger:
-        raise InputError(
-            f"{found.source.folder}: no layer gets smaller in {found.kind}, whose rows are padded to "
-            f"groups of {GROUP}; leave --quantize out, or compress with fewer or no blocks"
-        )
+        said = f"no layer gets smaller in {found.kind}, whose rows are padded to groups of {GROUP}"
+        remedy = "leave --quantize out, or compress with fewer or no blocks"
+        raise InputError(f"{found.source.folder}: {said}; {remedy}")
     packings = {m: packing for m, packing in found.packings.items() if m not in larger}
     dense = {m: layer for m, layer in found.dense.items() if m not in larger}
     return replace(found, packings=packings, dense=dense, plain=sorted(larger - found.dense.keys()))

@@ -337,10 +337,9 @@ def _answers(model: PreTrainedModel, text: Text, dense: Tensor | None, where: ob
     found, best, logs, kl = (torch.cat(column) for column in zip(*parts, strict=True))
     loss = float(found.double().mean())
     if not math.isfinite(loss):
-        raise NumericsError(
-            f"{where}: a loss of {loss} on {text.what}, expected a finite number; choose another dtype "
-            f"or a lower --cf ({NO_CHECK})"
-        )
+        said = f"a loss of {loss} on {text.what}, expected a finite number"
+        remedy = f"choose another dtype or a lower --cf ({NO_CHECK})"
+        raise NumericsError(f"{where}: {said}; {remedy}")
     return Predictions(loss, best, logs, kl)
 
 

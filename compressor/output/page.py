@@ -172,9 +172,8 @@ def _healing(found: Any) -> str:
     ]
     labels = [("own text" if n == "self" else n, colour) for colour, n in enumerate(names)]
     rows = [(k, _words(v)) for k, v in found["facts"].items() if k not in ("before", "after")]
-    return (
-        f"<h2>Healing</h2>{legend(labels)}{chart(series, 'step', KL[key])}{html_table(rows, head=False)}"
-    )
+    drawn = chart(series, "step", KL[key])
+    return f"<h2>Healing</h2>{legend(labels)}{drawn}{html_table(rows, head=False)}"
 
 
 def _spectra(data: Mapping[str, Any]) -> str:
