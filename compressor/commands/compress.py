@@ -190,8 +190,7 @@ class CompressRun(FolderRun):
         processes.wait()
         started, place = monotonic(), (processes, self.workspace, self.progress)
         with self.progress.timed("healing"):
-            student = open_checkpoint(folder)
-            run = HealRun(student, self.teacher, self.healing, *place, self.reading)
+            run = HealRun(open_checkpoint(folder), self.teacher, self.healing, *place, self.reading)
             run.teacher_digest = read  # it is all that the compression reads
             run.produce(read, check)
         self.healed, self.checked = run.summary(monotonic() - started), check.facts if check else None

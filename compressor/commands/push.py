@@ -53,8 +53,7 @@ class Push:
 
     @property
     def bytes(self) -> int:
-        sizes = (len(f) if isinstance(f, bytes) else f.stat().st_size for f in self.files.values())
-        return sum(sizes)
+        return sum(len(f) if isinstance(f, bytes) else f.stat().st_size for f in self.files.values())
 
 
 def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> Push:

@@ -49,7 +49,6 @@ def verify_text(result: dict[str, object]) -> str:
 def _saved(folder: Path) -> str | None:
     """By whom a folder without a manifest was saved; None for a folder that is not of blr."""
     try:
-        path = folder / "config.json"
-        return saved_by(read_json(path, MAX_BYTES))
+        return saved_by(read_json(folder / "config.json", MAX_BYTES))
     except (InputError, KeyError, TypeError):
         return None

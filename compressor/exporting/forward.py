@@ -136,8 +136,7 @@ def write_onnx(model: PreTrainedModel, folder: Path, progress: Progress) -> Writ
         model = model.float()
     model.config.use_cache = False
     before = {path.name for path in folder.iterdir()}
-    names = _trace(model, folder / GRAPH)
-    _check_graph(model, folder / GRAPH, names, progress)
+    _check_graph(model, folder / GRAPH, _trace(model, folder / GRAPH), progress)
     return _written(folder, sorted({path.name for path in folder.iterdir()} - before))
 
 

@@ -137,8 +137,7 @@ def rotary_factors(config: PreTrainedConfig) -> Tensor:
 def _add_packed(model: File, native: Decoder, layer: FewBits) -> None:
     shape = layer.spec.out_features, layer.spec.in_features
     name = native.name_of(f"{layer.module}.weight")
-    make = partial(_blocks, layer, native.row_order(name))
-    model.add(name, kind(layer), shape, make)
+    model.add(name, kind(layer), shape, partial(_blocks, layer, native.row_order(name)))
 
 
 def _blocks(layer: FewBits, order: Tensor | None) -> Tensor:

@@ -187,8 +187,7 @@ class ExportRun(FolderRun):
         from blr.compressor.workspace.shards import assign_shards
 
         tensors = self.plan.tensors
-        limit = self.options.max_shard_size
-        shards = assign_shards(tensors.slots, limit) if tensors.slots else {}
+        shards = assign_shards(tensors.slots, self.options.max_shard_size) if tensors.slots else {}
         return FolderContents(
             {name: in_order(group, tensors.slots) for name, group in shards.items()},
             lambda entry: read_tensor(self.plan.source_of(entry), tensors, entry),

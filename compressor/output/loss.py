@@ -345,5 +345,4 @@ def _answers(model: PreTrainedModel, text: Text, dense: Tensor | None, where: ob
 
 def _crossed(logs: Tensor, expected: Tensor) -> Tensor:
     """Cross entropies [m, w] with `expected` log-probabilities, in which -inf counts as 0."""
-    weighed = expected.exp() * logs
-    return -torch.where(expected == -torch.inf, 0.0, weighed).sum(-1)
+    return -torch.where(expected == -torch.inf, 0.0, expected.exp() * logs).sum(-1)
