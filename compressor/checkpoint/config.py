@@ -129,15 +129,13 @@ def _check_implementations(config: dict[str, object], path: Path) -> None:
             refuse(path, found, "a name like 'sdpa', or none", "remove the key")
 
 
-def _integers(config: dict[str, object]) -> Iterator[tuple[str, int]]:
+def _integers(value: object, key: str = "") -> Iterator[tuple[str, int]]:
     """Every integer of a parsed configuration with its key, those in lists too."""
-    level: list[tuple[str, object]] = list(config.items())
-    while level:
-        yield from ((key, value) for key, value in level if type(value) is int)
-        inner: list[tuple[str, object]] = []
-        for key, value in level:
-            if type(value) is dict:
-                inner += value.items()
-            elif type(value) is list:
-                inner += ((key, item) for item in value)
-        level = inner
+    if type(value) is int:
+        yield key, value
+    elif type(value) is dict:
+        for name, held in value.items():
+            yield from _integers(held, name)
+    elif type(value) is list:
+        for item in value:
+            yield from _integers(item, key)
