@@ -31,8 +31,7 @@ from blr.compressor.cli.summary import (
     time_line,
     use_lines,
 )
-from blr.compressor.recipe.heal_settings import MINUTES
-from blr.compressor.recipe.run_settings import CompressSettings
+from blr.compressor.recipe.settings import MINUTES, CompressSettings
 
 FIRST = """output calibration samples method cf quantize base rank heal effort
 recipe exclude device overwrite force quiet"""

@@ -13,7 +13,7 @@ from blr.compressor.cli.from_fields import (
     setting_options,
     taking,
 )
-from blr.compressor.recipe.eval_settings import EvalSettings
+from blr.compressor.recipe.settings import EvalSettings
 
 FIRST = "text against tasks sts window max_tokens dtype device quiet format"
 

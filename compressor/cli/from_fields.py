@@ -16,10 +16,9 @@ from typer.models import ArgumentInfo
 from blr.compressor.base.device import check_device
 from blr.compressor.base.quoting import printable_all
 from blr.compressor.cli import values
-from blr.compressor.recipe.eval_settings import EvalSettings
 from blr.compressor.recipe.option import Option, described, options_of
-from blr.compressor.recipe.run_settings import RunSettings
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.settings import EvalSettings, RunSettings
 from blr.compressor.workspace.shards import parse_size
 
 Command = Callable[..., None]

@@ -20,7 +20,7 @@ from blr.compressor.cli.from_fields import (
     taking,
 )
 from blr.compressor.cli.summary import check_lines, healed_lines, laid_out, time_line, use_lines
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 
 FIRST = "output data minutes teacher mix lora device gpus overwrite quiet"
 

@@ -65,15 +65,14 @@ def plan(
     from blr.compressor.base.progress import Progress
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.planning import forecast, forecast_healing
-    from blr.compressor.planning.draft_form import draft_form
-    from blr.compressor.planning.model_size import sized
     from blr.compressor.planning.outline import open_or_outline
     from blr.compressor.planning.plan import make_plan, unmeasured
     from blr.compressor.planning.roofline import chosen_gpu
+    from blr.compressor.planning.sizing import draft_form, sized
     from blr.compressor.planning.table import plan_result, plan_text
-    from blr.compressor.recipe.asked import asked_recipe
-    from blr.compressor.recipe.heal_settings import MINUTES, HealOptions, checked_minutes
+    from blr.compressor.recipe.chosen import asked_recipe
     from blr.compressor.recipe.schema import Recipe
+    from blr.compressor.recipe.settings import MINUTES, HealOptions, checked_minutes
     from blr.compressor.text.reading import OWN
 
     asked = {name: options[name] for name in options if name in Recipe.model_fields}

@@ -19,7 +19,7 @@ recipes_app = typer.Typer(
 def list_recipes(format: FormatOption = Format.text) -> None:
     """List the shipped recipes."""
     from blr.compressor.base.tables import aligned
-    from blr.compressor.recipe.shipped_recipes import describe_recipe, shipped_recipes
+    from blr.compressor.recipe.chosen import describe_recipe, shipped_recipes
 
     found = {name: describe_recipe(path) for name, path in shipped_recipes().items()}
     print(json.dumps(found) if format is Format.json else aligned(list(found.items())))
@@ -32,7 +32,7 @@ def show_recipe(
 ) -> None:
     """Show a recipe; with --format json as resolved, with all that it extends."""
     from blr.compressor.checkpoint.regular import read_text
-    from blr.compressor.recipe.shipped_recipes import find_recipe, load_recipe
+    from blr.compressor.recipe.chosen import find_recipe, load_recipe
     from blr.compressor.recipe.yaml_file import MAX_BYTES
 
     resolved = load_recipe(name)
@@ -46,7 +46,7 @@ def validate_recipe(
     format: FormatOption = Format.text,
 ) -> None:
     """Check a recipe and all that it extends; exit code 3 if it is wrong."""
-    from blr.compressor.recipe.shipped_recipes import load_recipe
+    from blr.compressor.recipe.chosen import load_recipe
 
     resolved = load_recipe(file)
     result: dict[str, object] = {"recipe": file, "valid": True, "method": resolved.method}

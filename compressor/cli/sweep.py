@@ -17,8 +17,8 @@ from blr.compressor.cli.from_fields import (
     recipe_options,
     taking,
 )
-from blr.compressor.recipe.heal_settings import checked_minutes
 from blr.compressor.recipe.option import Limits
+from blr.compressor.recipe.settings import checked_minutes
 
 METHODS = "svd,blast"
 COMMON = (  # what all points have in common

@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 from blr.compressor.base.device import COMPUTED
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.quoting import is_numeral
-from blr.compressor.recipe.heal_settings import MINUTES
+from blr.compressor.recipe.settings import MINUTES
 
 MOST = 2**31 - 1
 COLDEST = 1e-4  # a temperature below it takes logits out of the range of float32

@@ -22,18 +22,21 @@ from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.output.loss_messages import advice, better_fit
 from blr.compressor.output.report import as_recorded, by_type, is_layer, read_records, tensor_bytes
-from blr.compressor.planning.draft_form import draft_form
-from blr.compressor.planning.forecast import disk_bytes
+from blr.compressor.planning.forecast import Compression, disk_bytes
 from blr.compressor.planning.forecast_healing import kept_bytes
-from blr.compressor.planning.forecast_time import Compression
 from blr.compressor.planning.layers import what_became
-from blr.compressor.planning.model_size import sized
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.roofline import chosen_gpu
-from blr.compressor.recipe.heal_settings import SELF, HealOptions, check_options, healing_steps
-from blr.compressor.recipe.run_settings import CompressSettings
-from blr.compressor.recipe.run_settings import CompressSettings as Settings
+from blr.compressor.planning.sizing import draft_form, sized
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.settings import (
+    SELF,
+    CompressSettings,
+    HealOptions,
+    check_options,
+    healing_steps,
+)
+from blr.compressor.recipe.settings import CompressSettings as Settings
 from blr.compressor.workspace.journal import canonical_json, headers_digest, versions
 from blr.compressor.workspace.shards import assign_shards
 from blr.compressor.workspace.workspace import Workspace
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
     from blr.compressor.output.check import Door, OutputCheck
     from blr.compressor.output.files import FolderContents
     from blr.compressor.output.loss import Text
-    from blr.compressor.planning.forecast_time import Compression
+    from blr.compressor.planning.forecast import Compression
     from blr.compressor.recipe.schema import Recipe
 
 

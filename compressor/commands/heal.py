@@ -22,7 +22,7 @@ from blr.compressor.healing.summary import HealSummary
 from blr.compressor.healing.teacher import recorded_digest
 from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.planning.roofline import find_gpu
-from blr.compressor.recipe.heal_settings import HealOptions, check_options, healing_steps
+from blr.compressor.recipe.settings import HealOptions, check_options, healing_steps
 from blr.compressor.workspace.journal import canonical_json, headers_digest, layer_key, versions
 from blr.compressor.workspace.manifest import read_manifest
 from blr.compressor.workspace.workspace import Workspace

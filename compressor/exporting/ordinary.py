@@ -34,7 +34,7 @@ from blr.compressor.output.files import (
     structured_config,
 )
 from blr.compressor.output.loss_messages import MARK
-from blr.compressor.planning.experts import TRANSPOSED
+from blr.compressor.planning.layers import TRANSPOSED
 from blr.compressor.planning.plan import Plan
 from blr.compressor.structures.specs import LowRankSpec, Spec
 

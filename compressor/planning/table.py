@@ -21,19 +21,12 @@ COLUMNS = (
 
 
 def plan_result(plan: Plan, recipe: Recipe, gpu: Gpu, name: str, outlined: bool) -> dict[str, Any]:
-    """`plan` as JSON-ready data with an entry for each layer. Times are bf16 rooflines on `gpu`, with
-    dense ones beside them. `outlined`: shapes come from config.json alone, so the whole model's size is
-    unknown."""
+    """`plan` as JSON-ready data. Times are bf16 rooflines on `gpu`, beside dense ones. `outlined`:
+    shapes come from config.json alone, so the whole model's size is unknown."""
     entries: list[PlannedLayer | KeptLayer] = [*plan.layers, *plan.kept]
-    entries.sort(  # block 2 before block 10
-        key=lambda entry: [
-            (int(part), "") if part.isdigit() else (0, part)
-            for part in re.split(r"(\d+)", entry.layer.module)
-        ]
-    )
     own = [recipe.settings_for(planned.layer.module) for planned in plan.layers]
     sized_by_cf = recipe.sized_by_cf and any(s.rank is None and s.pattern is None for s in own)
-    layers = [_row(entry, gpu) for entry in entries]
+    layers = [_row(entry, gpu) for entry in sorted(entries, key=_in_order)]
     totals = {key: sum(layer[key] for layer in layers) for key in SUMMED}
     return {
         "model": name,
@@ -49,6 +42,12 @@ def plan_result(plan: Plan, recipe: Recipe, gpu: Gpu, name: str, outlined: bool)
         "layers": layers,
         "notes": plan.notes,
     }
+
+
+def _in_order(entry: PlannedLayer | KeptLayer) -> list[tuple[int, str]]:
+    """Sorts block 2 before block 10."""
+    parts = re.split(r"(\d+)", entry.layer.module)
+    return [(int(part), "") if part.isdigit() else (0, part) for part in parts]
 
 
 def _whole(plan: Plan, layers: Sequence[dict[str, object]]) -> dict[str, object] | None:
@@ -155,8 +154,7 @@ def _cells(group: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _label(names: Sequence[str]) -> str:
-    """``model.layers.0-31.mlp.up_proj`` for modules that differ in their first number, and in that of
-    their expert."""
+    """``model.layers.0-31.mlp.up_proj`` for modules that differ in their first number or expert."""
     if len(names) == 1:
         return names[0]
     experts = {int(found[2]) for name in names if (found := EXPERT.match(name))}

@@ -7,7 +7,7 @@ from typing import Any
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.quoting import quote
-from blr.compressor.recipe.asked import idle, refuse
+from blr.compressor.recipe.chosen import idle, refuse
 from blr.compressor.recipe.schema import DENSE, Recipe, make_recipe
 
 NONE = "none"
