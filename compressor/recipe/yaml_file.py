@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML, events
 
 from blr.compressor.base.errors import InputError, RecipeError
-from blr.compressor.base.quoting import quote
+from blr.compressor.base.quoting import is_text, quote
 from blr.compressor.checkpoint.regular import read_text
 from blr.compressor.recipe.fields import AGAIN, said_of
 from blr.compressor.workspace.strict_json import KeyPath, in_data
@@ -74,8 +74,6 @@ def read_recipe(path: Path) -> RecipeFile:
 
 def parse_mapping(path: Path, text: str) -> dict[str, object]:
     """A YAML mapping as plain data; errors name `path`. Raises RecipeError as `read_recipe` does."""
-    if len(text) > MAX_BYTES:
-        _refuse(path, None, f"{len(text)} characters of YAML", f"at most {MAX_BYTES}", "shorten it")
     return _Reader(path, text).read().data
 
 
@@ -122,11 +120,6 @@ def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
         yield from _models_in(argument)
 
 
-def _refuse(path: Path, line: int | None, found: str, expected: str, remedy: str) -> NoReturn:
-    where = quote(path, 160)[1:-1] + (f":{line}" if line else "")
-    raise RecipeError(f"{where}: found {found}; expected {expected}; {remedy}")
-
-
 class _Reader:
     """Builds plain data from the parser's events, and refuses what a recipe may not have."""
 
@@ -136,6 +129,8 @@ class _Reader:
         self.events = YAML(typ="safe", pure=True).parse(text)
 
     def read(self) -> RecipeFile:
+        if len(self.text) > MAX_BYTES:
+            self._refuse(f"{len(self.text)} characters of YAML", f"at most {MAX_BYTES}", "shorten it")
         try:
             data = self._document()
         except RecipeError:
@@ -167,10 +162,8 @@ class _Reader:
             self._refuse("an empty file", "keys with values, as 'method: svd'", "write one a line")
         data = self._value(self._next(), ())
         if type(data) is not dict:
-            self.line, found = (
-                1,
-                "a list at the top" if type(data) is list else f"only {quote(data, 40)}",
-            )
+            self.line = 1
+            found = "a list at the top" if type(data) is list else f"only {quote(data, 40)}"
             self._refuse(found, "keys with values, as 'method: svd'", "write one a line")
         self._next()  # end of the document
         if not isinstance(self._next(), events.StreamEndEvent):
@@ -220,7 +213,7 @@ class _Reader:
 
     def _scalar(self, event: Any) -> object:
         text = event.value
-        if any("\ud800" <= character <= "\udfff" for character in text):
+        if not is_text(text):
             self._refuse(f"half a character, {quote(text, 40)}", "whole ones", "write it as it is")
         if event.style is not None:
             return text
@@ -229,4 +222,5 @@ class _Reader:
         return next((make(text) for form, make in _FORMS if form.fullmatch(text)), text)
 
     def _refuse(self, found: str, expected: str, remedy: str) -> NoReturn:
-        _refuse(self.path, self.line, found, expected, remedy)
+        where = f"{quote(self.path, 160)[1:-1]}:{self.line}"
+        raise RecipeError(f"{where}: found {found}; expected {expected}; {remedy}")
