@@ -92,7 +92,7 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
             raise InputError(f"{source.folder}: {notes[-1]}; {remedy}")
     known = {layer.entry.name for layer in layers}
     experts = [e for e in entries if "experts" in e.name.split(".") and e.name not in known]
-    stay = sum(e.parameters for e in experts if not e.name.endswith("_bias"))
+    stay = sum(e.parameters for e in experts if not e.name.endswith(("_bias", ".bias")))
     if share := stay / max(source.parameters, 1):
         notes.append(
             f"experts stay dense, which are {share:.0%} of the model's parameters: no table in configs/ "
