@@ -27,12 +27,7 @@ from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.planning.sizing import draft_form, sized
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.recipe.settings import (
-    SELF,
-    HealOptions,
-    check_options,
-    healing_steps,
-)
+from blr.compressor.recipe.settings import SELF, HealOptions, check_options, healing_steps
 from blr.compressor.recipe.settings import CompressSettings as Settings
 from blr.compressor.workspace.journal import canonical_json, headers_digest, versions
 from blr.compressor.workspace.shards import assign_shards

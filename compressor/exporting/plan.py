@@ -27,12 +27,7 @@ from blr.compressor.exporting.options import DEFAULT_CONTEXT, ExportOptions
 from blr.compressor.exporting.origin import FORMAT, Checkpoint
 from blr.compressor.exporting.quantizer import Quantizer, find_head, make_quantizer
 from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors
-from blr.compressor.loading.native import (
-    meta_model,
-    native_class,
-    quiet_transformers,
-    read_context,
-)
+from blr.compressor.loading.native import meta_model, native_class, quiet_transformers, read_context
 from blr.compressor.loading.vendor import code_files
 from blr.compressor.modeling.modeling_blr import LAYOUT, module_names
 from blr.compressor.modeling.models import model_class
