@@ -30,7 +30,7 @@ def report_files(plan: Plan, records: Records, facts: Mapping[str, object]) -> d
         {
             "module": entry.layer.module,
             "type": entry.layer.type,
-            "parameters": entry.parameters,
+            "parameters": entry.spec.parameters,
             "rule": entry.rule,
         }
         for entry in plan.kept

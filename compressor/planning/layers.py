@@ -48,6 +48,11 @@ class Layer:
     stack: str = ""
 
     @property
+    def width(self) -> int:
+        """The bits of a stored number."""
+        return 8 * self.entry.nbytes // self.entry.parameters
+
+    @property
     def shape(self) -> Shape:
         rows, columns = self.entry.shape
         return (columns, rows) if self.transposed else (rows, columns)

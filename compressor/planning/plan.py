@@ -39,22 +39,6 @@ class PlannedLayer:
         return self.spec.stored_bits(self.width)
 
 
-@dataclass(frozen=True)
-class KeptLayer:
-    """A layer that a rule keeps dense; it counts in the compression factor."""
-
-    layer: Layer
-    rule: str
-
-    @property
-    def bits(self) -> int:
-        return 8 * self.layer.entry.nbytes
-
-    @property
-    def parameters(self) -> int:
-        return self.layer.entry.parameters
-
-
 @dataclass
 class Plan:
     """What happens to a checkpoint: the replaced layers in order, notes for the user, the layers kept
@@ -62,19 +46,19 @@ class Plan:
 
     layers: list[PlannedLayer]
     notes: list[str] = field(default_factory=list)
-    kept: list[KeptLayer] = field(default_factory=list)
+    kept: list[PlannedLayer] = field(default_factory=list)
     whole: Source | None = None
     kv_cache: str | None = None
 
     @property
     def dense_parameters(self) -> int:
         """The parameters before, of all layers that count in the factor."""
-        return sum(planned.spec.dense_parameters for planned in self.layers) + self._kept
+        return sum(planned.spec.dense_parameters for planned in [*self.layers, *self.kept])
 
     @property
     def structured_parameters(self) -> int:
         """The parameters after, of all layers that count in the factor."""
-        return sum(planned.spec.parameters for planned in self.layers) + self._kept
+        return sum(planned.spec.parameters for planned in [*self.layers, *self.kept])
 
     @property
     def cf(self) -> float:
@@ -83,8 +67,7 @@ class Plan:
     @property
     def bits(self) -> float:
         """The stored bits of these layers for each of their dense parameters."""
-        stored = sum(layer.bits for layer in self.layers) + sum(layer.bits for layer in self.kept)
-        return stored / self.dense_parameters
+        return sum(planned.bits for planned in [*self.layers, *self.kept]) / self.dense_parameters
 
     @property
     def share(self) -> float | None:
@@ -92,10 +75,6 @@ class Plan:
         if self.whole is None:
             return None
         return sum(planned.spec.dense_parameters for planned in self.layers) / self.whole.parameters
-
-    @property
-    def _kept(self) -> int:
-        return sum(kept.parameters for kept in self.kept)
 
 
 def make_plan(
@@ -110,12 +89,12 @@ def make_plan(
     cached = cached_settings(layers, recipe, curves or {})
     tasks = [_task(layer, recipe, cached) for layer in layers]
     fixed, kept = _dense(tasks, notes)
-    done = {p.layer.module for p in fixed} | {layer.layer.module for layer in kept}
+    done = {planned.layer.module for planned in [*fixed, *kept]}
     assigner = Assigner(recipe, curves or {}, calibrated, notes)
     structured = [assigner.shaped(task) for task in tasks if task.layer.module not in done]
     if recipe.allocation != "uniform":
         structured = shared_bits(structured, curves or {})
-    assigned = _assign(structured, fixed, kept, assigner)
+    assigned = _assign(structured, [*fixed, *kept], assigner)
     planned = {p.layer.module: p for p in fixed}
     for task in structured:
         planned[task.layer.module] = _planned(task, *assigned[task.layer.module], notes)
@@ -149,7 +128,7 @@ def unmeasured(recipe: Recipe, calibrated: bool) -> list[str]:
 
 
 def _task(layer: Layer, recipe: Recipe, cached: dict[str, LayerSettings]) -> Task:
-    width = 8 * BYTES[recipe.dtype] if recipe.dtype else 8 * layer.entry.nbytes // layer.entry.parameters
+    width = 8 * BYTES[recipe.dtype] if recipe.dtype else layer.width
     return Task(layer, cached.get(layer.module) or recipe.settings_for(layer.module), width=width)
 
 
@@ -165,18 +144,18 @@ def _kv_cache(recipe: Recipe, layers: list[PlannedLayer]) -> str | None:
     return "ranks" if recipe.kv_quantize in (None, NONE) else recipe.kv_quantize
 
 
-def _dense(tasks: list[Task], notes: list[str]) -> tuple[list[PlannedLayer], list[KeptLayer]]:
+def _dense(tasks: list[Task], notes: list[str]) -> tuple[list[PlannedLayer], list[PlannedLayer]]:
     """The layers in few bits without a structure, and those kept. Raises UsageError if all are kept."""
     fixed, kept = [], []
     for task in tasks:
         if task.settings.method != DENSE:
             continue
-        o, i = task.layer.shape
+        layer, (o, i) = task.layer, task.layer.shape
         spec = stored_spec(DenseSpec(i, o), task.settings.stored, task.width)
         if spec.packing is not None:
-            fixed.append(PlannedLayer(task.layer, spec, rule=task.decided("dense"), width=task.width))
+            fixed.append(PlannedLayer(layer, spec, rule=task.decided("dense"), width=task.width))
             continue
-        kept.append(KeptLayer(task.layer, task.decided("kept dense")))
+        kept.append(PlannedLayer(layer, spec, rule=task.decided("kept dense"), width=layer.width))
         if task.settings.stored.bits:
             _say_large(task, notes)
     if len(kept) == len(tasks) and any(task.settings.stored.bits for task in tasks):
@@ -191,13 +170,11 @@ def _say_large(task: Task, notes: list[str]) -> None:
     notes.extend([note] if note not in notes else [])
 
 
-def _assign(
-    tasks: list[Task], fixed: list[PlannedLayer], kept: list[KeptLayer], assigner: Assigner
-) -> Assigned:
+def _assign(tasks: list[Task], dense_layers: list[PlannedLayer], assigner: Assigner) -> Assigned:
     """The specs of layers that get a structure. Dense layers count in the budget; corrections do not."""
     correcting = [task for task in tasks if task.settings.stored.base is not None]
     others = [task for task in tasks if task.settings.stored.base is None]
-    dense = sum(p.spec.parameters for p in fixed) + sum(layer.parameters for layer in kept)
+    dense = sum(planned.spec.parameters for planned in dense_layers)
     budget = (sum(task.size for task in others) + dense) / assigner.recipe.cf - dense
     return assigner.assign(correcting, 0) | assigner.assign(others, budget if others else 0)
 

@@ -52,14 +52,13 @@ def tokens_per_second(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool
 def predicted(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> float:
     """The speed as `tokens_per_second` gives it. Raises UsageError if the recipe cannot be planned."""
     plan = make_plan(source, recipe, calibrated=calibrated)
-    times = [_decoded(planned.spec, gpu) for planned in plan.layers]
-    return _whole(source, times + [_dense(*kept.layer.shape, gpu) for kept in plan.kept], gpu)
+    return _whole(source, [_decoded(planned.spec, gpu) for planned in [*plan.layers, *plan.kept]], gpu)
 
 
 def dense_speed(source: Source, recipe: Recipe, gpu: Gpu) -> float:
     """The speed of the dense model whose layers `recipe` would replace."""
     plan = make_plan(source, recipe)
-    layers = [planned.layer for planned in plan.layers] + [kept.layer for kept in plan.kept]
+    layers = [planned.layer for planned in [*plan.layers, *plan.kept]]
     return _whole(source, [_dense(*layer.shape, gpu) for layer in layers], gpu)
 
 
@@ -174,7 +173,10 @@ def _reached(plan: Plan, asked: str, wanted: float) -> tuple[float, float]:
             f"{size:,} bytes, so the factor stays below {size / stays:.4g}; lower it or"
             " --include lm_head"
         )
-    kept, excess = sum(layer.parameters for layer in plan.kept), layers / (size / wanted - stays)
+    kept, excess = (
+        sum(planned.spec.parameters for planned in plan.kept),
+        layers / (size / wanted - stays),
+    )
     parameters = kept + (plan.structured_parameters - kept) / excess
     return size / (stays + layers), max(plan.dense_parameters / parameters, 1.0001)
 
