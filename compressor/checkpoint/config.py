@@ -13,7 +13,6 @@ from blr.compressor.checkpoint.regular import inside, read_json, refuse
 _OLDER = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
 REMEDY = "take the config.json of the model's own repository"
 MAX_BYTES = 1_000_000
-MAX_DEPTH = 32
 MAX_LAYERS = 4096
 # Counts and sizes that a model is built from, whatever its family calls them, and what none exceeds.
 # Without these bounds building it, even without weights, takes all of the time or memory there is.
@@ -68,8 +67,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json of `folder`, checked. Raises InputError for a hostile one, or no model type."""
     path = inside(folder, "config.json")
     config = read_json(path, MAX_BYTES, constants=True)
-    if depth(config) > MAX_DEPTH:
-        refuse(path, f"over {MAX_DEPTH} nested levels", "a plain model config", REMEDY)
     if library_of(config) is DIFFUSERS:
         kind, size = config[DIFFUSERS.kind], config.get("sample_size")
         if type(kind) is not str or not _CLASS.fullmatch(kind):
@@ -96,16 +93,6 @@ def check_counts(config: dict[str, object], folder: Path, tensors: int) -> None:
                 found = f"{quote(key, 40)[1:-1]} {quote(value)} with {tensors} tensors"
                 remedy = "take config.json and weights from the same model"
                 refuse(folder / "config.json", found, f"at most {limit}", remedy)
-
-
-def depth(value: Any) -> int:
-    """Nesting depth of parsed JSON, without recursion."""
-    level, found = [value], 0
-    while level:
-        found += 1
-        children = (item.values() if type(item) is dict else item for item in level)
-        level = [item for group in children for item in group if type(item) in (dict, list)]
-    return found
 
 
 def _check_names(config: dict[str, object], path: Path) -> None:

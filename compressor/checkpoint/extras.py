@@ -13,10 +13,10 @@ from typing import Any
 
 from blr.compressor.base.errors import InputError
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.config import depth
 from blr.compressor.checkpoint.header import read_header
 from blr.compressor.checkpoint.regular import (
     check_size,
+    depth,
     inside,
     open_regular,
     read_exactly,

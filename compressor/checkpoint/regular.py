@@ -16,6 +16,7 @@ from blr.compressor.base.quoting import quote
 
 DAMAGED = "download the file again or save it anew with safetensors"
 REPAIRED = "download the file again or repair it"  # of JSON, which people write
+MAX_DEPTH = 32  # of JSON
 START, PIECE = 1 << 15, 1 << 22  # bytes
 POINTER = b"version https://git-lfs"  # begins what git leaves in place of a large file
 
@@ -204,14 +205,27 @@ def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) 
             object_pairs_hook=_unique_pairs,
             parse_constant=float if constants else _no_constant,
         )
+        deep = depth(value) > MAX_DEPTH
     except RecursionError:
-        refuse(path, "deeply nested JSON", "a few levels at most", remedy)
+        deep = True
     except ValueError as error:  # JSON, UTF-8, duplicate keys, integers of thousands of digits
         found = f"invalid JSON ({quote(error, 160)[1:-1]})"
         refuse(path, found, "one JSON object with unique keys", remedy)
+    if deep:
+        refuse(path, f"over {MAX_DEPTH} nested levels", "a few levels at most", remedy)
     if type(value) is not dict:
         refuse(path, f"JSON of type {type(value).__name__}", "an object", remedy)
     return value
+
+
+def depth(value: Any) -> int:
+    """Nesting depth of parsed JSON, without recursion."""
+    level, found = [value], 0
+    while level:
+        found += 1
+        children = (item.values() if type(item) is dict else item for item in level)
+        level = [item for group in children for item in group if type(item) in (dict, list)]
+    return found
 
 
 def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:

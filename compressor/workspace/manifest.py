@@ -15,7 +15,6 @@ from typing import Any, Literal
 from blr.compressor.base.disk import sha256_file
 from blr.compressor.base.errors import InputError, OutputError, VerifyError
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.config import depth
 from blr.compressor.checkpoint.header import TensorEntry, header_bytes
 from blr.compressor.checkpoint.regular import inside, parse_json, read_whole, refuse
 from blr.compressor.checkpoint.remote import remote_shard
@@ -26,7 +25,6 @@ FORMAT = 2
 WITHOUT_DIGEST = 1  # the format before, which says nothing of itself and of headers
 DIGEST, HEADER = "manifest_sha256", "header_sha256"
 MAX_BYTES = 64 * 2**20
-MAX_DEPTH = 32
 TABLES = ("run", "source", "healed_from", "teacher", "compressed_from")  # facts that are tables
 _UNSET = "0" * 64
 # What the hub puts beside files that it gives, none of which a model is read from
@@ -147,7 +145,7 @@ def _is_ours(manifest: dict[str, Any]) -> bool:
     files, read = manifest.get("files"), manifest.get("input_sha256")
     if manifest.get("format") not in (FORMAT, WITHOUT_DIGEST) or type(files) is not dict or not files:
         return False
-    if depth(manifest) > MAX_DEPTH or any(type(manifest.get(n)) not in (dict, NoneType) for n in TABLES):
+    if any(type(manifest.get(name)) not in (dict, NoneType) for name in TABLES):
         return False
     source = manifest.get("source") or {}
     named = all(type(source.get(name)) in (str, NoneType) for name in ("name", "revision"))

@@ -16,18 +16,10 @@ from blr.compressor.base.disk import SCRATCH, fsync_folder, write_stream
 from blr.compressor.base.errors import InputError, OutputError
 from blr.compressor.base.exhaustion import storage_errors
 from blr.compressor.base.quoting import is_text, quote
-from blr.compressor.checkpoint.config import depth
 from blr.compressor.checkpoint.regular import parse_json
 from blr.compressor.checkpoint.source import JOURNAL
 from blr.compressor.workspace.journal import canonical_json
-from blr.compressor.workspace.manifest import (
-    ANOTHER,
-    MANIFEST,
-    MAX_DEPTH,
-    is_inside,
-    read_manifest,
-    verify_listed,
-)
+from blr.compressor.workspace.manifest import ANOTHER, MANIFEST, is_inside, read_manifest, verify_listed
 
 RUN_FILE = "run.json"
 ABOUT = "unfinished output of blr: the same command resumes it, --restart discards it"
@@ -169,7 +161,7 @@ def read_marker(partial: Path) -> dict[str, Any] | None:
     except InputError:
         in_the_way(path, "damaged")
     files, run = marker.get("files"), marker.get("run")
-    known = marker.keys() == {"about", "files", "run"} and depth(marker) <= MAX_DEPTH
+    known = marker.keys() == {"about", "files", "run"}
     named = type(files) is list and all(type(name) is str and is_inside(name) for name in files)
     if not (known and named and type(run) in (dict, NoneType)):
         in_the_way(path, "damaged")

@@ -8,11 +8,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from blr.compressor.base.errors import BlrError, InputError, OutputError
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.config import depth
 from blr.compressor.checkpoint.regular import read_json, refuse
 
 MAX_BYTES = 16 * 2**20
-MAX_DEPTH = 32
 OURS = "what blr writes there"
 
 
@@ -52,8 +50,6 @@ def fitted(
     data: dict[str, object], model: type[Model], path: Path, remedy: str, expected: str = OURS
 ) -> Model:
     """Parsed JSON as a `model`. Raises InputError, which names `path` and what is `expected`."""
-    if depth(data) > MAX_DEPTH:
-        refuse(path, f"over {MAX_DEPTH} nested levels", expected, remedy)
     try:
         return model.model_validate(data)
     except ValidationError as error:
