@@ -35,8 +35,7 @@ from blr.compressor.cli.signals import end_member, started, stop_on_signals
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.output.loss_messages import number
 from blr.compressor.planning.roofline import ASKED
-from blr.compressor.recipe.heal_settings import MINUTES, HealOptions
-from blr.compressor.recipe.run_settings import CompressSettings
+from blr.compressor.recipe.settings import MINUTES, CompressSettings, HealOptions
 
 Line = tuple[str, str]
 PROMPT = '"A prompt"'

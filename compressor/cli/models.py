@@ -28,8 +28,8 @@ from blr.compressor.cli.options import (
     setting_options,
     taking,
 )
-from blr.compressor.recipe.eval_settings import EvalSettings
 from blr.compressor.recipe.option import Limits
+from blr.compressor.recipe.settings import EvalSettings
 
 FIRST = "text against tasks sts window max_tokens dtype device quiet format"
 

@@ -24,11 +24,9 @@ from typer.models import ArgumentInfo
 from blr.compressor.base.device import COMPUTED, check_device
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.quoting import is_numeral, printable_all
-from blr.compressor.recipe.eval_settings import EvalSettings
-from blr.compressor.recipe.heal_settings import MINUTES
 from blr.compressor.recipe.option import Option, described, options_of
-from blr.compressor.recipe.run_settings import RunSettings
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.settings import MINUTES, EvalSettings, RunSettings
 from blr.compressor.workspace.shards import parse_size
 
 MOST = 2**31 - 1

@@ -12,11 +12,10 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.base.threads import use_threads
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.output.folder_run import opened
-from blr.compressor.planning.draft_form import draft_form
-from blr.compressor.planning.model_size import sized
 from blr.compressor.planning.plan import make_plan, unmeasured
-from blr.compressor.recipe.run_settings import CompressSettings as Settings
+from blr.compressor.planning.sizing import draft_form, sized
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.settings import CompressSettings as Settings
 
 
 @dataclass

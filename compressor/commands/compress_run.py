@@ -24,14 +24,13 @@ from blr.compressor.output.folder_run import FolderRun
 from blr.compressor.output.loss import calibration_text
 from blr.compressor.output.loss_messages import advice, better_fit
 from blr.compressor.output.report import as_recorded, by_type, is_layer, read_records, tensor_bytes
-from blr.compressor.planning.forecast import disk_bytes
+from blr.compressor.planning.forecast import Compression, disk_bytes
 from blr.compressor.planning.forecast_healing import kept_bytes
-from blr.compressor.planning.forecast_time import Compression
 from blr.compressor.planning.layers import what_became
 from blr.compressor.planning.plan import Plan, make_plan
 from blr.compressor.planning.roofline import chosen_gpu
-from blr.compressor.recipe.heal_settings import SELF, HealOptions, check_options, healing_steps
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.settings import SELF, HealOptions, check_options, healing_steps
 from blr.compressor.text.reading import calibration_digest
 from blr.compressor.workspace.journal import canonical_json, headers_digest, versions
 from blr.compressor.workspace.scan import scan_source

@@ -34,7 +34,7 @@ from blr.compressor.loading.load import EMBEDS, GENERATES, load_model, load_toke
 from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.loading.tokenizer import PROBE, check_ids, encode_padded, taken_by
 from blr.compressor.output.loss import percentiles
-from blr.compressor.recipe.eval_settings import USUAL_WINDOW, EvalSettings
+from blr.compressor.recipe.settings import USUAL_WINDOW, EvalSettings
 from blr.compressor.text.reading import Beginning, beginning_of, read_whole_text
 
 MAX_BYTES = 64 * 2**20  # of a text; all of it is tokenized at once

@@ -48,7 +48,7 @@ from blr.compressor.output.files import FolderContents
 from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.planning.forecast_healing import GpuGroup, disk_bytes, predicted, words
 from blr.compressor.planning.roofline import find_gpu
-from blr.compressor.recipe.heal_settings import HealOptions, check_options, healing_steps
+from blr.compressor.recipe.settings import HealOptions, check_options, healing_steps
 from blr.compressor.text.own import OwnText, write_own_text
 from blr.compressor.workspace.journal import canonical_json, headers_digest, layer_key, versions
 from blr.compressor.workspace.scan import scan_source

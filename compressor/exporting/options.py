@@ -8,7 +8,7 @@ from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.exhaustion import check_packages
 from blr.compressor.checkpoint.context import NGRAM
 from blr.compressor.planning.roofline import chosen_gpu
-from blr.compressor.recipe.run_settings import RunSettings
+from blr.compressor.recipe.settings import RunSettings
 
 QUANTIZED = ("int8", "int4")
 NONE = "none"

@@ -43,7 +43,7 @@ from blr.compressor.output.files import (
     structured_config,
 )
 from blr.compressor.output.loss_messages import MARK
-from blr.compressor.planning.experts import TRANSPOSED
+from blr.compressor.planning.layers import TRANSPOSED
 from blr.compressor.planning.plan import Plan
 from blr.compressor.runtime.failures import CACHES
 from blr.compressor.structures.specs import KroneckerSpec, LowRankSpec, Spec, families

@@ -12,13 +12,13 @@ from blr.compressor.base.disk import Bytes
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, TensorEntry
-from blr.compressor.checkpoint.numerics import check_product
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.quantizer import Quantizer
-from blr.compressor.planning.experts import native_weights
+from blr.compressor.planning.layers import native_weights
 from blr.compressor.structures.restore import factors_of, restored
 from blr.compressor.structures.specs import SCALE, Spec, Stored, stored_names
+from blr.compressor.workspace.scan import check_product
 from blr.compressor.workspace.shards import Slot
 from blr.kernels.common.layout import to_physical
 from blr.kernels.common.orders import Order, order_of

@@ -22,8 +22,9 @@ from blr.compressor.base.threads import on_one_thread
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.rounding import plain_fit, round_layer
-from blr.compressor.planning.forecast_time import predicted_cost
-from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
+from blr.compressor.planning.forecast import predicted_cost
+from blr.compressor.planning.layers import Layer
+from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.structures.base import FitOptions, relative_error
 from blr.compressor.structures.linalg import recorded_fallbacks

@@ -35,8 +35,8 @@ from blr.compressor.fitting.weighted import (
     metric_for,
     products,
 )
-from blr.compressor.planning.experts import AT_ONCE
-from blr.compressor.planning.forecast_time import predicted_cost
+from blr.compressor.planning.forecast import predicted_cost
+from blr.compressor.planning.layers import AT_ONCE
 from blr.compressor.recipe.architectures import Group
 from blr.compressor.workspace.journal import layer_key
 

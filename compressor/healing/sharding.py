@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.processes import Processes
 from blr.compressor.exporting.origin import Checkpoint
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 from blr.compressor.structures.latent import Plain
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from blr.compressor.healing.objective import Merit, Objective
 from blr.compressor.healing.sharding import checkpoint_blocks, compile_blocks
 from blr.compressor.healing.state import State, load_state, save_state
 from blr.compressor.healing.student_and_teacher import TrainedPair
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 from blr.compressor.workspace.journal import Journal
 
 EVALUATIONS = 10  # in a run, besides the first one

@@ -27,7 +27,7 @@ def report_files(plan: Plan, records: Records, facts: Mapping[str, object]) -> d
     and `notes`; `facts` have `name`, `method`, `cf`, `calibration` and `versions`."""
     layers = [_layer(planned, records[planned.layer.module]) for planned in plan.layers]
     kept = [
-        {"module": k.layer.module, "type": k.layer.type, "parameters": k.parameters, "rule": k.rule}
+        {"module": k.layer.module, "type": k.layer.type, "parameters": k.spec.parameters, "rule": k.rule}
         for k in plan.kept
     ]
     data = {

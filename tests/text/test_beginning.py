@@ -35,8 +35,8 @@ from blr.compressor.healing.objective import Objective
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.output.loss import computing, file_text, own_text
-from blr.compressor.recipe.heal_settings import HealOptions, check_options
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.settings import HealOptions, check_options
 from blr.compressor.text.own import OwnText, write_own_text
 from blr.compressor.text.reading import Calibration, beginning_of, read_calibration
 from blr.compressor.text.windows import Stream
