@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.base.errors import NumericsError
-from blr.compressor.structures.restore import restored
+from blr.compressor.structures.packing import restored
 from blr.compressor.structures.specs import Spec
 
 CHECKED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

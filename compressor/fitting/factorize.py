@@ -27,8 +27,7 @@ from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.structures.base import FitOptions, relative_error
 from blr.compressor.structures.linalg import recorded_fallbacks
-from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.restore import restored
+from blr.compressor.structures.packing import restored
 from blr.compressor.structures.specs import DenseSpec, Spec
 from blr.compressor.workspace.journal import Journal, layer_key
 from blr.kernels.common.available import kernels_on
@@ -182,17 +181,12 @@ def factorize(weight: Tensor, job: LayerJob) -> tuple[dict[str, Tensor], dict[st
     """Fit one layer to its stored `weight`: its factors as stored, on the CPU, and its record."""
     work = moved(weight, job.device, working_dtype(job.device))
     work = work.mT.contiguous() if job.layer.transposed else work
-    spec, notes = job.planned.spec, list[str]()
+    if job.planned.spec.structure == DenseSpec.structure:
+        work = work.to(weight.dtype)  # as an export rounds it
     with recorded_fallbacks() as fallbacks:
-        if spec.quantized:
-            # dense weights in their own dtype, as an export rounds them
-            exact = work.to(weight.dtype) if spec.structure == DenseSpec.structure else work
-            dtype = job.stored_dtype(weight)
-            found = round_layer(exact, spec, None, dtype, plain_fit(job.options))
-        else:
-            fit = STRUCTURES[spec.structure].factorizer().fit(work, spec, None, job.options)
-            found, notes = fit.tensors, fit.notes
-    return keep_factors(job, weight, found, {"notes": [*notes, *fallbacks]})
+        given = None, job.stored_dtype(weight), plain_fit(job.options)
+        found = round_layer(work, job.planned.spec, *given)
+    return keep_factors(job, weight, found, {"notes": fallbacks})
 
 
 def keep_factors(

@@ -1,19 +1,6 @@
 """Refits one block towards the dense block's output, and all blocks together in the last pass.
 
-A refit trains all factors of one block. It reads the states that the compressed blocks before it give
-and should return those of the dense model. The error is weighted by the Fisher information of the
-block's output, so that training does not spend itself on what the loss does not feel. Each tensor moves
-at a rate relative to its own size. The best epoch on held-back windows is kept, the start included, so
-a refit never makes that error larger. Block-wise reconstruction is that of BRECQ (arXiv 2102.05426).
-
-A refit leaves an error in every block's output, and only behind the last block it shows which of it
-matters. So the last pass moves factors, packed weights, scales and norms of all blocks against KL(dense
-‖ compressed) of the next token on the calibration's text. The dense logits follow from the final states
-that the fit has carried along, without a second model. An end-to-end pass after blocks is
-EfficientQAT's idea (arXiv 2407.11062).
-
-A step is one batch. A large batch is split into parts, whose gradients are added in order: processes
-share out the parts, and the result does not depend on how many processes there are.
+Processes share out the parts of a batch; the result does not depend on how many processes there are.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +27,7 @@ from blr.compressor.planning.training_sizes import (
     refit_parts,
 )
 from blr.compressor.structures.latent import Trained
-from blr.compressor.structures.linalg import cholesky
+from blr.compressor.structures.linalg import add_ridge, cholesky
 from blr.compressor.workspace.journal import layer_key
 from blr.kernels.training.divergence.op import divergence_sum
 
@@ -54,10 +41,13 @@ FINISH = 5  # to be raised when the last pass's results change
 
 
 class Refitting(TrainingLoop):
-    """Trains the parameters `trained` of `block` in place. The `student` states of `batches` enter it;
-    `targets` are the dense outputs [m, w, d] of this process's batches, by number; `metric` is the
-    Fisher information [d, d] of the output (None: plain squares); `rate` is relative to a tensor's root
-    mean square."""
+    """Trains the parameters `trained` of `block` in place, as BRECQ (arXiv 2102.05426) does. A step is
+    one batch. The best epoch on held-back windows is kept, the start included.
+
+    The `student` states of `batches` enter the block; `targets` are the dense outputs [m, w, d] of this
+    process's batches, by number; `metric` is the Fisher information [d, d] of the output, which weights
+    the error (None: plain squares); `rate` is relative to a tensor's root mean square.
+    """
 
     def __init__(
         self,
@@ -91,17 +81,14 @@ class Refitting(TrainingLoop):
         order, count = torch.Generator().manual_seed(seed), len(self.train_on)
         drawn = [torch.randperm(count, generator=order).tolist() for _ in range(epochs)]
         self.order, self.advance = [self.train_on[n] for epoch in drawn for n in epoch], advance
-        self._want_gradients(True)
+        for parameter in self.parameters:
+            parameter.requires_grad_()
         self.what.publish()
         self.consider()
         before = self.state.best
         self.train()
-        self._want_gradients(False)
+        self.block.requires_grad_(False)
         return before, self.state.best
-
-    def _want_gradients(self, wanted: bool) -> None:
-        for parameter in self.parameters:
-            parameter.requires_grad_(wanted)
 
     def is_over(self) -> bool:
         return self.state.step == len(self.order)
@@ -211,8 +198,7 @@ def factor_at(step: int, steps: int, warm_up: int) -> float:
 def _root(metric: Tensor) -> Tensor:
     """The lower Cholesky factor of the metric with a small ridge, in float32."""
     metric = metric.double() / metric.diagonal().mean().clamp_min(1e-30)
-    identity = torch.eye(len(metric), dtype=metric.dtype, device=metric.device)
-    return cholesky(metric + RIDGE * identity).float()
+    return cholesky(add_ridge(metric, RIDGE)).float()
 
 
 def finish_blocks(run: FitRun, starts: list[Batch]) -> None:
@@ -236,7 +222,8 @@ def finish_blocks(run: FitRun, starts: list[Batch]) -> None:
 
 
 class Finishing(Refitting):
-    """Trains what is `trained` in all blocks together; its errors are nats a token."""
+    """Trains what is `trained` in all blocks together (EfficientQAT, arXiv 2407.11062): KL(dense ‖
+    compressed) of the next token, in nats. Dense logits follow from the final states `targets`."""
 
     def __init__(
         self, run: FitRun, trained: list[Trained], starts: list[Batch], targets: dict[int, Tensor],

@@ -1,13 +1,6 @@
 """Fits the blocks of a model in order, each to the inputs that the compressed blocks before it give.
 
-Inside a block, groups of layers that share an input are fitted in order of execution, so that every
-layer makes up for what earlier ones lost. Its target also corrects the drift of the residual stream. On
-request, all of the block is then refitted together: factors, packed weights, norms. Each finished layer
-and refit is kept in the journal, under a key that covers everything before it.
-
-Processes run their own batches through the blocks, share out the layers of a group, fit the largest
-together, and go on from what the journal then holds. The sequential targets are those of AA-SVD (arXiv
-2604.02119).
+Each finished layer and refit is kept in the journal, under a key that covers everything before it.
 """
 
 from collections.abc import Callable
@@ -30,7 +23,6 @@ from blr.compressor.fitting.weighted import (
     Moments,
     WeightedFit,
     fit_together,
-    fit_weighted,
     fitted_together,
     metric_for,
     products,
@@ -46,7 +38,12 @@ CACHE_BYTES = 4 << 30  # most bytes of a block's dense inputs that the CPU keeps
 
 
 def fit_blocks(run: FitRun) -> dict[str, Result]:
-    """Fit every planned layer inside the model's blocks. Returns factors and records by module name."""
+    """Fit every planned layer inside the model's blocks. Returns factors and records by module name.
+
+    Inside a block, groups of layers that share an input are fitted in order of execution, so that every
+    layer makes up for what earlier ones lost (the targets of AA-SVD, arXiv 2604.02119). Processes run
+    their own batches through the blocks, share out the layers of a group and fit the largest together.
+    """
     costs = {p.layer.module: predicted_cost(p.spec, calibrated=True) for p in run.plan.layers}
     with run.work.progress.layers(len(costs), costs=costs) as advance:
         for index in range(len(run.model)):
@@ -101,7 +98,8 @@ class BlockFit:
         for module, key in keys.items():
             planned = self.run.planned[module]
             kind = planned.layer.type, planned.spec, planned.layer.entry.dtype
-            alike.setdefault(kind if group.experts else key, []).append(key)
+            alone = not group.experts or fitted_together(self.run.job(module))
+            alike.setdefault(key if alone else kind, []).append(key)
         return [each[n : n + number] for each in alike.values() for n in range(0, len(each), number)]
 
     def _fit(self, modules: dict[str, str], units: list[list[str]], group: Group) -> None:
@@ -110,35 +108,27 @@ class BlockFit:
         with work.progress.timed("inputs"):
             moments = self._moments(group)
         metrics = {module: self._metric(module) for module in modules.values()}
-
-        def fit(key: str, processes: Processes | None = None) -> None:
-            module = modules[key]
-            job = replace(self.run.job(module), processes=processes)
-            weight = self.student.weight(module)
-            found = fit_weighted(job, weight, moments[module], metrics[module])
-            if processes is None or processes.first:
-                work.journal.store(key, *found)
-
         jobs = {key: self.run.job(module) for key, module in modules.items()}
-        together = [key for key, job in jobs.items() if fitted_together(job)]
-        for key in together:
+        parts = {unit[0]: unit for unit in units}
+
+        def fit(first: str, processes: Processes | None = None) -> None:
+            fits = []
+            for key in parts[first]:
+                job, module = replace(jobs[key], processes=processes), modules[key]
+                given = self.student.weight(module), moments.pop(module), metrics[module]
+                fits.append(WeightedFit(job, *given))
+            found = fit_together(fits)
+            if processes is None or processes.first:
+                with ThreadPoolExecutor() as pool:  # a disk takes its time for each
+                    list(pool.map(work.journal.store, parts[first], *zip(*found, strict=True)))
+
+        together = [first for first in parts if fitted_together(jobs[first])]
+        for first in together:
             with work.progress.timed("fits by all"):
-                fit(key, work.processes)
-        parts = {unit[0]: unit for unit in units if unit[0] not in together}
-
-        def fit_part(first: str) -> None:
-            if len(parts[first]) == 1:
-                return fit(first)
-            names = [modules[key] for key in parts[first]]
-            given = [
-                (self.run.job(m), self.student.weight(m), moments.pop(m), metrics[m]) for m in names
-            ]
-            found = fit_together([WeightedFit(*each) for each in given])
-            with ThreadPoolExecutor() as pool:  # a disk takes its time for each
-                list(pool.map(work.journal.store, parts[first], *zip(*found, strict=True)))
-
+                fit(first, work.processes)
+        specs = {first: jobs[first].planned.spec for first in parts if first not in together}
         with work.progress.timed("fits"):
-            work.share({first: jobs[first].planned.spec for first in parts}, fit_part, calibrated=True)
+            work.share(specs, fit, calibrated=True)
         work.journal.await_all(list(jobs))
 
     def _metric(self, output: str) -> Tensor | None:

@@ -16,10 +16,9 @@ from torch.nn.functional import linear
 
 from blr.compressor.fitting.rounding import Metric, latent_name, round_factors
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.structures.latent import GroupPlace, Latent, Plain, Trained
-from blr.compressor.structures.packing import from_matrix, to_matrix
+from blr.compressor.structures.latent import GroupPlace, Latent, Plain, RoundedGrid, Trained
+from blr.compressor.structures.packing import factors_of, from_matrix, part_of, to_matrix
 from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.restore import factors_of, part_of
 from blr.compressor.structures.specs import DenseSpec, LowRankSpec, Spec, stored_names
 from blr.kernels.decode.quantized.reference import pack
 
@@ -62,7 +61,7 @@ class Twin:
                 found[name] = part.parameter.detach().to(dtype).contiguous()
                 continue
             levels, scale = part.rounded()
-            packed = pack(levels, part.bits, part.group)
+            packed = pack(levels, part.grid.bits, part.grid.group)
             found |= dict(zip(stored_names(name), (packed, scale), strict=True))
         return found
 
@@ -118,15 +117,8 @@ def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, 
         return Plain(parameter)
     place = GroupPlace(partial(to_matrix, packing, name), partial(from_matrix, packing, name))
     scale = tensors[stored_names(name)[1]]
-    latent = tensors.get(latent_name(name))
-    return Latent(
-        *(parameter, *form, place),
-        scale=scale,
-        latent=latent,
-        scale_dtype=scale.dtype,
-        curved=packing.curved,
-        superblocks=packing.superblocks,
-    )
+    grid = RoundedGrid(*form, scale.dtype, packing.curved, packing.superblocks)
+    return Latent(parameter, grid, place, scale, tensors.get(latent_name(name)))
 
 
 def compose_layers(model: nn.Module, widest: int | None = None) -> None:

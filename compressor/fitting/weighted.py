@@ -10,25 +10,20 @@ from torch import Tensor
 
 from blr.compressor.base.device import moved
 from blr.compressor.fitting.factorize import LayerJob, keep_factors, layer_errors
-from blr.compressor.fitting.rounding import Metric, is_latent, round_layers
+from blr.compressor.fitting.rounding import Metric, is_latent, plain_fit, round_layers
 from blr.compressor.structures import lowrank
-from blr.compressor.structures.base import Fit, FitOptions, relative_error
+from blr.compressor.structures.base import relative_error
 from blr.compressor.structures.blast import is_shared
 from blr.compressor.structures.linalg import (
+    add_ridge,
     balance,
     cholesky,
     recorded_fallbacks,
     solve_factored,
     solve_upper,
 )
-from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.restore import restored
-from blr.compressor.structures.specs import (
-    BlastSpec,
-    KroneckerSpec,
-    LowRankSpec,
-    Spec,
-)
+from blr.compressor.structures.packing import restored
+from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, Spec
 
 RIDGE = 0.01  # added to H, relative to its mean diagonal: without it targets grow thirty-fold
 CPU_ROUNDS = 40  # default of BLAST on a CPU: 100 take twice the time for 3% of perplexity
@@ -70,9 +65,7 @@ class Moments:
     @cached_property
     def _ridged(self) -> Tensor:
         """The lower Cholesky factor of H + λ; all layers of the group share it."""
-        ridge = RIDGE * self.gram.diagonal().mean()
-        identity = torch.eye(len(self.gram), dtype=self.gram.dtype, device=self.gram.device)
-        return cholesky(self.gram + ridge * identity)
+        return cholesky(add_ridge(self.gram, RIDGE * self.gram.diagonal().mean()))
 
 
 def products(
@@ -83,61 +76,38 @@ def products(
     return {name: rows.mT @ student for name, rows in left.items() if rows is not None}
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """The cost of errors in outputs: Fisher information [o, o] or its diagonal [o], float64."""
-
-    information: Tensor
-
-    def root(self, groups: int = 1) -> Tensor:
-        """The upper Cholesky factor [o, o] of the information, or of its diagonal blocks by group of
-        rows, with a small ridge."""
-        parts = self.information.unflatten(0, (groups, -1)).unflatten(2, (groups, -1))
-        own = torch.block_diag(*(parts[g, :, g] for g in range(groups)))
-        identity = torch.eye(len(own)).to(own)
-        return cholesky(own + OUTPUT_RIDGE * identity).mT
-
-    @property
-    def rows(self) -> Tensor:
-        """The square roots of the diagonal."""
-        return self.information.sqrt() + OUTPUT_RIDGE
-
-
-def fit_weighted(
-    job: LayerJob, weight: Tensor, moments: Moments, metric: Tensor | None
-) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Fit one layer in the norm of its inputs' `moments` and of its outputs' `metric` (as `metric_for`
-    gives it, or None). Returns what is stored, with the numbers before rounding, on the CPU; and the
-    record, in which `weighted_error` is the relative error of the outputs."""
-    return fit_together([WeightedFit(job, weight, moments, metric)])[0]
+def output_root(information: Tensor, groups: int = 1) -> Tensor:
+    """The upper Cholesky factor [o, o] of the outputs' Fisher information [o, o], or of its diagonal
+    blocks by group of rows, with a small ridge."""
+    parts = information.unflatten(0, (groups, -1)).unflatten(2, (groups, -1))
+    own = torch.block_diag(*(parts[g, :, g] for g in range(groups)))
+    return cholesky(add_ridge(own, OUTPUT_RIDGE)).mT
 
 
 class WeightedFit:
-    """One layer to fit, as `fit_weighted` takes it."""
+    """One layer to fit in the norm of its inputs' `moments` and of its outputs' `metric` (as
+    `metric_for` gives it, or None)."""
 
     def __init__(self, job: LayerJob, weight: Tensor, moments: Moments, metric: Tensor | None) -> None:
         work = moved(weight, job.device, torch.float64)
         work = work.mT.contiguous() if job.layer.transposed else work
         self.job, self.weight, self.moments = job, weight, moments
         self.target = moments.target(work)
-        self.outputs = None if metric is None else Outputs(metric.to(job.device, torch.float64))
-        self.notes = dict[str, None]()
+        self.metric = None if metric is None else metric.to(job.device, torch.float64)
 
     @cached_property
     def root(self) -> Tensor | None:
         """The root of the cost of errors in the outputs, of a layer without groups."""
-        return None if self.outputs is None else self.outputs.root()
+        return None if self.metric is None else output_root(self.metric)
 
     def fit(self, matrix: Tensor, spec: Spec) -> dict[str, Tensor]:
         """The factors of a plain structure."""
-        found = _fit(self.job, spec, matrix, self.moments.metric.gram, self.outputs)
-        self.notes.update(dict.fromkeys(found.notes))
-        return found.tensors
+        return _fit(self.job, spec, matrix, self.moments.metric.gram, self.metric)
 
     def kept(self, found: Mapping[str, Tensor], notes: list[str]) -> Kept:
         """What is stored of fitted factors, with those before rounding, and the record."""
         job, dtype, target = self.job, self.job.stored_dtype(self.weight), self.target
-        tensors, record = keep_factors(job, self.weight, found, {"notes": [*self.notes, *notes]})
+        tensors, record = keep_factors(job, self.weight, found, {"notes": notes})
         latents = {n: t.to("cpu", dtype).contiguous() for n, t in found.items() if is_latent(n)}
         moved = {n: t.to(target.device) for n, t in tensors.items()}
         back = restored(job.planned.spec, moved, target.dtype)
@@ -148,7 +118,9 @@ class WeightedFit:
 
 
 def fit_together(fits: Sequence[WeightedFit]) -> list[Kept]:
-    """Fit layers of one spec, shape and dtype, as `fit_weighted` does each."""
+    """Fit layers of one spec, shape and dtype. Returns of each what is stored, with the numbers before
+    rounding, on the CPU; and the record, in which `weighted_error` is the relative error of the
+    outputs."""
     job, dtype = fits[0].job, fits[0].job.stored_dtype(fits[0].weight)
     with layer_errors(job), recorded_fallbacks() as fallbacks:
         given = [fit.target for fit in fits], job.planned.spec, [fit.moments.metric for fit in fits]
@@ -161,38 +133,41 @@ def _fit_stack(fits: Sequence[WeightedFit], matrices: Tensor, spec: Spec) -> dic
     shape = cast(LowRankSpec, spec)
     grams = torch.stack([fit.moments.metric.gram for fit in fits])
     roots = [fit.root for fit in fits if fit.root is not None]
-    if not roots:
-        dtype = fitting_dtype(matrices.device)
-        return lowrank.fit(matrices.to(dtype), shape, grams.to(dtype)).tensors
-    root = torch.stack(roots)
-    found = lowrank.fit(root @ matrices, shape, grams).tensors
-    left, right = balance(solve_upper(root, found["U"]), found["V"])
+    if roots:
+        return _fit_low_rank(matrices, shape, grams, torch.stack(roots))
+    dtype = fitting_dtype(matrices.device)
+    return lowrank.fit(matrices.to(dtype), shape, grams.to(dtype)).tensors
+
+
+def _fit_low_rank(target: Tensor, spec: LowRankSpec, gram: Tensor, root: Tensor) -> dict[str, Tensor]:
+    """Low rank of [..., o, i] where errors in outputs cost what their `root` [..., o, o] says."""
+    found = lowrank.fit(root @ target, spec, gram).tensors
+    left = found["U"]
+    if spec.groups > 1 and spec.side == "out":  # U [G, o/G, r] is all of [o, r]
+        left = solve_upper(root, left.flatten(0, 1)).view_as(left)
+    else:
+        left = solve_upper(root, left)
+    left, right = balance(left, found["V"])
     return {"U": left, "V": right}
 
 
-def _fit(job: LayerJob, spec: Spec, target: Tensor, gram: Tensor, outputs: Outputs | None) -> Fit:
-    """Fit the target with weighted outputs, then take the weights out of the factors. Low rank takes
-    the whole metric in closed form, each group of output rows its own block of it. Others take its
-    diagonal, which scales rows."""
-    dtype, options = fitting_dtype(job.device), _options(job, spec)
-    structure = STRUCTURES[spec.structure].factorizer()
-    if outputs is None:
-        return structure.fit(target.to(dtype), spec, gram.to(dtype), options)
-    if isinstance(spec, LowRankSpec):
-        groups = spec.groups if spec.side == "out" else 1  # of rows, problems of their own
-        root = outputs.root(groups)
-        fit = structure.fit(root @ target, spec, gram, options)
-        left, right = fit.tensors["U"], fit.tensors["V"]
-        if groups > 1:  # U [G, o/G, r] is all of [o, r]
-            left = solve_upper(root, left.flatten(0, 1)).view_as(left)
-        else:
-            left = solve_upper(root, left)
-        fit.tensors["U"], fit.tensors["V"] = balance(left, right)
-        return fit
-    rows = outputs.rows
-    fit = structure.fit((rows[:, None] * target).to(dtype), spec, gram.to(dtype), options)
-    fit.tensors = divide_rows(fit.tensors, spec, rows.to(dtype))
-    return fit
+def _fit(
+    job: LayerJob, spec: Spec, target: Tensor, gram: Tensor, metric: Tensor | None
+) -> dict[str, Tensor]:
+    """Fit the target with outputs weighted by `metric`, then take the weights out of the factors. Low
+    rank takes the whole metric in closed form, each group of output rows its own block of it. Others
+    take its diagonal [o], which scales rows."""
+    if metric is not None and isinstance(spec, LowRankSpec):
+        root = output_root(metric, spec.groups if spec.side == "out" else 1)
+        return _fit_low_rank(target, spec, gram, root)
+    dtype, options = fitting_dtype(job.device), job.options
+    if isinstance(spec, BlastSpec) and job.device.type == "cpu" and options.rounds is None:
+        options = replace(options, rounds=CPU_ROUNDS)
+    fit = plain_fit(options, gram)
+    if metric is None:
+        return fit(target.to(dtype), spec)
+    rows = metric.sqrt() + OUTPUT_RIDGE
+    return divide_rows(fit((rows[:, None] * target).to(dtype), spec), spec, rows.to(dtype))
 
 
 def metric_for(spec: Spec, information: Tensor) -> Tensor:
@@ -214,13 +189,6 @@ def fitted_together(job: LayerJob) -> bool:
     if not isinstance(spec, BlastSpec) or job.planned.solver == "precgd":
         return False
     return is_shared(spec, fitting_dtype(job.device).itemsize)
-
-
-def _options(job: LayerJob, spec: Spec) -> FitOptions:
-    slow = spec.structure == BlastSpec.structure and job.device.type == "cpu"
-    if slow and job.options.rounds is None:
-        return replace(job.options, rounds=CPU_ROUNDS)
-    return job.options
 
 
 def fitting_dtype(device: torch.device) -> torch.dtype:

@@ -39,7 +39,7 @@ from blr.compressor.output.loss_messages import better_healing
 from blr.compressor.output.report import mean_errors, report_pages
 from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.structures.base import relative_error
-from blr.compressor.structures.restore import restored
+from blr.compressor.structures.packing import restored
 from blr.compressor.structures.spec import WIDTHS
 from blr.compressor.structures.specs import Spec
 from blr.compressor.workspace.journal import Journal

@@ -22,7 +22,7 @@ from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.processes import Processes
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.recipe.heal_settings import HealOptions
-from blr.compressor.structures.latent import Plain
+from blr.compressor.structures.latent import Plain, add_gradients
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,20 +59,14 @@ class Slice(Plain):
         super().__init__(parameter, parameter.to_local().detach().requires_grad_())
         self.mesh: DeviceMesh = parameter.device_mesh
 
-    def publish(self) -> None:
-        """Nothing to do: the master is the slice."""
-
     @torch.no_grad()
     def collect(self) -> None:
         """Add the gradient to the master's. The backward pass leaves the mean over processes; the sum
         is needed."""
-        found = self.parameter.grad
-        if found is None:
-            return
-        assert isinstance(found, DTensor)
-        fresh = found.to_local() * self.mesh.size()
-        self.master.grad = fresh if self.master.grad is None else self.master.grad.add_(fresh)
-        self.parameter.grad = None
+        if (found := self.parameter.grad) is not None:
+            assert isinstance(found, DTensor)
+            add_gradients([self.master], [found.to_local() * self.mesh.size()])
+            self.parameter.grad = None
 
     def whole(self, part: Tensor) -> Tensor:
         """The whole tensor on the CPU, where each process gives its slice as `part`."""

@@ -45,6 +45,11 @@ def record_fallback(note: str) -> None:
         notes.append(note)
 
 
+def add_ridge(matrix: Tensor, ridge: Tensor | float) -> Tensor:
+    """`matrix` [..., n, n] with `ridge` added to its diagonal."""
+    return matrix + ridge * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+
+
 def cholesky(matrix: Tensor) -> Tensor:
     """Lower Cholesky factor [..., r, r] of symmetric positive semi-definite matrices. The diagonal is
     shifted by a jitter relative to its mean, ten times larger after each failure, at most a dozen times.
@@ -69,10 +74,9 @@ def _shifted(matrix: Tensor, shifts: Sequence[float]) -> tuple[Tensor, Tensor, f
     definite, independently of the others of a batch. Returns the shifted matrices, their lower Cholesky
     factors and the largest shift. Raises NumericsError if no shift is enough."""
     scale = _scale(matrix)[..., None]
-    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     taken = torch.full_like(scale, shifts[0])
     for shift, next_shift in zip(shifts, [*shifts[1:], None], strict=True):
-        moved = matrix + taken * scale * identity if shift else matrix
+        moved = add_ridge(matrix, taken * scale) if shift else matrix
         factor, bad = _cholesky_of_each(moved)
         if not bad.any():
             return moved, factor, shift
@@ -88,16 +92,14 @@ def rough_cholesky(grams: Tensor) -> Tensor:
     """Rough Cholesky factors of positive semi-definite matrices [..., n, n], for a start or a
     preconditioner: the diagonal's shift starts at √eps and is raised until it succeeds. A zero matrix
     counts as the identity, for its inverse must stay finite."""
-    n = grams.shape[-1]
-    identity = torch.eye(n, dtype=grams.dtype, device=grams.device)
     scale = grams.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     scale = torch.where(scale > 0, scale, 1.0)
     for shift in (torch.finfo(grams.dtype).eps ** 0.5, 1e-3, 1e-1, 1.0):
-        factor, bad = _cholesky_of_each(grams + shift * scale * identity)
+        factor, bad = _cholesky_of_each(add_ridge(grams, shift * scale))
         if not bad.any():
             return factor
         record_fallback("a start or preconditioner without an exact Cholesky factor")
-    return (scale.sqrt() * identity).expand_as(grams)
+    return add_ridge(torch.zeros_like(grams), scale.sqrt())
 
 
 def _cholesky_of_each(matrix: Tensor) -> tuple[Tensor, Tensor]:
