@@ -88,10 +88,13 @@ class HealRun(FolderRun):
 
     def check_student(self) -> None:
         """Raise for a student that is not of the teacher, or cannot be trained as asked."""
-        from blr.compressor.healing.additions import check_takes_additions, growth
         from blr.compressor.healing.output import check_told
         from blr.compressor.healing.teacher import check_teacher
-        from blr.compressor.healing.trained_parameters import check_has_kinds
+        from blr.compressor.healing.trained_parameters import (
+            check_has_kinds,
+            check_takes_additions,
+            growth,
+        )
 
         told = check_teacher(self.checkpoint, self.teacher, self.options.force)
         check_told(self.checkpoint)

@@ -39,11 +39,11 @@ from blr.compressor.planning.training_sizes import (
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.own import ROOM, OwnText, write_own_text
 from blr.compressor.text.reading import (
-    OWN,
     Beginning,
     Calibration,
     beginning_of,
     begun,
+    is_own,
     packed_calibration,
     read_calibration,
 )
@@ -234,8 +234,3 @@ def _write(
     share = processes.rank, processes.count
     rows = write_own_text(model, tokenizer, wanted, work.journal, work.progress, share, processes.wait)
     return begun(rows[:count, len(beginning) + length - seq_len :], beginning).long()
-
-
-def is_own(name: str) -> bool:
-    """Whether `name` asks for text that the model writes: it is "self", and no file has that name."""
-    return name == OWN and not Path(name).exists()

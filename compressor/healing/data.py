@@ -50,10 +50,8 @@ SHORTER = 4  # a batch has this many times as many sentences as windows
 CPU_OWN, GPU_OWN, MOST_OWN = 1 << 16, 1 << 22, 1 << 24  # tokens written by default, and at most
 READS = 4  # how often training may read them, if more than GPU_OWN are written
 SET_TOKENS, SET_SENTENCES = 1 << 24, 1 << 18  # read of a data set, which may have no end
-PACE, MOST_PACE = (
-    3e13,
-    5e5,
-)  # parameters times tokens a second that a GPU trains on; most tokens a second
+PACE = 3e13  # parameters times tokens a second that a GPU trains on
+MOST_PACE = 5e5  # tokens a second
 
 
 @dataclass(frozen=True)
@@ -116,9 +114,8 @@ class Reading:
         it will do. Raises InputError or HubError for one that will not."""
         found: dict[str, Stream] = {}
         for name in options.files:
-            found[_label(name, found)] = stream = self.kept.get(name) or self._stream(
-                name, options, briefly
-            )
+            stream = self.kept.get(name) or self._stream(name, options, briefly)
+            found[_label(name, found)] = stream
             check_known((stream.rows, stream.held), self.vocabulary, name)
             if not (briefly and is_dataset(name)):
                 self.kept[name] = stream

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,21 +25,12 @@ BRIEF = 100 * LEAST  # sentences of a data set that are read to see whether it h
 PADDING = -1  # fills rows of tokens behind the end of a sentence
 
 
-@dataclass(frozen=True)
-class Nearness:
-    """Means over held-back sentences: 1 − cosine of the embeddings, and the error of hidden states."""
-
-    distance: float
-    states: float
-
-    def judged(self, loss: str) -> float:
-        """The number that training minimizes."""
-        return self.distance
-
-
 class Embedding:
     """The loss of an encoder, summed over sentences: 1 − cosine of the embeddings that `head` makes,
-    plus `weight` times the relative error of the blocks' outputs."""
+    plus `weight` times the relative error of the blocks' outputs. Training minimizes the `figure` of its
+    merit."""
+
+    figure = "distance"
 
     def __init__(self, pair: TrainedPair, head: Sentences, weight: float | None) -> None:
         self.pair, self.head = pair, head
@@ -57,10 +47,11 @@ class Embedding:
         return distance.sum() + self.weight * states.sum()
 
     @torch.no_grad()
-    def merit(self, held: Tensor) -> Nearness:
+    def merit(self, held: Tensor) -> dict[str, float]:
+        """Means over sentences: "distance" of the embeddings, and the error of the hidden "states"."""
         parts = [self._distances(rows) for rows in held.split(HELD_BATCH)]
         means = [torch.cat(found).double().mean().item() for found in zip(*parts, strict=True)]
-        return Nearness(*means)
+        return dict(zip(("distance", "states"), means, strict=True))
 
     def _distances(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """For each sentence [m] the distance of its embedding and the error of its hidden states."""

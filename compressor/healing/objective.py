@@ -1,10 +1,4 @@
-"""The loss of a decoder: the distance between the student's and the teacher's answers, summed over
-tokens.
-
-Logits are by far the largest tensors of a step. So they are made for a few thousand tokens at a time,
-and the gradients with respect to hidden states and head are computed at once; this is the idea of fused
-linear cross entropy (Liger, arXiv 2410.10989).
-"""
+"""The loss of a decoder: the distance between student's and teacher's answers, summed over tokens."""
 
 from __future__ import annotations
 
@@ -141,7 +135,8 @@ class Replies:
 
 
 class _Chunked(torch.autograd.Function):
-    """Σ measure over rows in chunks, whose gradients are computed in the forward pass."""
+    """Σ measure over rows in chunks, whose gradients are computed in the forward pass (as Liger's fused
+    linear cross entropy, arXiv 2410.10989): logits are by far the largest tensors of a step."""
 
     @staticmethod
     def forward(
@@ -172,10 +167,8 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: ContextOf[list[torch.dtype | None]], g: Tensor) -> tuple[object, ...]:
-        found = [
-            None if x is None else (x * g).to(dtype)
-            for x, dtype in zip(ctx.saved_tensors, ctx.more, strict=True)
-        ]
+        kept = zip(ctx.saved_tensors, ctx.more, strict=True)
+        found = (None if x is None else (x * g).to(dtype) for x, dtype in kept)
         return (*found, None, None, None)
 
 
@@ -205,13 +198,11 @@ def summed(
         with torch.no_grad():
             return teacher[1].logits(teacher[0][at])
 
-    if not torch.is_grad_enabled():
-        parts = [
-            measure(head.logits(hidden[at]), theirs(at), targets[at])
-            for at in chunks(hidden, head.weight)
-        ]
-        return torch.stack(parts).sum()
-    return _Chunked.apply(hidden, head.weight, head.bias, theirs, targets, measure)
+    if torch.is_grad_enabled():
+        return _Chunked.apply(hidden, head.weight, head.bias, theirs, targets, measure)
+    places = chunks(hidden, head.weight)
+    parts = [measure(head.logits(hidden[at]), theirs(at), targets[at]) for at in places]
+    return torch.stack(parts).sum()
 
 
 def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tensor:
@@ -220,32 +211,9 @@ def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tenso
     return torch.stack([relative_errors(mine, wanted).sum() for mine, wanted in pairs]).mean()
 
 
-@dataclass(frozen=True)
-class Merit:
-    """Nats a token on held-back windows: KL from the teacher, and the loss of student and teacher."""
-
-    kl: float
-    student: float
-    teacher: float
-
-    def judged(self, loss: str) -> float:
-        """The number that training minimizes: the divergence, or the loss on the text."""
-        return self.kl if loss == "kl" else self.student
-
-
-@dataclass(frozen=True)
-class DraftMerit(Merit):
-    """`Merit` of a draft, and the share of its tokens that the teacher rejects."""
-
-    variation: float
-
-    def judged(self, loss: str) -> float:
-        """The share rejected."""
-        return self.variation
-
-
 class Objective:
-    """The loss of windows [m, w], summed over tokens but the first `idle` of each."""
+    """The loss of windows [m, w], summed over tokens but the first `idle` of each. Training minimizes
+    the `figure` of its merit."""
 
     def __init__(self, pair: TrainedPair, options: HealOptions, probe: Tensor, idle: int = 0) -> None:
         self.student = Replies(pair.student, probe)
@@ -253,6 +221,7 @@ class Objective:
         self.options, self.device, self.idle = options, pair.device, idle
         top = kl if options.top_k is None else kl_of_top(options.top_k)
         self.measure = {"kl": top, "lm": lm, "variation": variation}[options.loss]
+        self.figure = "student" if options.loss == "lm" else options.loss
         self.weight = self._weight(probe)
         if options.compile:
             self.measure = torch.compile(self.measure, dynamic=False)
@@ -297,10 +266,12 @@ class Objective:
         return loss
 
     @torch.no_grad()
-    def merit(self, held: Tensor) -> Merit:
-        """The merit of windows `held` [h, w]. The teacher's hidden states are kept from call to call."""
-        drafts = self.options.loss == "variation"
-        totals = torch.zeros(3 + drafts, dtype=torch.float64)
+    def merit(self, held: Tensor) -> dict[str, float]:
+        """Figures of windows `held` [h, w], nats a token: "kl" from the teacher, the losses of "student"
+        and "teacher"; of drafts also "variation", the share of tokens that the teacher rejects. The
+        teacher's hidden states are kept from call to call."""
+        names = ["kl", "student", "teacher", *["variation"] * (self.figure == "variation")]
+        totals = torch.zeros(len(names), dtype=torch.float64)
         for n in range(0, len(held), HELD_BATCH):
             windows = held[n : n + HELD_BATCH].to(self.device)
             targets, head = self._targets(windows), self.student.head
@@ -314,15 +285,16 @@ class Objective:
             found = [
                 summed(hidden, head, wanted, targets, kl),
                 summed(hidden, head, None, targets, lm),
-                summed(wanted[0], self.teacher.head, None, targets, lm),
+                summed(*wanted, None, targets, lm),
             ]
-            found += [summed(hidden, head, wanted, targets, variation)] if drafts else []
+            if "variation" in names:
+                found.append(summed(hidden, head, wanted, targets, variation))
             totals += torch.stack(found).double().cpu()
-        figures = (totals / (held.shape[0] * self.scored(held.shape[1]))).tolist()
-        return DraftMerit(*figures) if drafts else Merit(*figures)
+        figures = totals / (held.shape[0] * self.scored(held.shape[1]))
+        return dict(zip(names, figures.tolist(), strict=True))
 
     def _predicting(self, hidden: Tensor) -> Tensor:
-        """The states that predict a token: [m, w, d] -> [m scored(w), d]."""
+        """[m, w, d] -> [m scored(w), d]."""
         return hidden[:, self.idle : -1].flatten(0, 1)
 
     def _targets(self, windows: Tensor) -> Tensor:

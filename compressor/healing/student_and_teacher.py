@@ -1,5 +1,4 @@
-"""Loads the two models of a healing run: the dense teacher, and the student with its trained
-parameters."""
+"""Loads the two models of a healing run: the dense teacher, and the student that is trained."""
 
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,15 @@ from blr.compressor.checkpoint.source import open_source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.fitting.trainable_layers import Twin, compose_layers, make_twin
 from blr.compressor.fitting.trainer import TrainedSet
-from blr.compressor.healing.additions import add_products, attach, is_addition
 from blr.compressor.healing.sharding import Sharding, Slice
-from blr.compressor.healing.trained_parameters import StoredNames, choose, kind_of
+from blr.compressor.healing.trained_parameters import (
+    StoredNames,
+    add_products,
+    attach,
+    choose,
+    is_addition,
+    kind_of,
+)
 from blr.compressor.loading.load import load_computing, load_model
 from blr.compressor.loading.native import continues_text
 from blr.compressor.loading.sentences import Sentences

@@ -88,7 +88,7 @@ def test_the_distance_is_that_of_the_embeddings(smaller: Path, encoder: Path, se
     pair = load_pair(smaller, teacher, ("factors",), head)
     lines = sentences.read_text().splitlines()
     stream = sentence_stream(lines, load_tokenizer(encoder), head, 16, 0, "x")
-    found = Embedding(pair, head, 1.0).merit(stream.held).distance
+    found = Embedding(pair, head, 1.0).merit(stream.held)["distance"]
     student = load_model(smaller, EMBEDS, dtype="float32", device="cpu")
     dense = load_model(encoder, EMBEDS, dtype="float32", device="cpu")
     rows = stream.held

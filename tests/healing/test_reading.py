@@ -118,4 +118,4 @@ def test_what_is_judged_is_what_is_written(
     parts = made[0].data.parts
     objective = Objective(written, asked, parts[0].stream.held[:1])
     found = objective.merit(parts[0].stream.held[: trainer.HELD_ON_CPU])
-    assert summary.after["text.txt"]["kl"] == pytest.approx(found.kl, abs=1e-6)
+    assert summary.after["text.txt"]["kl"] == pytest.approx(found["kl"], abs=1e-6)

@@ -241,7 +241,7 @@ def test_healing_counts_no_prediction_of_a_beginning(made: Callable[[str], Path]
         losses = -told.gather(-1, windows[:, 2:, None])
         assert float(found(windows)) == pytest.approx(float(losses.sum()), rel=1e-4)
     assert found.scored(12) == 10
-    assert found.merit(windows).student == pytest.approx(float(losses.mean()), rel=1e-4)
+    assert found.merit(windows)["student"] == pytest.approx(float(losses.mean()), rel=1e-4)
 
 
 def test_a_healing_of_such_a_model_runs(made: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
