@@ -1,9 +1,7 @@
 """Learns by running a model's blocks what its table in `configs/` does not say.
 
 For every family: to which residual stream a layer's output is added. For a family without a table also
-what a block returns beside its states, and which of its layers read the same tensor. Such a family is
-checked first: on a short text, running block after block must give the same states and logits as
-running the whole model.
+what a block returns beside its states, and which of its layers read the same tensor.
 """
 
 from __future__ import annotations

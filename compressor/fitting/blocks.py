@@ -1,8 +1,6 @@
 """Loads and runs a model one block at a time, so that only one block's weights are in memory.
 
-The model is built without weights. What lies before its first block (embeddings, position tables) is
-loaded and run once; then each block is loaded, used and dropped. This works for any architecture whose
-blocks take hidden states as their first argument. `configs/*.yaml` names the blocks, or they are found.
+The model is built without weights. `configs/*.yaml` names the blocks, or they are found.
 """
 
 import copy

@@ -1,5 +1,4 @@
-"""Runs a calibrated compression: reads the text, measures sensitivities, plans ranks, fits block after
-block."""
+"""Runs a calibrated compression: reads text, measures sensitivities, plans ranks, fits the blocks."""
 
 import hashlib
 import os

@@ -1,5 +1,4 @@
-"""Factorizes the planned layers. Each finished layer is kept in the journal; processes share the layers
-out."""
+"""Factorizes planned layers, which processes share out; the journal keeps each finished one."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -35,9 +34,8 @@ from blr.kernels.fp8.reference import is_number
 
 ALGORITHM = 14  # to be raised when results change, so that older journals are not used
 SMALL = 1 << 20  # weights of a layer that a CPU fits on one thread: two gain nothing for 576 × 1536
-# Relative variance that BLAST's solver assumes of each term of a product, by bits of its factors:
-# it keeps terms from cancelling. Without packing it costs nothing (LOG, 2026-11-22); for 4 bits and
-# fewer it is what compensation leaves (LOG, 2026-11-23).
+# Relative variance that BLAST's solver assumes of each term of a product, by bits of its factors: it
+# keeps terms from cancelling. For 4 bits and fewer it is what compensation leaves.
 NOISE = {None: 5e-4, 8: 1e-3, 4: 0.005, 3: 0.02, 2: 0.1}
 
 

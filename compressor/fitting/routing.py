@@ -1,8 +1,4 @@
-"""Statistics of experts: each has the tokens that chose it, and some have hardly any.
-
-What few tokens tell of an expert is mixed with what all tokens of its layer tell: every expert's sums
-get the mean of the layer as if it were some more tokens.
-"""
+"""Statistics of experts: each has the tokens that chose it, and some have hardly any."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -67,8 +63,7 @@ def _routed_rows(states: Tensor, chosen: Arguments, heads: Sequence[str]) -> dic
 
 
 def _entering(block: nn.Module, name: str, hidden: Tensor, batch: Batch) -> tuple[Tensor, Arguments]:
-    """What the module `name` is called with when the block runs: states, and the rest. Nothing behind
-    it runs."""
+    """What the module `name` is called with when the block runs, which then ends."""
     kept: list[tuple[Tensor, Arguments]] = []
 
     def keep(module: nn.Module, positional: tuple[object, ...], named: dict[str, object]) -> None:
@@ -94,7 +89,7 @@ def gram_of(kept: Mapping[str, Tensor], name: str, block: nn.Module, batch: Batc
 
 
 def expert_moments(sums: Sums, heads: Sequence[str]) -> list[Moments]:
-    """The moments of each expert of a layer, drawn towards the layer's mean."""
+    """The moments of each expert of a layer, which get the layer's mean as if it were more tokens."""
     counts = [int(sums["tokens", name]) for name in heads]
     for kind in ("gram", "cross"):
         each = [sums[kind, name] for name in heads]

@@ -1,5 +1,4 @@
-"""A block whose layers are replaced by fitted ones: it can be trained, kept in the journal and
-restored."""
+"""A block whose layers are replaced by fitted ones: it can be trained, kept and restored."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ class Student:
         self.norms = self._norms()
 
     def _norms(self) -> dict[str, nn.Parameter]:
-        """The norms to train: they pay beside packed weights alone (LOG, 2026-11-21 and 22)."""
+        """The norms to train: they pay beside packed weights alone."""
         if not any(planned.spec.quantized for planned in self.run.plan.layers):
             return {}
         path = f"{self.run.model.path}.{self.index}"

@@ -1,10 +1,4 @@
-"""Layers as they are trained: those in few bits as full numbers, others by their dense weight.
-
-Thousands of tokens share the factors. Composing the dense weight in every pass costs as much as r
-tokens; one product with it is then faster than a chain of small ones, and keeps nothing but its input
-for the backward pass. Low-rank layers are left as they are: they have two
-products of full size.
-"""
+"""Layers as they are trained: those in few bits as full numbers, others by their dense weight."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -123,7 +117,9 @@ def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, 
 
 def compose_layers(model: nn.Module, widest: int | None = None) -> None:
     """Let the structured layers of `model` compute by their dense weights, except those whose inputs
-    and outputs together are over `widest`."""
+    and outputs together are over `widest`, and low rank. Composing the weight in every pass costs as
+    much as r tokens; one product with it is faster than a chain of small ones, and keeps nothing but
+    its input for the backward pass."""
     for module in model.modules():
         if widest is not None and _width(module) > widest:
             continue

@@ -8,11 +8,7 @@ Entries = dict[str, dict[str, object]]
 
 
 def packed_entries(
-    layers: Entries,
-    bits: int,
-    plain: Collection[str],
-    dense: Mapping[str, Sequence[int]],
-    head: Entries,
+    layers: Entries, bits: int, plain: Collection[str], dense: Mapping[str, Sequence[int]], head: Entries
 ) -> Entries:
     """The entry of every layer that an export packs, by module. Layers that were in few bits before are
     not among them.

@@ -1,8 +1,7 @@
 """Linear algebra that does not fail on singular matrices, for the fits of all structures.
 
-Decompositions of the library stop converging on a GPU where the statistics of activations are singular
-(dead inputs behind GELU, padded vocabularies). Only this module calls them: it repeats a failed one on
-the CPU in float64, a bounded number of times, and records that.
+Statistics of activations may be singular (dead inputs behind GELU, padded vocabularies). Where a
+decomposition of the library fails, it is repeated on the CPU in float64, and that is recorded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
