@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.healing.data import Data, Reading
     from blr.compressor.healing.output import Packed
-    from blr.compressor.healing.sharding import Sharding
     from blr.compressor.healing.state import State
-    from blr.compressor.healing.student_and_teacher import TrainedPair
+    from blr.compressor.healing.student_and_teacher import Sharding, TrainedPair
     from blr.compressor.output.check import OutputCheck
     from blr.compressor.output.files import FolderContents
     from blr.compressor.text.own import OwnText
@@ -171,7 +170,7 @@ class HealRun(FolderRun):
 
     def _plan_sharding(self) -> Sharding | None:
         """How both models are sharded, where that is asked for or memory demands it; else None."""
-        from blr.compressor.healing.sharding import Sharding, check_shardable, wants_sharding
+        from blr.compressor.healing.student_and_teacher import Sharding, check_shardable, wants_sharding
 
         self.options = replace(self.options, fsdp=wants_sharding(self.options, self.processes))
         if self.options.fsdp:

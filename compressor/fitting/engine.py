@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from blr.compressor.base.errors import CapabilityError
@@ -38,7 +37,6 @@ from blr.compressor.planning.training_sizes import (
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.own import ROOM, OwnText, write_own_text
 from blr.compressor.text.reading import (
-    Beginning,
     Calibration,
     beginning_of,
     begun,
@@ -208,28 +206,18 @@ def with_own_text(
     work: Work, tokenizer: PreTrainedTokenizerBase, seq_len: int, text: Calibration | None
 ) -> Calibration:
     """Windows of `seq_len` tokens, of which the model writes the share `mix`, or all without a `text`.
-    For that the whole model is loaded once; what it wrote is kept in the journal."""
-    samples = work.recipe.samples
+    They leave out the random token that a sample began with, where the context has room."""
+    samples, processes = work.recipe.samples, work.processes
     count = samples if text is None else max(1, round(work.recipe.mix * samples))
-    beginning = beginning_of(tokenizer)
-    parts = [_write(work, tokenizer, seq_len, count, beginning)]
-    if text is not None and count < samples:
-        parts.insert(0, torch.cat(text.ids)[: samples - count])
-    return packed_calibration(interleaved(parts), beginning)
-
-
-def _write(
-    work: Work, tokenizer: PreTrainedTokenizerBase, seq_len: int, count: int, beginning: Beginning
-) -> Tensor:
-    """Let the model write windows [count, seq_len], which start as the tokenizer starts a text. They
-    leave out the random token that a sample began with, where the context has room."""
-    folder, device = work.source.folder, work.target
-    model = load_computing(folder, "AutoModelForCausalLM", device)
+    model = load_computing(work.source.folder, "AutoModelForCausalLM", work.target)
     length = min(seq_len + ROOM, context_of(model.config.to_dict()))
     digests = {name: work.source.sha256(entry) for name, entry in work.source.entries.items()}
     author = hashlib.sha256(canonical_json(digests)).hexdigest()
     wanted = OwnText(count * length, length, work.recipe.seed, author)
-    processes = work.processes
     share = processes.rank, processes.count
     rows = write_own_text(model, tokenizer, wanted, work.journal, work.progress, share, processes.wait)
-    return begun(rows[:count, len(beginning) + length - seq_len :], beginning).long()
+    beginning = beginning_of(tokenizer)
+    parts = [begun(rows[:count, len(beginning) + length - seq_len :], beginning).long()]
+    if text is not None and count < samples:
+        parts.insert(0, torch.cat(text.ids)[: samples - count])
+    return packed_calibration(interleaved(parts), beginning)

@@ -113,6 +113,8 @@ class LayerJob:
     def key(self, weight: str, prefix: str = "") -> str:
         """The journal's key for the factors of a weight with the SHA-256 `weight`; `prefix` is the
         digest of whatever else they depend on."""
+        device = self.device
+        threads = torch.get_num_threads() if device.type == "cpu" else None
         return layer_key(
             prefix=prefix,
             weight=weight,
@@ -122,13 +124,8 @@ class LayerJob:
             options=[self.planned.solver, self.planned.rounds, self.recipe.seed, self.recipe.dtype],
             module=self.layer.module,
             algorithm=[ALGORITHM, __version__, torch.__version__],
-            machine=machine(self.device),
+            machine=[device.type, threads, kernels_on(device)],  # what changes the bits of results
         )
-
-
-def machine(device: torch.device) -> list[object]:
-    """The properties of a machine that change the bits of results."""
-    return [device.type, torch.get_num_threads() if device.type == "cpu" else None, kernels_on(device)]
 
 
 def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:

@@ -168,18 +168,16 @@ class BlockFit:
 
         kinds = [(kind, name) for kind in ("gram", "cross", "tokens") for name in heads]
         with tensor_cores(to):
-            asked = run.work.processes, len(run.batches), parts, kinds, torch.float64
-            return expert_moments(sum_in_order(*asked), heads)
+            sums = sum_in_order(run.work.processes, len(run.batches), parts, kinds, torch.float64)
+        return expert_moments(sums, heads)
 
     def _shared_moments(self, group: Group) -> Moments:
-        sequential = self.run.work.recipe.sequential
+        run, sequential = self.run, self.run.work.recipe.sequential
         drifts = sequential and group.residual is not None
         kinds = ["gram", *["cross"] * sequential, *["drift"] * drifts]
-
-        asked = self.run.work.processes, len(self.run.batches)
         parts = partial(self._products, group=group, sequential=sequential)
-        with tensor_cores(self.run.model.device):
-            sums = sum_in_order(*asked, parts, kinds, torch.float64)
+        with tensor_cores(run.model.device):
+            sums = sum_in_order(run.work.processes, len(run.batches), parts, kinds, torch.float64)
         return Moments(sums["gram"], sums.get("cross"), sums.get("drift"))
 
     def _products(self, n: int, group: Group, sequential: bool) -> dict[str, Tensor]:

@@ -122,8 +122,7 @@ class Student:
         held = {n.removeprefix(start): t.to(device) for n, t in found.items() if n.startswith(start)}
         twin = make_twin(spec, held, getattr(self.block.get_submodule(name), "bias", None))
         compose_layers(twin.module, WIDEST)
-        parent, _, leaf = name.rpartition(".")
-        setattr(self.block.get_submodule(parent), leaf, twin.module.requires_grad_(False))
+        self.block.set_submodule(name, twin.module.requires_grad_(False))
         self.twins[name] = twin
 
     def keep(self, key: str, facts: Mapping[str, object], metrics: dict[str, Metric]) -> None:

@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy, linear, log_softmax
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.exhaustion import raise_exhausted
-from blr.compressor.healing.sharding import blocks_of
-from blr.compressor.healing.student_and_teacher import TrainedPair
+from blr.compressor.healing.student_and_teacher import TrainedPair, blocks_of
 from blr.compressor.modeling.masks import unpacked
 from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.planning.training_sizes import CHUNK

@@ -21,9 +21,8 @@ from blr.compressor.fitting.trainer import CapturedPasses, TrainingLoop
 from blr.compressor.healing.data import Data
 from blr.compressor.healing.embedding import Embedding
 from blr.compressor.healing.objective import Objective
-from blr.compressor.healing.sharding import checkpoint_blocks, compile_blocks
 from blr.compressor.healing.state import State, load_state, save_state
-from blr.compressor.healing.student_and_teacher import TrainedPair
+from blr.compressor.healing.student_and_teacher import TrainedPair, checkpoint_blocks, compile_blocks
 from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.workspace.journal import Journal
 

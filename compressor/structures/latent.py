@@ -219,7 +219,8 @@ class Banks:
             for copy in fresh:
                 copy.parameter.grad = None
             add_gradients([part.master for part in fresh], wide)
-        for part in (*self.banks, *self.others):
+        held: list[Bank | Plain] = [*self.banks, *self.others]
+        for part in held:
             part.collect()
 
 
