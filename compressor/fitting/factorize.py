@@ -85,6 +85,7 @@ class Work:
 
 
 Result = tuple[dict[str, TensorEntry], dict[str, object]]  # stored factors by suffix, record
+Kept = tuple[dict[str, Tensor], dict[str, object]]  # the same before they are stored
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def _kept(work: Work, job: LayerJob, key: str) -> Result:
     return {suffix: factors[suffix] for suffix in job.planned.spec.stored()}, record
 
 
-def factorize(weight: Tensor, job: LayerJob) -> tuple[dict[str, Tensor], dict[str, object]]:
+def factorize(weight: Tensor, job: LayerJob) -> Kept:
     """Fit one layer to its stored `weight`: its factors as stored, on the CPU, and its record."""
     work = moved(weight, job.device, working_dtype(job.device))
     work = work.mT.contiguous() if job.layer.transposed else work
@@ -186,7 +187,7 @@ def factorize(weight: Tensor, job: LayerJob) -> tuple[dict[str, Tensor], dict[st
 
 def keep_factors(
     job: LayerJob, weight: Tensor, factors: Mapping[str, Tensor], record: dict[str, object]
-) -> tuple[dict[str, Tensor], dict[str, object]]:
+) -> Kept:
     """Round fitted factors to the dtype they are stored in, on the CPU, and add type, spec, error and
     bits a weight to the layer's `record`. Packed factors stay as they are."""
     spec, dtype = job.planned.spec, job.stored_dtype(weight)

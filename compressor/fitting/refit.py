@@ -114,12 +114,10 @@ class Refitting(TrainingLoop):
     def judge(self) -> float:
         """The mean error of the held-back batches, each computed by the process that owns it."""
         mine = {}
-        for n in self.held:
-            if self.processes.owns(n):
+        with tensor_cores(self.device):
+            for n in filter(self.processes.owns, self.held):
                 batch = self.batches[n]
-                with tensor_cores(self.device):
-                    lost = self._loss(batch, batch.student, self.targets[n], batch.tokens)
-                mine[n] = float(lost)
+                mine[n] = float(self._loss(batch, batch.student, self.targets[n], batch.tokens))
         found = self.processes.merged(mine)
         return sum(found[n] for n in self.held) / len(self.held)
 
@@ -133,11 +131,12 @@ class Refitting(TrainingLoop):
 
         def part(at: int) -> dict[str, Tensor]:
             if parts > 1 or not self._replayed(n, student, target):
-                self._part(batch, student, target, windows[at], batch.tokens)
-            found = [(p, p.grad) for p in self.parameters]
-            return {
-                "all": torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in found])
-            }
+                rows = windows[at].to(student.device) if parts > 1 else slice(None)
+                forget(self.parameters)
+                some = window_rows(batch, windows[at])
+                self._loss(some, student[rows], target[rows], batch.tokens).backward()
+            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            return {"all": torch.cat([gradient.flatten() for gradient in found])}
 
         total = sum_in_order(self.processes, parts, part, ["all"])["all"]
         sizes = [parameter.numel() for parameter in self.parameters]
@@ -148,15 +147,6 @@ class Refitting(TrainingLoop):
         """The number of parts in which a batch is taken, by the amount of work for each expert."""
         trained = sum(parameter.numel() for parameter in self.parameters)
         return refit_parts(batch.mask.numel(), trained / self.experts, len(batch.mask))
-
-    def _part(self, batch: Batch, student: Tensor, target: Tensor, windows: Tensor, tokens: int) -> None:
-        """Leave the gradients of the error of some windows of a batch in the parameters."""
-        part = window_rows(batch, windows)
-        if part is not batch:
-            rows = windows.to(student.device)
-            student, target = student[rows], target[rows]
-        forget(self.parameters)
-        self._loss(part, student, target, tokens).backward()
 
     def _replayed(self, n: int, student: Tensor, target: Tensor) -> bool:
         """Compute a batch's gradients by a CUDA graph; False where that is not possible."""
@@ -205,9 +195,7 @@ def finish_blocks(run: FitRun, starts: list[Batch]) -> None:
     """Train the run's students together, keep the result in the journal, and take it into the run's
     results. `starts` enter the first block; `run.batches` hold what leaves the last dense one."""
     work, settings = run.work, [run.finish, FINISH]
-    keys = [
-        layer_key(finish=settings, prefix=run.prefix, block=student.index) for student in run.students
-    ]
+    keys = [layer_key(finish=settings, prefix=run.prefix, block=s.index) for s in run.students]
 
     def train() -> Errors:
         trained = [part for student in run.students for part in student.trained]

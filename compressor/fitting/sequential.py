@@ -3,7 +3,7 @@
 Each finished layer and refit is kept in the journal, under a key that covers everything before it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
@@ -74,62 +74,59 @@ class BlockFit:
             self.run.students.append(self.student)
 
     def _fit_group(self, group: Group, advance: Callable[..., None]) -> None:
-        named = {name: self.student.module(name) for name in group.modules}
-        members = {name: module for name, module in named.items() if module in self.run.planned}
-        jobs = [self.run.job(module) for module in members.values()]
-        found = keys_of(self.run.work, jobs, self.run.prefix)
-        keys = dict(zip(members.values(), found, strict=True))
-        missing = set(self.run.work.missing(list(keys.values())))
+        run, named = self.run, {name: self.student.module(name) for name in group.modules}
+        members = {name: module for name, module in named.items() if module in run.planned}
+        found = keys_of(run.work, [run.job(module) for module in members.values()], run.prefix)
+        keys, lacking = dict(zip(members.values(), found, strict=True)), run.work.missing(found)
+        missing = {module for module, key in keys.items() if key in lacking}
         if members:
-            advance(*keys, there=[module for module, key in keys.items() if key not in missing])
-        if missing:
-            units = [unit for unit in self._units(keys, group) if missing.intersection(unit)]
-            wanted = {key for unit in units for key in unit}
-            self._fit({key: module for module, key in keys.items() if key in wanted}, units, group)
+            advance(*keys, there=[module for module in keys if module not in missing])
+        if units := [unit for unit in self._units(keys, group) if missing.intersection(unit)]:
+            self._fit(units, keys, group)
         for name, module in members.items():
             self.student.install(name, keys[module])
-        self.run.prefix = layer_key(prefix=self.run.prefix, done=sorted(keys.values()))
+        run.prefix = layer_key(prefix=run.prefix, done=sorted(found))
 
-    def _units(self, keys: dict[str, str], group: Group) -> list[list[str]]:
-        """The keys of a group's layers, by module, in units that are fitted by the same launches: on a
-        GPU some experts of a type. They do not depend on what is there, as the last bits may on them."""
+    def _units(self, modules: Iterable[str], group: Group) -> list[list[str]]:
+        """A group's layers in units that are fitted by the same launches: on a GPU some experts of a
+        type. They do not depend on what the journal has, as the last bits may on them."""
         number = ON_CPU if self.run.model.device.type == "cpu" else AT_ONCE
         alike: dict[object, list[str]] = {}
-        for module, key in keys.items():
+        for module in modules:
             planned = self.run.planned[module]
             kind = planned.layer.type, planned.spec, planned.layer.entry.dtype
             alone = not group.experts or fitted_together(self.run.job(module))
-            alike.setdefault(key if alone else kind, []).append(key)
+            alike.setdefault(module if alone else kind, []).append(module)
         return [each[n : n + number] for each in alike.values() for n in range(0, len(each), number)]
 
-    def _fit(self, modules: dict[str, str], units: list[list[str]], group: Group) -> None:
-        """Make sure that the journal has the factors of `modules` (by key), the layers of `units`."""
+    def _fit(self, units: list[list[str]], keys: dict[str, str], group: Group) -> None:
+        """Make sure that the journal has the factors of the layers of `units`, under their `keys`."""
         work = self.run.work
         with work.progress.timed("inputs"):
             moments = self._moments(group)
-        metrics = {module: self._metric(module) for module in modules.values()}
-        jobs = {key: self.run.job(module) for key, module in modules.items()}
-        parts = {unit[0]: unit for unit in units}
+        jobs = {module: self.run.job(module) for unit in units for module in unit}
+        metrics = {module: self._metric(module) for module in jobs}
+        by_key = {keys[unit[0]]: unit for unit in units}
 
-        def fit(first: str, processes: Processes | None = None) -> None:
-            fits = []
-            for key in parts[first]:
-                job, module = replace(jobs[key], processes=processes), modules[key]
+        def fit(key: str, processes: Processes | None = None) -> None:
+            fits, unit = [], by_key[key]
+            for module in unit:
                 given = self.student.weight(module), moments.pop(module), metrics[module]
-                fits.append(WeightedFit(job, *given))
+                fits.append(WeightedFit(replace(jobs[module], processes=processes), *given))
             found = fit_together(fits)
             if processes is None or processes.first:
                 with ThreadPoolExecutor() as pool:  # a disk takes its time for each
-                    list(pool.map(work.journal.store, parts[first], *zip(*found, strict=True)))
+                    stored = [keys[module] for module in unit], *zip(*found, strict=True)
+                    list(pool.map(work.journal.store, *stored))
 
-        together = [first for first in parts if fitted_together(jobs[first])]
-        for first in together:
+        specs = {key: jobs[unit[0]].planned.spec for key, unit in by_key.items()}
+        for key in [key for key, unit in by_key.items() if fitted_together(jobs[unit[0]])]:
             with work.progress.timed("fits by all"):
-                fit(first, work.processes)
-        specs = {first: jobs[first].planned.spec for first in parts if first not in together}
+                fit(key, work.processes)
+            del specs[key]
         with work.progress.timed("fits"):
             work.share(specs, fit, calibrated=True)
-        work.journal.await_all(list(jobs))
+        work.journal.await_all([keys[module] for module in jobs])
 
     def _metric(self, output: str) -> Tensor | None:
         """The cost of errors in an output, in the form that a layer's fit takes; None without

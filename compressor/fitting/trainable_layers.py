@@ -44,19 +44,22 @@ class Twin:
         """What is stored of the layer, as ``spec.stored()`` names it; unpacked numbers are in `dtype`.
         Factors in float8 are rounded only here, in the `metric` of the layer's inputs."""
         if self.spec.corrected:
-            halves = ((name, _half(self, name, part)) for name, part in self.spec.parts())
-            return {f"{n}.{k}": t for n, half in halves for k, t in half.stored(dtype).items()}
+            found: dict[str, Tensor] = {}
+            for name, part in self.spec.parts():
+                half = Twin(part, self.module.get_submodule(name), part_of(self.parts, name))
+                found |= {f"{name}.{n}": tensor for n, tensor in half.stored(dtype).items()}
+            return found
         if (packing := self.spec.packing) is not None and packing.fp8:
             factors = {name: part.parameter.detach().float() for name, part in self.parts.items()}
             return round_factors(factors, packing, metric, dtype)
-        found: dict[str, Tensor] = {}
+        found = {}
         for name, part in self.parts.items():
             if isinstance(part, Plain):
                 found[name] = part.parameter.detach().to(dtype).contiguous()
-                continue
-            levels, scale = part.rounded()
-            packed = pack(levels, part.grid.bits, part.grid.group)
-            found |= dict(zip(stored_names(name), (packed, scale), strict=True))
+            else:
+                levels, scale = part.rounded()
+                packed = pack(levels, part.grid.bits, part.grid.group)
+                found |= dict(zip(stored_names(name), (packed, scale), strict=True))
         return found
 
     @torch.no_grad()
@@ -89,11 +92,6 @@ def make_twin(spec: Spec, tensors: Mapping[str, Tensor], bias: Tensor | None = N
     return Twin(spec, module, parts)
 
 
-def _half(twin: Twin, name: str, spec: Spec) -> Twin:
-    parts = {k.removeprefix(f"{name}."): p for k, p in twin.parts.items() if k.startswith(f"{name}.")}
-    return Twin(spec, twin.module.get_submodule(name), parts)
-
-
 def _plain_module(spec: Spec, factors: dict[str, Tensor]) -> nn.Module:
     plain = spec.plain
     with torch.device("meta"):
@@ -121,17 +119,12 @@ def compose_layers(model: nn.Module, widest: int | None = None) -> None:
     much as r tokens; one product with it is faster than a chain of small ones, and keeps nothing but
     its input for the backward pass."""
     for module in model.modules():
-        if widest is not None and _width(module) > widest:
-            continue
-        if isinstance(module, Sum) or (
-            isinstance(module, StructuredLinear) and module.spec.structure != LowRankSpec.structure
-        ):
-            module.forward = partial(_forward, module)  # type: ignore[method-assign]
-
-
-def _width(module: nn.Module) -> int:
-    layer = module.correction if isinstance(module, Sum) else module
-    return layer.spec.in_features + layer.spec.out_features if isinstance(layer, StructuredLinear) else 0
+        layer = module.correction if isinstance(module, Sum) else module
+        if isinstance(layer, StructuredLinear):
+            low_rank = layer is module and layer.spec.structure == LowRankSpec.structure
+            width = layer.spec.in_features + layer.spec.out_features
+            if not low_rank and (widest is None or width <= widest):
+                module.forward = partial(_forward, module)  # type: ignore[method-assign,arg-type]
 
 
 def dense_weight(layer: StructuredLinear | Sum) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.base.device import moved
-from blr.compressor.fitting.factorize import LayerJob, keep_factors, layer_errors
+from blr.compressor.fitting.factorize import Kept, LayerJob, keep_factors, layer_errors
 from blr.compressor.fitting.rounding import Metric, is_latent, plain_fit, round_layers
 from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import relative_error
@@ -27,7 +27,6 @@ from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpe
 
 RIDGE = 0.01  # added to H, relative to its mean diagonal: without it targets grow thirty-fold
 CPU_ROUNDS = 40  # default of BLAST on a CPU: 100 take twice the time for 3% of perplexity
-Kept = tuple[dict[str, Tensor], dict[str, object]]  # the tensors of a layer, and its record
 OUTPUT_RIDGE = 1e-3  # added to the output metric, relative to its mean diagonal
 
 
@@ -50,11 +49,8 @@ class Moments:
 
     def target(self, weight: Tensor) -> Tensor:
         """The weight to fit in place of W [o, i], float64: the T that minimizes Σ ‖T x̂ − W x − (h −
-        ĥ)‖² + λ‖T − W‖², which is W + (W cross + drift) (H + λ)⁻¹.
-
-        Directions that tokens hardly show keep W. This is AA-SVD's target (arXiv 2604.02119) with the
-        drift of the residual stream and the ridge added.
-        """
+        ĥ)‖² + λ‖T − W‖², which is W + (W cross + drift) (H + λ)⁻¹. Directions that tokens hardly show
+        keep W. This is AA-SVD's target (arXiv 2604.02119) with drift and ridge added."""
         if self.cross is None:
             return weight
         right = weight @ self.cross

@@ -21,7 +21,7 @@ JITTERS = {
     torch.float32: [10.0**power for power in range(-6, 1)],
 }
 FURTHER, NEARER, ITERATIONS = 16, 8, 10  # columns beyond the rank; least share of a matrix; products
-EIGEN_SHIFTS = (1e-10, 1e-7, 1e-4)  # relative to the mean diagonal, tried when nothing else helps
+EIGEN, EIGEN_SHIFTS = "eigendecomposition", (1e-10, 1e-7, 1e-4)  # tried when nothing else helps
 
 _fallbacks: ContextVar[list[str] | None] = ContextVar("fallbacks", default=None)
 
@@ -103,7 +103,7 @@ def rough_cholesky(grams: Tensor) -> Tensor:
 
 def _cholesky_of_each(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Lower factors of [..., r, r], and which [...] of the matrices have none."""
-    found = _repeated(torch.linalg.cholesky_ex, matrix, "Cholesky factorization")
+    found = _robust(torch.linalg.cholesky_ex, matrix, "Cholesky factorization")
     bad = (found.info != 0) | ~found.L.isfinite().all(-1).all(-1)
     return found.L.to(matrix), bad.to(matrix.device)
 
@@ -179,7 +179,8 @@ def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
     size = gram.shape[-1]
     if gram.is_cuda and gram.dim() == 3 and NEARER * (rank + FURTHER) <= size:
         return near_eigenvectors(gram, rank)
-    vectors = _of_symmetric(lambda m: torch.linalg.eigh(m).eigenvectors, (gram + gram.mT) / 2)
+    even = (gram + gram.mT) / 2
+    vectors = _robust(lambda m: torch.linalg.eigh(m).eigenvectors, even, EIGEN, EIGEN_SHIFTS).to(gram)
     vectors = vectors[..., -min(rank, size) :].flip(-1)  # by falling eigenvalue
     return torch.nn.functional.pad(vectors, (0, max(rank - size, 0)))
 
@@ -197,45 +198,35 @@ def near_eigenvectors(gram: Tensor, rank: int) -> Tensor:
 
 def eigenvalues(gram: Tensor) -> Tensor:
     """Falling eigenvalues [..., m] of positive semi-definite matrices [..., m, m], none negative."""
-    return _of_symmetric(torch.linalg.eigvalsh, gram).flip(-1).clamp_min(0)
+    found: Tensor = _robust(torch.linalg.eigvalsh, gram, EIGEN, EIGEN_SHIFTS)
+    return found.to(gram).flip(-1).clamp_min(0)
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
     """Orthonormal columns [..., m, min(m, n)] that span those of `matrix` [..., m, n], also where
     these are dependent."""
-    return _repeated(lambda m: torch.linalg.qr(m).Q, matrix, "QR decomposition").to(matrix)
+    return _robust(lambda m: torch.linalg.qr(m).Q, matrix, "QR decomposition").to(matrix)
 
 
-def _of_symmetric(call: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
-    """``call(matrix)``, an eigendecomposition of symmetric matrices [..., m, m]. Where the library does
-    not converge it is repeated on the CPU in float64, then with small distinct shifts of the diagonal,
-    which separate the eigenvalues it trips over. Raises NumericsError."""
+def _robust(
+    call: Callable[[Tensor], Any], matrix: Tensor, name: str, shifts: Sequence[float] = ()
+) -> Any:
+    """``call(matrix)``, a decomposition called `name`. Where the library fails it is repeated on the CPU
+    in float64, then with `shifts` of the diagonal, relative and distinct, which separate the eigenvalues
+    it trips over. Raises NumericsError."""
     if (found := _attempted(call, matrix)) is not None:
         return found
     wide = check_finite(matrix).to("cpu", torch.float64)
     scale = wide.diagonal(dim1=-2, dim2=-1).abs().mean(-1)[..., None, None]
     ramp = torch.linspace(0, 1, wide.shape[-1], dtype=wide.dtype).diag()
-    for shift in (0.0, *EIGEN_SHIFTS):
-        if (found := _attempted(call, wide + shift * scale * ramp)) is not None:
-            shifted = f", shifted by {shift:.0e}" * bool(shift)
-            record_fallback(f"eigendecomposition repeated on the CPU{shifted}")
-            return found.to(matrix)
+    for shift in (0.0, *shifts):
+        if (found := _attempted(call, wide + shift * scale * ramp if shift else wide)) is not None:
+            record_fallback(f"{name} repeated on the CPU" + f", shifted by {shift:.0e}" * bool(shift))
+            return found
     raise NumericsError(
-        f"the eigendecomposition of a {wide.shape[-1]}x{wide.shape[-1]} matrix did not converge in "
-        f"{len(EIGEN_SHIFTS) + 2} attempts; --exclude the layer"
+        f"the {name} of a {wide.shape[-2]}x{wide.shape[-1]} matrix did not converge in "
+        f"{len(shifts) + 2} attempts; --exclude the layer"
     )
-
-
-def _repeated(call: Callable[[Tensor], object], matrix: Tensor, name: str) -> Any:
-    """``call(matrix)``, repeated on the CPU in float64 where the library fails. Raises NumericsError if
-    it fails again."""
-    if (found := _attempted(call, matrix)) is not None:
-        return found
-    check_finite(matrix)
-    record_fallback(f"{name} repeated on the CPU")
-    if (found := _attempted(call, matrix.to("cpu", torch.float64))) is not None:
-        return found
-    raise NumericsError(f"the {name} of {list(matrix.shape)} failed twice; --exclude the layer")
 
 
 def check_finite(matrix: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Packs factors in few bits or float8 as the matrices that a layer stores; unpacks and restores them."""
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec, stor
 from blr.kernels.common.layout import canonical_view, to_physical
 from blr.kernels.decode.quantized.reference import dequantize, quantize
 from blr.kernels.fp8.reference import dequantize_fp8, quantize_fp8
+
+Value = TypeVar("Value")
 
 
 def to_matrix(spec: QuantizedSpec, name: str, factor: Tensor) -> Tensor:
@@ -106,7 +109,7 @@ def restored(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> T
     return STRUCTURES[plain.structure].factorizer().reconstruct(factors, plain)
 
 
-def part_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+def part_of(tensors: Mapping[str, Value], name: str) -> dict[str, Value]:
     """The tensors of one part of a corrected layer, by their names in it."""
     prefix = f"{name}."
     return {k.removeprefix(prefix): tensor for k, tensor in tensors.items() if k.startswith(prefix)}

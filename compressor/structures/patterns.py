@@ -13,7 +13,7 @@ from math import cos, gcd, inf, log, pi, prod, sin, sqrt
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.quoting import quote
-from blr.compressor.structures.specs import Pattern
+from blr.compressor.structures.specs import Pattern, written
 
 Chain = tuple[Pattern, ...]
 
@@ -101,13 +101,13 @@ def validate_chain(patterns: Sequence[Pattern], in_features: int, out_features: 
     b_{l+1}·d_{l+1} / d_l is an integer."""
     if not patterns or any(len(p) != 4 or min(p) < 1 for p in patterns):
         raise UsageError(
-            f"pattern chain {_write(patterns)}: expected one or more patterns of four positive "
+            f"pattern chain {written(patterns)}: expected one or more patterns of four positive "
             "integers; write them as (a,b,c,d)(a,b,c,d)"
         )
     o, i = _rows(patterns[0]), _columns(patterns[-1])
     if (o, i) != (out_features, in_features):
         raise UsageError(
-            f"pattern chain {_write(patterns)} makes a {o}x{i} matrix but the layer is "
+            f"pattern chain {written(patterns)} makes a {o}x{i} matrix but the layer is "
             f"{out_features}x{in_features}: a·b·d of the first factor must be {out_features} and "
             f"a·c·d of the last {in_features} (the output side comes first)"
         )
@@ -127,14 +127,14 @@ def check_pattern(text: str) -> None:
     validate_chain(patterns, i, o)
     if max(o, i) > MAX_FEATURES:
         raise UsageError(
-            f"pattern chain {_write(patterns)} makes a {o}x{i} matrix: expected at most {MAX_FEATURES} "
+            f"pattern chain {written(patterns)} makes a {o}x{i} matrix: expected at most {MAX_FEATURES} "
             "rows and columns; write smaller sizes"
         )
 
 
 def _validate_pair(left: Pattern, right: Pattern) -> None:
     (a1, _, c1, d1), (a2, _, _, d2) = left, right
-    pair = f"patterns {_write([left, right])}"
+    pair = f"patterns {written([left, right])}"
     if _columns(left) != _rows(right):
         raise UsageError(
             f"{pair} do not meet: a·c·d = {_columns(left)} on the left must equal "
@@ -232,7 +232,7 @@ def choose_patterns(
     _, (d1, a2, rank), chain = min(equals, key=lambda e: (-chain_h(e[2]), e[1][0] * e[1][1], e[1]))
     count = parameters(chain)
     reason = (
-        f"{_write(chain)}: grid {d1}x{a2} of rank {rank}, least predicted error of {len(scored)} "
+        f"{written(chain)}: grid {d1}x{a2} of rank {rank}, least predicted error of {len(scored)} "
         f"chain{'s' * (len(scored) > 1)} at cf {in_features * out_features / count:.3f}"
         f"{f', the largest h of {len(equals)} equals' if len(equals) > 1 else ''}"
         f" (h = {chain_h(chain):.4f})"
@@ -297,7 +297,3 @@ def _rows(pattern: Pattern) -> int:
 
 def _columns(pattern: Pattern) -> int:
     return pattern[0] * pattern[2] * pattern[3]
-
-
-def _write(patterns: Sequence[Pattern]) -> str:
-    return "".join("(" + ",".join(map(str, p)) + ")" for p in patterns)

@@ -13,6 +13,7 @@ Notation (`i` inputs, `o` outputs, `b` blocks, `p = i/b`, `q = o/b`, rank `r`):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -141,7 +142,12 @@ class KroneckerSpec(Spec):
         return {f"factors.{n}": pattern for n, pattern in enumerate(self.patterns)}
 
     def describe(self) -> str:
-        return "".join("(" + ",".join(map(str, p)) + ")" for p in self.patterns)
+        return written(self.patterns)
+
+
+def written(patterns: Sequence[Pattern]) -> str:
+    """A chain in words: ``(1,192,48,2)(2,48,192,1)``."""
+    return "".join("(" + ",".join(map(str, p)) + ")" for p in patterns)
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,9 @@ def _json_documents(path: Path, limit: int) -> Iterator[str]:
 
 
 def _json_lines(path: Path, limit: int) -> Iterator[str]:
+    expected = "a JSON object with a string field 'text'"
+    if path.suffix.lower() == ".json":
+        expected += " on every line, as in a .jsonl, or one list of them"
     for number, line in enumerate(read_lines(path, limit, MAX_LINE), 1):
         if not line.strip():
             continue
@@ -248,9 +251,6 @@ def _json_lines(path: Path, limit: int) -> Iterator[str]:
         except (ValueError, KeyError, TypeError, RecursionError):
             document = None
         if not isinstance(document, str) or not is_text(document):
-            expected = "a JSON object with a string field 'text'"
-            if path.suffix.lower() == ".json":
-                expected += " on every line, as in a .jsonl, or one list of them"
             raise InputError(f"{path}:{number}: expected {expected}; repair the line")
         yield document + "\n"
 
