@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +17,11 @@ from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.regular import read_start
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.blocks import Batch, BlockModel
-from blr.compressor.fitting.factorize import Result, Work, factorize_layers
+from blr.compressor.fitting.factorize import Result, Work, factorize_layers, is_whole
 from blr.compressor.fitting.refit import finish_blocks, finish_epochs
-from blr.compressor.fitting.routing import few_tokens
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
 from blr.compressor.fitting.student import FitRun
-from blr.compressor.fitting.weighted import is_whole
 from blr.compressor.loading.load import load_computing
 from blr.compressor.loading.native import family_of
 from blr.compressor.planning.plan import Plan
@@ -221,3 +219,16 @@ def with_own_text(
     if text is not None and count < samples:
         parts.insert(0, torch.cat(text.ids)[: samples - count])
     return packed_calibration(interleaved(parts), beginning)
+
+
+def few_tokens(plan: Plan, results: Mapping[str, Result]) -> list[str]:
+    """A note if experts had fewer tokens than their inputs have numbers."""
+    counts = {p: results[p.layer.module][1].get("tokens") for p in plan.layers if p.layer.stack}
+    known = [(n, p.spec.in_features) for p, n in counts.items() if isinstance(n, int)]
+    few, none = sum(count < width for count, width in known), sum(not count for count, _ in known)
+    if not few:
+        return []
+    return [
+        f"{few} of {len(known)} layers of experts had fewer tokens than inputs, {none} had none: they "
+        "are fitted to tokens of other experts as well; more text (--samples) fits them better"
+    ]

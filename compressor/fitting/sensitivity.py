@@ -19,7 +19,7 @@ from blr.compressor.base.progress import MEASURING
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, watched
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Work, layer_seed
-from blr.compressor.fitting.routing import with_floor
+from blr.compressor.fitting.moments import with_floor
 from blr.compressor.structures.linalg import cholesky, eigenvalues
 from blr.compressor.workspace.journal import layer_key
 

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from blr.compressor.base.device import tensor_cores
 from blr.compressor.base.processes import Processes, sum_in_order
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, run_until
-from blr.compressor.fitting.factorize import Result, keys_of, layer_seed
-from blr.compressor.fitting.refit import Errors, Refitting
-from blr.compressor.fitting.routing import Sums, expert_moments, routed
-from blr.compressor.fitting.sensitivity import HIDDEN
-from blr.compressor.fitting.student import FitRun, Student, train_and_keep
-from blr.compressor.fitting.weighted import (
-    Moments,
+from blr.compressor.fitting.factorize import (
+    Result,
     WeightedFit,
     fit_together,
     fitted_together,
+    keys_of,
+    layer_seed,
     metric_for,
-    products,
 )
+from blr.compressor.fitting.moments import Moments, Sums, expert_moments, products, routed
+from blr.compressor.fitting.refit import Errors, Refitting
+from blr.compressor.fitting.sensitivity import HIDDEN
+from blr.compressor.fitting.student import FitRun, Student, train_and_keep
 from blr.compressor.planning.experts import AT_ONCE
 from blr.compressor.planning.forecast_time import predicted_cost
 from blr.compressor.recipe.architectures import Group

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from blr.compressor.fitting.factorize import OUTPUT_RIDGE, _fit
 from blr.compressor.fitting.sensitivity import curve
-from blr.compressor.fitting.weighted import OUTPUT_RIDGE, _fit
 from blr.compressor.structures.base import FitOptions
 from blr.compressor.structures.lowrank import reconstruct
 from blr.compressor.structures.specs import LowRankSpec
