@@ -108,22 +108,12 @@ def _cholesky_of_each(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return found.L.to(matrix), bad.to(matrix.device)
 
 
-def solve_factored(root: Tensor, right: Tensor) -> Tensor:
-    """X [..., r, m] with ``L Lᵀ X = B`` for lower L [..., r, r] and B [..., r, m]."""
-    return torch.cholesky_solve(right, root)
-
-
-def solve_upper(root: Tensor, right: Tensor) -> Tensor:
-    """X [..., r, m] with ``R X = B`` for upper triangular R [..., r, r] and B [..., r, m]."""
-    return torch.linalg.solve_triangular(root, right, upper=True)
-
-
 def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:
     """X [..., m, r] with ``X A = B`` for symmetric positive semi-definite A [..., r, r] and B
     [..., m, r]; jittered as in `cholesky`."""
     if is_tiled(matrix):
         return _by_tiles(matrix, right)
-    return solve_factored(cholesky(matrix), right.mT).mT
+    return torch.cholesky_solve(right.mT, cholesky(matrix)).mT
 
 
 def inverse_spd(matrix: Tensor) -> Tensor:
@@ -146,13 +136,12 @@ def _by_tiles(matrix: Tensor, right: Tensor) -> Tensor:
     tiles = _tiles(matrix)
     solved = tiles.solve(right)
     for n in tiles.unsound():
-        solved[n] = solve_factored(cholesky(matrix[n]), right[n].mT).mT
+        solved[n] = torch.cholesky_solve(right[n].mT, cholesky(matrix[n])).mT
     return solved
 
 
 def _tiles(matrix: Tensor) -> Factored:
-    shift = JITTERS[matrix.dtype][0] * _scale(matrix)
-    return factored(matrix + torch.diag_embed(shift.expand(matrix.shape[:-1])))
+    return factored(add_ridge(matrix, JITTERS[matrix.dtype][0] * _scale(matrix)[..., None]))
 
 
 def _scale(matrix: Tensor) -> Tensor:
@@ -216,7 +205,12 @@ def _robust(
     it trips over. Raises NumericsError."""
     if (found := _attempted(call, matrix)) is not None:
         return found
-    wide = check_finite(matrix).to("cpu", torch.float64)
+    if not bool(matrix.isfinite().all()):
+        raise NumericsError(
+            f"a {matrix.shape[-2]}x{matrix.shape[-1]} matrix to decompose holds NaN or Inf: the weights "
+            "or the calibration statistics overflow; check text and checkpoint, or --exclude the layer"
+        )
+    wide = matrix.to("cpu", torch.float64)
     scale = wide.diagonal(dim1=-2, dim2=-1).abs().mean(-1)[..., None, None]
     ramp = torch.linspace(0, 1, wide.shape[-1], dtype=wide.dtype).diag()
     for shift in (0.0, *shifts):
@@ -226,16 +220,6 @@ def _robust(
     raise NumericsError(
         f"the {name} of a {wide.shape[-2]}x{wide.shape[-1]} matrix did not converge in "
         f"{len(shifts) + 2} attempts; --exclude the layer"
-    )
-
-
-def check_finite(matrix: Tensor) -> Tensor:
-    """Return `matrix`, or raise NumericsError for NaN or Inf, which no decomposition can take."""
-    if bool(matrix.isfinite().all()):
-        return matrix
-    raise NumericsError(
-        f"a {matrix.shape[-2]}x{matrix.shape[-1]} matrix to decompose holds NaN or Inf: the weights or "
-        "the calibration statistics overflow; check text and checkpoint, or --exclude the layer"
     )
 
 
