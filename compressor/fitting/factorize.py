@@ -29,7 +29,13 @@ from blr.compressor.recipe.schema import Recipe
 from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import FitOptions, relative_error
 from blr.compressor.structures.blast import is_shared
-from blr.compressor.structures.linalg import add_ridge, balance, cholesky, recorded_fallbacks
+from blr.compressor.structures.linalg import (
+    add_ridge,
+    balance,
+    cholesky,
+    recorded_fallbacks,
+    solve_upper,
+)
 from blr.compressor.structures.packing import restored
 from blr.compressor.structures.specs import BlastSpec, DenseSpec, KroneckerSpec, LowRankSpec, Spec
 from blr.compressor.workspace.journal import Journal, layer_key
@@ -305,7 +311,7 @@ def _fit_low_rank(target: Tensor, spec: LowRankSpec, gram: Tensor, root: Tensor)
     left = found["U"]
     # U [G, o/G, r] of groups of rows is all of [o, r]
     rows = left.flatten(0, 1) if spec.groups > 1 and spec.side == "out" else left
-    solved = torch.linalg.solve_triangular(root, rows, upper=True).view_as(left)
+    solved = solve_upper(root, rows).view_as(left)
     return dict(zip("UV", balance(solved, found["V"]), strict=True))
 
 

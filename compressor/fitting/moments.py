@@ -22,7 +22,7 @@ from blr.compressor.fitting.block_passes import (
 )
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.modeling.modeling_blr import Experts
-from blr.compressor.structures.linalg import add_ridge, cholesky
+from blr.compressor.structures.linalg import add_ridge, cholesky, solve_factored
 
 RIDGE = 0.01  # added to H, relative to its mean diagonal: without it targets grow thirty-fold
 PRIOR = 0.25  # tokens of the layer's mean that an expert's moments get, a number of its input
@@ -56,7 +56,7 @@ class Moments:
         right = weight @ self.cross
         if self.drift is not None:
             right = right + self.drift
-        return weight + torch.cholesky_solve(right.mT, self._ridged).mT
+        return weight + solve_factored(self._ridged, right.mT).mT
 
     @cached_property
     def _ridged(self) -> Tensor:

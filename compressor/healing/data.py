@@ -269,11 +269,8 @@ def batch_windows(options: HealOptions, reading: Reading, gpu: bool, processes: 
 
 
 def text_digests(names: list[str]) -> list[str]:
-    """SHA-256 of every text, as `calibration_digest` makes it.
-
-    Raises InputError for a missing text, UsageError for one that is given twice, even under two names:
-    it would count as two texts.
-    """
+    """SHA-256 of every text, as `calibration_digest` makes it. Raises InputError for a missing text,
+    UsageError for one that is given twice, even under two names: it would count as two texts."""
     known: dict[str, str] = {}
     for name in names:
         digest = calibration_digest(name)

@@ -16,6 +16,7 @@ from blr.compressor.structures.linalg import (
     definite,
     orthonormal,
     rough_cholesky,
+    solve_factored,
     top_eigenvectors,
 )
 from blr.compressor.structures.patterns import validate_chain
@@ -220,9 +221,9 @@ def _preconditioner(pattern: Pattern, left_gram: Tensor | None, right_gram: Tens
     def solve(slope: Tensor) -> Tensor:
         blocks = slope.permute(0, 3, 1, 2)  # [a, d, b, c]
         if roots[0] is not None:
-            blocks = torch.cholesky_solve(blocks, roots[0])
+            blocks = solve_factored(roots[0], blocks)
         if roots[1] is not None:
-            blocks = torch.cholesky_solve(blocks.mT, roots[1]).mT
+            blocks = solve_factored(roots[1], blocks.mT).mT
         return blocks.permute(0, 2, 3, 1)
 
     return solve

@@ -108,12 +108,22 @@ def _cholesky_of_each(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return found.L.to(matrix), bad.to(matrix.device)
 
 
+def solve_factored(root: Tensor, right: Tensor) -> Tensor:
+    """X [..., r, m] with ``L Lᵀ X = B`` for lower L [..., r, r] and B [..., r, m]."""
+    return torch.cholesky_solve(right, root)
+
+
+def solve_upper(root: Tensor, right: Tensor) -> Tensor:
+    """X [..., r, m] with ``R X = B`` for upper triangular R [..., r, r] and B [..., r, m]."""
+    return torch.linalg.solve_triangular(root, right, upper=True)
+
+
 def solve_spd(matrix: Tensor, right: Tensor) -> Tensor:
     """X [..., m, r] with ``X A = B`` for symmetric positive semi-definite A [..., r, r] and B
     [..., m, r]; jittered as in `cholesky`."""
     if is_tiled(matrix):
         return _by_tiles(matrix, right)
-    return torch.cholesky_solve(right.mT, cholesky(matrix)).mT
+    return solve_factored(cholesky(matrix), right.mT).mT
 
 
 def inverse_spd(matrix: Tensor) -> Tensor:
@@ -136,7 +146,7 @@ def _by_tiles(matrix: Tensor, right: Tensor) -> Tensor:
     tiles = _tiles(matrix)
     solved = tiles.solve(right)
     for n in tiles.unsound():
-        solved[n] = torch.cholesky_solve(right[n].mT, cholesky(matrix[n])).mT
+        solved[n] = solve_factored(cholesky(matrix[n]), right[n].mT).mT
     return solved
 
 

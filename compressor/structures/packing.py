@@ -52,12 +52,8 @@ def pack_factor(
     scale_dtype: torch.dtype,
     importance: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Round a canonical factor to the nearest levels; returns the stored tensors by name.
-
-    Args:
-        importance: what errors cost, of a shape that broadcasts to the matrix that is packed; float8
-            has no choice that it could weigh.
-    """
+    """Round a canonical factor to the nearest levels; returns the stored tensors by name. importance:
+    what errors cost, of a shape that broadcasts to the matrix that is packed; float8 does not weigh."""
     form = spec.format_of(name)
     if form is None:
         return {name: factor.to(scale_dtype).contiguous()}
@@ -94,11 +90,7 @@ def factors_of(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) ->
 
 
 def restored(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The dense weight [o, i], computed in `dtype`.
-
-    Args:
-        tensors: by the names of ``spec.stored()``.
-    """
+    """The dense weight [o, i] of stored `tensors`, named as ``spec.stored()``; computed in `dtype`."""
     if len(spec.parts()) > 1:
         parts = ((part, part_of(tensors, name)) for name, part in spec.parts())
         base, correction = (restored(part, held, dtype) for part, held in parts)

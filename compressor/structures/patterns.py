@@ -200,13 +200,11 @@ def choose_patterns(
     """Choose the two-factor chain for compression factor `cf`: accuracy first, then h. Maximizing h
     alone leads to rank 1 in many tiny blocks, which approximates trained matrices badly.
 
-    1. Each grid takes the largest rank within the budget i·o/cf, made a multiple of 16, 8, 4
-       or 2 where that gives up at most 1% of the budget. The plain low rank (grid 1×1) is
-       `svd`, and taken only if no other grid fits.
-    2. Kept are the chains whose factor is at most cf·(1 + tolerance), else the nearest below
-       the budget.
-    3. `predicted_log_error` ranks them. Among those within `band` of the best the largest h
-       wins, then the fewest blocks.
+    1. Each grid takes the largest rank within the budget i·o/cf, made a multiple of 16, 8, 4 or 2 where
+       that gives up at most 1% of the budget. The grid 1×1 is `svd`, taken only if no other fits.
+    2. Kept are the chains whose factor is at most cf·(1 + tolerance), else the nearest below the budget.
+    3. `predicted_log_error` ranks them. Among those within `band` of the best the largest h wins, then
+       the fewest blocks.
 
     calibrated: whether the fit will be weighted by activations, which favours column blocks. Raises
     UsageError where not even rank 1 fits the budget.

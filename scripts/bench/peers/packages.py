@@ -248,7 +248,7 @@ def asvd(task: Task) -> Found:
 
 
 def _whitening(task: Task) -> Scaling:
-    from blr.compressor.structures.linalg import cholesky
+    from blr.compressor.structures.linalg import cholesky, solve_upper
 
     grams = _means(task, lambda rows: rows.mT @ rows / len(rows))
 
@@ -256,9 +256,7 @@ def _whitening(task: Task) -> Scaling:
         gram = grams[name].double()
         some = gram.diagonal().mean() * 1e-6 * torch.eye(len(gram), device=gram.device)
         root = cholesky(gram + some)
-        return root, torch.linalg.solve_triangular(
-            root.mT, torch.eye(len(gram), device=gram.device).double(), upper=True
-        ).mT
+        return root, solve_upper(root.mT, torch.eye(len(gram), device=gram.device).double()).mT
 
     return whitening
 
