@@ -127,13 +127,9 @@ def round_layer(
 
 
 def round_layers(
-    weights: Sequence[Tensor],
-    spec: Spec,
-    metrics: Sequence[Metric],
-    dtype: torch.dtype,
-    fits: Sequence[FitFactors],
-    fit: FitFactors,
-) -> list[dict[str, Tensor]]:
+    weights: Sequence[Tensor], spec: Spec, metrics: Sequence[Metric], dtype: torch.dtype,
+    fits: Sequence[FitFactors], fit: FitFactors,
+) -> list[dict[str, Tensor]]:  # fmt: skip
     """`round_layer` of layers of one spec by the same launches, of which one fit has thousands, where
     `are_stacked`; `fit` is that of a stack of matrices."""
     if len(weights) == 1 or not are_stacked(spec):
@@ -146,13 +142,11 @@ def round_layers(
 def are_stacked(spec: Spec) -> bool:
     """Whether layers can be rounded as a stack: dense ones in few bits, also with low rank beside."""
     (_, base), *more = spec.parts()
-    few = base.packing is not None and base.plain.structure == DenseSpec.structure
-    low_rank = all(
-        added.plain.structure == LowRankSpec.structure and getattr(added.plain, "groups", 1) == 1
-        for _, added in more
-    )
-    packings = [part.packing for _, part in spec.parts()]
-    return few and low_rank and not any(packing.fp8 for packing in packings if packing is not None)
+    packings = [part.packing for _, part in spec.parts() if part.packing is not None]
+    if base.packing is None or base.structure != DenseSpec.structure or any(p.fp8 for p in packings):
+        return False
+    plain = [added.plain for _, added in more]
+    return all(isinstance(added, LowRankSpec) and added.groups == 1 for added in plain)
 
 
 def round_factors(
@@ -196,32 +190,27 @@ def quantize_factors(
     squares, given the weight and the rounded Z, and rounded with compensation. So each term makes up
     for what others lost.
     """
-    tensors: dict[str, Tensor] = {}
-    errors: dict[str, float] = {}
-    latents: dict[str, Tensor] = {}
+    found, structure = Quantized({}, {}, {}), STRUCTURES[spec.structure]
+    reconstruct = structure.factorizer().reconstruct
     exact = {name: factors[name].to(_work(factors[name])) for name in spec.shapes()}
     if spec.tiled:
         exact = even_columns(spec.of, exact)
-    product = STRUCTURES[spec.structure].factorizer().reconstruct(exact, spec.of)
-    back: dict[str, Tensor] = {}
-    is_solved = STRUCTURES[spec.structure].linear and (spec.fp8 or spec.bits in SOLVED)
-    solved = LAST if is_solved else None  # comes last
+    product, back = reconstruct(exact, spec.of), dict[str, Tensor]()
+    solved = LAST if structure.linear and (spec.fp8 or spec.bits in SOLVED) else None
     for name in sorted(spec.shapes(), key=lambda name: name == solved):
         dtype = scale_dtype or factors[name].dtype
         if name == solved:
             factor, stored = _solved(spec, back, product, metric, dtype)
         else:
-            factor = exact[name]
-            stored = _unsolved(spec, name, exact | back, metric, dtype)
+            factor, stored = exact[name], _unsolved(spec, name, exact | back, metric, dtype)
         back[name] = unpack_factor(spec, name, stored, product.dtype)
-        tensors |= stored
+        found.tensors.update(stored)
         if not spec.fp8:
-            latents[latent_name(name)] = factor  # scaled and solved again, as it was rounded
+            found.latents[latent_name(name)] = factor  # scaled and solved again, as it was rounded
         if spec.format_of(name):
-            errors[name] = relative_error(factor, back[name])
-    rounded = STRUCTURES[spec.structure].factorizer().reconstruct(back, spec.of)
-    errors[PRODUCT] = relative_error(product, rounded)
-    return Quantized(tensors, errors, latents)
+            found.errors[name] = relative_error(factor, back[name])
+    found.errors[PRODUCT] = relative_error(product, reconstruct(back, spec.of))
+    return found
 
 
 def _corrected(

@@ -43,16 +43,15 @@ class Twin:
     def stored(self, dtype: torch.dtype, metric: Metric | None = None) -> dict[str, Tensor]:
         """What is stored of the layer, as ``spec.stored()`` names it; unpacked numbers are in `dtype`.
         Factors in float8 are rounded only here, in the `metric` of the layer's inputs."""
+        found: dict[str, Tensor] = {}
         if self.spec.corrected:
-            found: dict[str, Tensor] = {}
-            for name, part in self.spec.parts():
-                half = Twin(part, self.module.get_submodule(name), part_of(self.parts, name))
-                found |= {f"{name}.{n}": tensor for n, tensor in half.stored(dtype).items()}
+            for half, spec in self.spec.parts():
+                twin = Twin(spec, self.module.get_submodule(half), part_of(self.parts, half))
+                found |= {f"{half}.{name}": tensor for name, tensor in twin.stored(dtype).items()}
             return found
         if (packing := self.spec.packing) is not None and packing.fp8:
             factors = {name: part.parameter.detach().float() for name, part in self.parts.items()}
             return round_factors(factors, packing, metric, dtype)
-        found = {}
         for name, part in self.parts.items():
             if isinstance(part, Plain):
                 found[name] = part.parameter.detach().to(dtype).contiguous()

@@ -1,15 +1,13 @@
 """Mixes the training text from several token streams, each with a fixed share of every batch."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.quoting import printable
@@ -20,6 +18,7 @@ from blr.compressor.healing.embedding import BRIEF, sentence_stream
 from blr.compressor.healing.student_and_teacher import EMBEDS, task_of
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
+from blr.compressor.output.loss import Text, healing_text
 from blr.compressor.recipe.heal_settings import MINUTES, SELF, HealOptions
 from blr.compressor.text.own import ROOM, OwnText
 from blr.compressor.text.reading import (
@@ -39,11 +38,6 @@ from blr.compressor.text.windows import (
     tokenize,
 )
 from blr.compressor.workspace.journal import canonical_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from blr.compressor.output.loss import Text
 
 CPU_BATCH, GPU_BATCH = 8, 64  # windows a step
 SHORTER = 4  # a batch has this many times as many sentences as windows
@@ -123,8 +117,6 @@ class Reading:
 
     def held(self, options: HealOptions, source: Source) -> Text | None:
         """The ends of the user's texts, which no training reads; None without a text."""
-        from blr.compressor.output.loss import healing_text
-
         return healing_text(self.texts(options), source, self.beginning)
 
     def _stream(self, name: str, options: HealOptions, briefly: bool) -> Stream:

@@ -1,22 +1,17 @@
 """Heals encoders: brings their sentence embeddings and hidden states close to the teacher's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from blr.compressor.base.errors import InputError
 from blr.compressor.healing.student_and_teacher import TrainedPair
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.text.windows import Stream
 from blr.kernels.training.distance.op import relative_errors
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WEIGHT = 1.0  # default weight of the hidden states
 HELD_BATCH = 32  # held-back sentences that are run at once

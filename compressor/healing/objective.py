@@ -1,14 +1,12 @@
 """The loss of a decoder: the distance between student's and teacher's answers, summed over tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, log_softmax
+from transformers import PreTrainedModel
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.exhaustion import raise_exhausted
@@ -20,9 +18,6 @@ from blr.compressor.recipe.heal_settings import HIDDEN, HealOptions
 from blr.kernels.common.registration import ContextOf
 from blr.kernels.training.distance.op import relative_errors
 from blr.kernels.training.divergence.op import divergence_sum
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 HELD_BATCH = 8  # held-back windows that are run at once

@@ -5,16 +5,15 @@ arXiv 2106.09685). Only layers whose structure can hold the sum exactly get them
 rank and BLAST with r' more columns. Layers of other structures are trained themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.checkpoint.source import Source, open_source
@@ -26,9 +25,6 @@ from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import Numbered, module_names
 from blr.compressor.recipe.heal_settings import KINDS
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, Spec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LEFT, RIGHT = "added_B", "added_A"
 

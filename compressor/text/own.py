@@ -3,18 +3,16 @@
 Sources: LLM-QAT (arXiv 2305.17888), self-calibration (arXiv 2410.17170).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.progress import OWN, Progress
@@ -25,9 +23,6 @@ from blr.compressor.text.reading import beginning_of
 from blr.compressor.text.shelf import Shelf, shelf_folder
 from blr.compressor.text.windows import SEEDS
 from blr.compressor.workspace.journal import Journal, layer_key
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 ROOM = 8  # tokens of a sample beyond the window, so that windows can start at different places
 ALGORITHM = 4  # to be raised when samples change, so that older journals are not used
