@@ -1,20 +1,21 @@
 """Mixes the training text from several token streams, each with a fixed share of every batch."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from blr.compressor.base.errors import UsageError
+from blr.compressor.base.errors import InputError, UsageError
 from blr.compressor.base.quoting import printable
 from blr.compressor.checkpoint.context import context_of, of_text
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint
-from blr.compressor.healing.embedding import BRIEF, sentence_stream
+from blr.compressor.healing.objective import PADDING
 from blr.compressor.healing.student_and_teacher import EMBEDS, task_of
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
@@ -44,6 +45,8 @@ SHORTER = 4  # a batch has this many times as many sentences as windows
 CPU_OWN, GPU_OWN, MOST_OWN = 1 << 16, 1 << 22, 1 << 24  # tokens written by default, and at most
 READS = 4  # how often training may read them, if more than GPU_OWN are written
 SET_TOKENS, SET_SENTENCES = 1 << 24, 1 << 18  # read of a data set, which may have no end
+LEAST = 20  # different sentences that a text must have
+BRIEF = 100 * LEAST  # sentences of a data set that are read to see whether it has as many
 PACE = 3e13  # parameters times tokens a second that a GPU trains on
 MOST_PACE = 5e5  # tokens a second
 
@@ -166,6 +169,30 @@ def _check_encoder(options: HealOptions) -> None:
     ):
         if given is not None:
             raise UsageError(f"{option} is for decoders; {why}: leave it out")
+
+
+def sentence_stream(
+    documents: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    head: Sentences,
+    window: int,
+    seed: int,
+    name: str,
+) -> Stream:
+    """A text's distinct sentences as rows of `window` tokens at most. Raises InputError for few."""
+    texts = [document.strip() for document in documents if document.strip()]
+    texts = [text.lower() for text in texts] if head.lower else texts
+    texts = list(dict.fromkeys(texts))  # one that is held back is nowhere else
+    if len(texts) < LEAST:
+        raise InputError(
+            f"{name}: {len(texts)} different sentences, expected at least {LEAST}, one a line; "
+            "give more text"
+        )
+    found = tokenizer(texts, truncation=True, max_length=window, return_attention_mask=False)
+    rows = torch.full((len(texts), window), PADDING, dtype=torch.int32)
+    for row, ids in zip(rows, found["input_ids"], strict=True):
+        row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    return Stream(rows, window, seed)
 
 
 @dataclass(frozen=True)

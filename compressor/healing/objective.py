@@ -1,16 +1,17 @@
-"""The loss of a decoder: the distance between student's and teacher's answers, summed over tokens."""
+"""The losses of healing: the distance between student and teacher, of decoders and of encoders."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear, log_softmax
+from torch.nn.functional import cosine_similarity, cross_entropy, linear, log_softmax
 from transformers import PreTrainedModel
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.healing.student_and_teacher import TrainedPair, blocks_of
+from blr.compressor.loading.sentences import Sentences
 from blr.compressor.modeling.masks import unpacked
 from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.planning.training_sizes import CHUNK
@@ -20,7 +21,9 @@ from blr.kernels.training.distance.op import relative_errors
 from blr.kernels.training.divergence.op import divergence_sum
 
 Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
-HELD_BATCH = 8  # held-back windows that are run at once
+HELD_BATCH, HELD_SENTENCES = 8, 32  # held-back windows and sentences that are run at once
+STATES_WEIGHT = 1.0  # default weight of an encoder's hidden states
+PADDING = -1  # fills rows of tokens behind the end of a sentence
 
 
 def kl(student: Tensor, teacher: Tensor | None, _: Tensor) -> Tensor:
@@ -293,3 +296,58 @@ class Objective:
 
     def _targets(self, windows: Tensor) -> Tensor:
         return windows[:, 1 + self.idle :].flatten()
+
+
+class Embedding:
+    """The loss of an encoder, summed over sentences: 1 − cosine of the embeddings that `head` makes,
+    plus `weight` times the relative error of the blocks' outputs. Training minimizes the `figure` of its
+    merit."""
+
+    figure = "distance"
+
+    def __init__(self, pair: TrainedPair, head: Sentences, weight: float | None) -> None:
+        self.pair, self.head = pair, head
+        self.weight = STATES_WEIGHT if weight is None else weight
+
+    @staticmethod
+    def scored(window: int) -> int:
+        """The number of terms that a row adds to the loss: its one sentence."""
+        return 1
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The loss of `rows` [m, w] of token ids and padding; differentiable."""
+        distance, states = self._distances(rows)
+        return distance.sum() + self.weight * states.sum()
+
+    @torch.no_grad()
+    def merit(self, held: Tensor) -> dict[str, float]:
+        """Means over sentences: "distance" of the embeddings, and the error of the hidden "states"."""
+        parts = [self._distances(rows) for rows in held.split(HELD_SENTENCES)]
+        means = [torch.cat(found).double().mean().item() for found in zip(*parts, strict=True)]
+        return dict(zip(("distance", "states"), means, strict=True))
+
+    def _distances(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """For each sentence [m] the distance of its embedding and the error of its hidden states."""
+        ids, mask = self._inputs(rows)
+        ours = self._run(self.pair.student, ids, mask)
+        with torch.no_grad():
+            theirs = self._run(self.pair.teacher, ids, mask)
+        found, wanted = (self.head.embed(states[-1].float(), mask) for states in (ours, theirs))
+        real, missed = mask.float(), []  # ‖h − h'‖² / ‖h'‖², the mean over tokens and blocks
+        for mine, dense in zip(ours[1:], theirs[1:], strict=True):
+            missed.append((relative_errors(mine, dense) * real).sum(-1) / real.sum(-1))
+        return 1 - cosine_similarity(found, wanted, dim=-1), torch.stack(missed).mean(0)
+
+    def _inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids and their mask; on a CPU without columns that are padding in all rows."""
+        if rows.device.type == "cpu" and self.pair.device.type == "cpu":
+            rows = rows[:, : int((rows != PADDING).sum(1).max())]
+        rows = rows.to(self.pair.device, non_blocking=True)
+        mask = (rows != PADDING).long()
+        return rows.clamp_min(0), mask
+
+    @staticmethod
+    def _run(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of the embeddings and of every block."""
+        out = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+        return (*out.hidden_states[:-1], out.last_hidden_state)

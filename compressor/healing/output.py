@@ -22,7 +22,7 @@ from blr.compressor.fitting.block_passes import watched
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.trainable_layers import dense_weight
 from blr.compressor.healing.data import Reading
-from blr.compressor.healing.embedding import PADDING
+from blr.compressor.healing.objective import PADDING
 from blr.compressor.healing.student_and_teacher import TrainedPair, structured_layers
 from blr.compressor.healing.trained_parameters import extended, product_of, raised
 from blr.compressor.loading.vendor import code_files

@@ -19,8 +19,7 @@ from blr.compressor.base.progress import HEALING, Progress
 from blr.compressor.base.quoting import first_line
 from blr.compressor.fitting.trainer import CapturedPasses, TrainingLoop
 from blr.compressor.healing.data import Data
-from blr.compressor.healing.embedding import Embedding
-from blr.compressor.healing.objective import Objective
+from blr.compressor.healing.objective import Embedding, Objective
 from blr.compressor.healing.state import State, load_state, save_state
 from blr.compressor.healing.student_and_teacher import TrainedPair, checkpoint_blocks, compile_blocks
 from blr.compressor.recipe.heal_settings import HealOptions

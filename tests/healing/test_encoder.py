@@ -15,7 +15,8 @@ from torch.nn.functional import cosine_similarity
 
 from blr.compressor.base.errors import BlrError
 from blr.compressor.commands.heal import heal
-from blr.compressor.healing.embedding import PADDING, Embedding, sentence_stream
+from blr.compressor.healing.data import sentence_stream
+from blr.compressor.healing.objective import PADDING, Embedding
 from blr.compressor.healing.student_and_teacher import load_pair, load_teacher
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading.load import load_model, load_tokenizer

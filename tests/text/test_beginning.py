@@ -29,8 +29,7 @@ from blr.compressor.fitting import engine
 from blr.compressor.fitting.block_passes import Batch
 from blr.compressor.fitting.refit import Finishing
 from blr.compressor.fitting.sensitivity import _loss
-from blr.compressor.healing.data import Author, Reading, make_data
-from blr.compressor.healing.embedding import sentence_stream
+from blr.compressor.healing.data import Author, Reading, make_data, sentence_stream
 from blr.compressor.healing.objective import Objective
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences
