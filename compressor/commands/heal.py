@@ -24,7 +24,6 @@ from blr.compressor.checkpoint.extras import METRICS
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.healing import output as written
-from blr.compressor.healing.additions import check_takes_additions, growth
 from blr.compressor.healing.data import (
     Author,
     Data,
@@ -35,13 +34,20 @@ from blr.compressor.healing.data import (
     reading_of,
     text_digests,
 )
-from blr.compressor.healing.sharding import Sharding, check_shardable, wants_sharding
 from blr.compressor.healing.state import State
-from blr.compressor.healing.student_and_teacher import TrainedPair, load_pair, load_teacher, task_of
+from blr.compressor.healing.student_and_teacher import (
+    Sharding,
+    TrainedPair,
+    check_shardable,
+    load_pair,
+    load_teacher,
+    task_of,
+    wants_sharding,
+)
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.healing.teacher import check_teacher, first_loss, recorded_digest
 from blr.compressor.healing.tracking import Tracking, check_tracker
-from blr.compressor.healing.trained_parameters import check_has_kinds
+from blr.compressor.healing.trained_parameters import check_has_kinds, check_takes_additions, growth
 from blr.compressor.healing.trainer import StatePlace, Trainer
 from blr.compressor.output.check import OutputCheck
 from blr.compressor.output.files import FolderContents

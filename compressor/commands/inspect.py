@@ -16,8 +16,7 @@ from blr.compressor.checkpoint.header import MAX_ELEMENTS, check_name
 from blr.compressor.checkpoint.regular import read_json
 from blr.compressor.checkpoint.source import check_is_output
 from blr.compressor.output.report import layer_facts
-from blr.compressor.structures.entries import packed_entries
-from blr.compressor.structures.specs import LowRankSpec, spec_from_dict
+from blr.compressor.structures.specs import DenseSpec, LowRankSpec, QuantizedSpec, spec_from_dict
 from blr.compressor.workspace.manifest import MANIFEST, check_listed, saved_by
 
 PAIRS = "pairs"  # in config.blr of an export as plain: its factors, which are two linear layers each
@@ -66,9 +65,13 @@ def _unmeasured(table: dict[str, Any]) -> dict[str, object]:
 def _packed(records: dict[str, Any], export: dict[str, Any]) -> dict[str, Any]:
     """`records` with the layers that an export has packed; their errors are not measured."""
     bits = int(str(export.get("quantize") or "int0").removeprefix("int"))
-    layers = {name: record["spec"] for name, record in records.items()}
-    made = export.get("plain", []), export.get("dense", {}), export.get("head", {})
-    packed = packed_entries(layers, bits, *made)
+    packed: dict[str, dict[str, object]] = {}
+    if bits:  # else a head alone
+        specs = {n: r["spec"] for n, r in records.items() if n not in export.get("plain", [])}
+        packed |= {n: {**s, "bits": bits} for n, s in specs.items() if {"bits", "base"}.isdisjoint(s)}
+        for name, (o, i) in export.get("dense", {}).items():
+            packed[name] = QuantizedSpec(DenseSpec(i, o), bits).to_dict()
+    packed |= export.get("head", {})
     return records | {name: _record(name, spec) for name, spec in packed.items()}
 
 

@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.quantizer import Quantizer
 from blr.compressor.planning.layers import native_weights
-from blr.compressor.structures.restore import factors_of, restored
+from blr.compressor.structures.packing import factors_of, restored
 from blr.compressor.structures.specs import SCALE, Spec, Stored, stored_names
 from blr.compressor.workspace.scan import check_product
 from blr.compressor.workspace.shards import Slot
