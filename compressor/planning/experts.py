@@ -19,7 +19,7 @@ PAIRED = {"expert_up_proj", "expert_w3"}  # types that read what another layer o
 AT_ONCE = 16  # experts that a GPU fits by the same launches
 TRANSPOSED = {"gpt_oss"}  # model types whose stacks are [E, i, o]
 _ONE = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
-_LAYER = re.compile(r"(.+\.experts)\.(\w+)\.(\d+)")
+EXPERT = re.compile(r"(.+\.experts)\.(\w+)\.(\d+)")  # what its layers are called here
 _STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 _LINEAR = re.compile(r"(.+)\.(input_linear|output_linear)\.weight")  # of Granite
 _FIRSTS = ("w1.0", "gate_proj.0", "0.w1.weight", "0.gate_proj.weight")  # not of stacks
@@ -69,7 +69,7 @@ def native_weights(source: Source, modules: Collection[str]) -> dict[str, list[s
     known = {*modules, *source.entries}
     for module in modules:
         name = f"{module}.weight"
-        if match := _LAYER.fullmatch(module):
+        if match := EXPERT.fullmatch(module):
             home, part, number = match.groups()
             firsts = {f"{home}.{first}" for first in _FIRSTS}
             name = f"{home}.{number}.{part}.weight" if known & firsts else f"{home}.{part}"
