@@ -100,18 +100,17 @@ def _check_fused(layers: Sequence[FewBits]) -> None:
 
 
 def _check_experts(layers: Sequence[FewBits]) -> None:
-    """Raise UsageError where vLLM makes one layer of experts that are not stored alike."""
-    blocks: dict[str, list[FewBits]] = {}
-    for layer in layers:
-        if layer.expert:
-            blocks.setdefault(layer.expert, []).append(layer)
-    for block, held in blocks.items():
-        parts = {layer.module.split(".")[-2] for layer in held}
-        if len(parts) < PARTS or len(set(map(scheme, held))) > 1:
-            raise UsageError(
-                f"--as vllm: vLLM makes one layer of all in {block}, and some of its layers are stored "
-                "differently or dense; compress them in the same bits and groups, or none"
-            )
+    """Raise UsageError where a mixture has more schemes than readers know: vLLM makes one layer of the
+    experts of a block, and transformers takes one scheme for all experts and one for all else."""
+    experts = [layer for layer in layers if layer.expert]
+    parts = {(layer.expert, layer.module.split(".")[-2]) for layer in experts}
+    others = {scheme(layer) for layer in layers if not layer.expert}
+    whole = len(parts) == PARTS * len({block for block, _ in parts})
+    if experts and (not whole or len(set(map(scheme, experts))) > 1 or len(others) > 1):
+        raise UsageError(
+            f"--as vllm: layers of {experts[0].expert} or beside it are stored differently, or dense; "
+            "compress all layers of an expert alike, and all other layers alike"
+        )
 
 
 def scheme(layer: FewBits) -> tuple[int, int]:
@@ -211,10 +210,11 @@ def load(folder: Path, dtype: object = "auto") -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
     stacked = AutoConfig.from_pretrained(folder, local_files_only=True).model_type in EXPERTS
-    unpacked = {"dequantize": True} if stacked else {"run_compressed": False}  # peft asks for weights
+    unpacked = CompressedTensorsConfig(run_compressed=False)  # peft asks layers for their weight
+    unpacked = CompressedTensorsConfig(dequantize=True) if stacked else unpacked
     with quiet_transformers(), warnings.catch_warnings(action="ignore"):
-        how = {"dtype": dtype, "quantization_config": CompressedTensorsConfig(**unpacked)}
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **how)
+        how = {"dtype": dtype, "quantization_config": unpacked, "local_files_only": True}
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, **how)
         if (folder / CONFIG).is_file():
             from peft import PeftModel
 

@@ -140,10 +140,12 @@ def test_experts_are_written_one_by_one(mixture: Path, tmp_path: Path, invoke: I
 
 
 MIXED_EXPERTS = [{"match": "*.experts.w2.*", "quantize": "int8"}]
+MIXED_OTHERS = [{"match": "*.0.self_attn.*", "quantize": "int8"}]
 # settings of a mixture, and what the refusal names
 UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
-    "bits": ({**PACKED, "rules": MIXED_EXPERTS}, "one layer of all in model.layers.0"),
-    "dense": ({**PACKED, "exclude": ["*.experts.w2.*"]}, "one layer of all in model.layers.0"),
+    "bits": ({**PACKED, "rules": MIXED_EXPERTS}, "all layers of an expert alike"),
+    "dense": ({**PACKED, "exclude": ["*.experts.w2.*"]}, "all layers of an expert alike"),
+    "others": ({**PACKED, "rules": MIXED_OTHERS}, "all other layers alike"),
     "int2": ({**PACKED, "quantize": "int2"}, "takes experts in int8 and int4"),
     "corrected": ({**CORRECTED, "base": "int4", "rules": []}, "takes experts in int8 and int4"),
 }
