@@ -18,8 +18,7 @@ from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.loading.tokenizer import check_ids, encode_prompt
 from blr.compressor.modeling.cache_key import Check
-from blr.compressor.modeling.generation import held_decoder, obstacle
-from blr.compressor.modeling.requests import unusual_settings
+from blr.compressor.modeling.generation import held_decoder, obstacle, unusual_settings
 from blr.compressor.modeling.settings import export_settings
 from blr.compressor.runtime.decoder import Decoder, average
 from blr.compressor.runtime.failures import DecoderError

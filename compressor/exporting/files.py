@@ -21,7 +21,6 @@ from blr.compressor.loading.loader_names import load_empty, misfit
 from blr.compressor.loading.native import read_context
 from blr.compressor.loading.sidecar_files import token_ids
 from blr.compressor.loading.vendor import code_files, contents_of, exported_classes, runtime_files
-from blr.compressor.modeling.drafts import ENDS, FOLDER, WEIGHTS
 from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import auto_name
 from blr.compressor.modeling.settings import ExportSettings
@@ -29,6 +28,7 @@ from blr.compressor.output.card import LOADING, card_front
 from blr.compressor.output.files import carried_files, filled_class, json_file, structured_config
 from blr.compressor.output.loss_messages import MARK
 from blr.compressor.planning.plan import Plan
+from blr.compressor.runtime.drafted import ENDS, FOLDER, WEIGHTS
 from blr.compressor.runtime.phases import FAMILIES
 from blr.compressor.structures.specs import Spec, spec_from_dict
 from blr.compressor.workspace.shards import Slot

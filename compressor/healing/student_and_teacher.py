@@ -31,7 +31,7 @@ from blr.compressor.healing.trained_parameters import (
 from blr.compressor.loading.load import load_computing, load_model
 from blr.compressor.loading.native import continues_text
 from blr.compressor.loading.sentences import Sentences
-from blr.compressor.loading.training_kernels import fuse_trained
+from blr.compressor.modeling.fused import fuse_trained
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.recipe.settings import KINDS, HealOptions
