@@ -263,9 +263,8 @@ def elsewhere(name: str, draft: str) -> dict[str, str]:
 def check_batch(batch: int) -> None:
     """Raise CapabilityError for more sequences than are decoded with a draft."""
     if batch > MOST_DRAFTED:
-        raise CapabilityError(
-            f"--batch {batch}: with --draft up to {MOST_DRAFTED} sequences are decoded at once; lower it"
-        )
+        said = f"with --draft up to {MOST_DRAFTED} sequences are decoded at once"
+        raise CapabilityError(f"--batch {batch}: {said}; lower it")
 
 
 def open_draft(folder: Path, checkpoint: Checkpoint, context: int, kept: Mapping[str, Any]) -> Draft:
@@ -297,24 +296,18 @@ def _check_pair(dense: Source, draft: Source, context: int) -> None:
         if (kind := source.model_type.removeprefix("blr_")) not in FAMILIES:
             known = ", ".join(FAMILIES)
             raise UsageError(f"--draft: {source.folder} is a {kind}; expected one of {known}")
-    name = f"--draft {draft.folder}"
+    name, remedy = f"--draft {draft.folder}", "give a model compressed from this one"
     sizes = [source.config.get("vocab_size") for source in (dense, draft)]
     if sizes[0] != sizes[1]:
-        raise UsageError(
-            f"{name}: a vocabulary of {sizes[1]} tokens, expected the model's {sizes[0]}; give a model "
-            "compressed from this one"
-        )
+        found = f"a vocabulary of {sizes[1]} tokens, expected the model's {sizes[0]}"
+        raise UsageError(f"{name}: {found}; {remedy}")
     ids = [found and found[1] for found in (token_ids(dense.folder), token_ids(draft.folder))]
     if ids[0] != ids[1]:
-        raise UsageError(
-            f"{name}: another tokenizer than the model's; give a model compressed from this one"
-        )
+        raise UsageError(f"{name}: another tokenizer than the model's; {remedy}")
     limit = read_context(draft)
     if context > limit:
-        raise CapabilityError(
-            f"{name}: {limit} positions, expected at least the context of {context}; give --context "
-            f"{limit}"
-        )
+        expected = f"expected at least the context of {context}"
+        raise CapabilityError(f"{name}: {limit} positions, {expected}; give --context {limit}")
 
 
 def _same(dense: Source, draft: Source, name: str) -> bool:

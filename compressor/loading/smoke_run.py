@@ -13,9 +13,9 @@ from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.quoting import first_line, quote
 from blr.compressor.checkpoint.context import context_of
-from blr.compressor.checkpoint.numerics import check_finite, check_product, norm
 from blr.compressor.loading.native import quiet_transformers
 from blr.compressor.modeling.layers import StructuredLinear
+from blr.compressor.workspace.scan import check_finite, check_product, norm
 
 TOKENS, SAMPLES, FRAMES = 16, 8000, 3000  # of a text, a sound, a spectrum
 NO_CHECK = "--no-check commits without having run anything"
