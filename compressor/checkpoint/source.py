@@ -51,7 +51,7 @@ KINDS: tuple[tuple[str, str, str], ...] = (
 @dataclass(frozen=True)
 class Source:
     """A checked checkpoint: `config` as parsed, `shards` in order, `entries` of all tensors in byte
-    order. Read as transformers does (`loading/loader_names.py`), `left` are tensors that the model does
+    order. Read as transformers does (`loading/loader.py`), `left` are tensors that the model does
     not have, and `said` are notes on them."""
 
     folder: Path
