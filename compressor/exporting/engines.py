@@ -34,7 +34,7 @@ from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.modeling.registry import register
 from blr.compressor.output.files import check_fills, json_file
 from blr.compressor.output.loss_messages import MARK
-from blr.compressor.planning.experts import EXPERT, native_weights
+from blr.compressor.planning.layers import EXPERT, native_weights
 from blr.compressor.structures.specs import (
     CorrectedSpec,
     DenseSpec,
@@ -331,10 +331,7 @@ ROTARY = ("default", "linear", "llama3")
 
 
 def check_decoder(
-    source: Source,
-    engine: Engine,
-    types: Mapping[str, str] = TYPES,
-    rotary: Collection[str] = ROTARY,
+    source: Source, engine: Engine, types: Mapping[str, str] = TYPES, rotary: Collection[str] = ROTARY
 ) -> PreTrainedConfig:
     """The configuration of a model that `engine` computes as transformers does. Raises CapabilityError
     for types and activations that `types` does not have, and scalings that `rotary` does not."""

@@ -19,8 +19,8 @@ from blr.compressor.cli.options import Format, print_result
 from blr.compressor.commands.sweep import chain
 from blr.compressor.commands.sweep.chain import Command, run_chains
 from blr.compressor.commands.sweep.folder import Folder
-from blr.compressor.commands.sweep.run import Grid, listed, points_of
 from blr.compressor.commands.sweep.page import MadePoint, frontier, over_seeds, share_of_plain, table
+from blr.compressor.commands.sweep.run import Grid, listed, points_of
 from blr.compressor.recipe.schema import Recipe
 
 DYING = """
