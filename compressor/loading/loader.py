@@ -181,8 +181,7 @@ def _without_ties(config: dict[str, object]) -> dict[str, object]:
 
 
 class Keys:
-    """The names in `model` of stored tensors. `known` is its state; `transforms` are the renamings and
-    merges of transformers' loader."""
+    """The names in `model` of stored tensors. `transforms`: of transformers' loader."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.known: dict[str, Any] = model.state_dict()
@@ -314,8 +313,7 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class Parts:
-    """The stored tensors of a `model` by block, "" for those of no block. Raises InputError for a
-    configuration that it cannot be built from."""
+    """The stored tensors of a `model` by block, "" for those of no block. Raises as `made_config`."""
 
     def __init__(self, source: Source) -> None:
         with native_errors(source), quiet_transformers():

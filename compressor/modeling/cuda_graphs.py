@@ -139,8 +139,7 @@ def _capturable(model: Any) -> bool:
 
 
 def _graphs_of(model: nn.Module) -> ForwardGraphs | None:
-    """The graphs of `model` as it is now; None while its modules have hooks, or where its modules or
-    weights are others at every call."""
+    """The graphs of `model` as it is now; None while it has hooks, or where it changes at every call."""
     held = held_for(model, "_blr_graphs", ForwardGraphs)
     if held.times > MAX_REMADE:
         warn_once("the forward pass is not captured as a CUDA graph (modules or weights keep changing)")
