@@ -17,7 +17,7 @@ from blr.compressor import register
 from blr.compressor.commands.heal import heal
 from blr.compressor.loading.loader import load_written
 from blr.compressor.recipe.settings import HealOptions
-from blr.compressor.runtime.decoder import supports
+from blr.compressor.runtime.phases import supports
 
 register()
 
