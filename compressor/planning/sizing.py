@@ -113,10 +113,9 @@ def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str
         fastest = max(fastest, (speed, what))
     if refused is not None and not fastest[1]:
         raise refused
-    raise UsageError(
-        f"--tokens-per-second {wanted:g}: fastest on {gpu.name} is {fastest[1]}, predicted "
-        f"{fastest[0]:,.0f}; ask for less, or take a faster --gpu"
-    )
+    found = f"fastest on {gpu.name} is {fastest[1]}, predicted {fastest[0]:,.0f}"
+    remedy = "ask for less, or take a faster --gpu"
+    raise UsageError(f"--tokens-per-second {wanted:g}: {found}; {remedy}")
 
 
 def _stored(recipe: Recipe, settings: dict[str, object]) -> Recipe:
@@ -156,9 +155,8 @@ def sized(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str
         factor, cf = _reached(plan, asked, wanted)
         if abs(factor / wanted - 1) <= NEAR:
             return tried, f"{asked}: --cf {tried.cf:g} of the layers, {factor:.3f} of the whole model"
-    raise UsageError(
-        f"{asked}: no --cf of the layers gives it, the nearest gives {factor:.3f}; take that"
-    )
+    found = f"no --cf of the layers gives it, the nearest gives {factor:.3f}"
+    raise UsageError(f"{asked}: {found}; take that")
 
 
 def _reached(plan: Plan, asked: str, wanted: float) -> tuple[float, float]:
@@ -168,11 +166,9 @@ def _reached(plan: Plan, asked: str, wanted: float) -> tuple[float, float]:
     size, layers = plan.whole.nbytes, sum(planned.bits for planned in plan.layers) / 8
     stays = size - sum(planned.layer.entry.nbytes for planned in plan.layers)
     if size / wanted <= stays:
-        raise UsageError(
-            f"{asked} cannot be met: embeddings, head and what else stays dense take {stays:,} of "
-            f"{size:,} bytes, so the factor stays below {size / stays:.4g}; lower it or"
-            " --include lm_head"
-        )
+        held = f"embeddings, head and what else stays dense take {stays:,} of {size:,} bytes"
+        bound = f"so the factor stays below {size / stays:.4g}"
+        raise UsageError(f"{asked} cannot be met: {held}, {bound}; lower it or --include lm_head")
     kept, excess = (
         sum(planned.spec.parameters for planned in plan.kept),
         layers / (size / wanted - stays),
