@@ -275,8 +275,7 @@ def check_stacks(layers: Iterable[Layer], chosen: Collection[str]) -> None:
     for stack, modules in stacks.items():
         left = [module for module in modules if module not in chosen]
         if 0 < len(left) < len(modules):
-            found = (
-                f"{len(left)} of {len(modules)} layers stay dense, from {left[0]} on, and the others do"
-            )
+            found = f"{len(left)} of {len(modules)} layers stay dense, from {left[0]} on"
+            expected = "expected all experts of a stack or none"
             remedy = "--exclude '*.experts.*', or give them another method"
-            raise UsageError(f"{stack}: {found} not; expected all experts of a stack or none: {remedy}")
+            raise UsageError(f"{stack}: {found}, and the others do not; {expected}: {remedy}")
