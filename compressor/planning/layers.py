@@ -112,9 +112,9 @@ def _family(source: Source, notes: list[str]) -> Family:
         return found
     if source.library is DIFFUSERS:  # its classes begin with a capital letter
         known = sorted(kind for f in families() for kind in f.model_types if kind[0].isupper())
+        said = f"found {source.model_type}, which has no table in configs/"
         expected = f"expected one of diffusers that has one: {', '.join(known)}"
-        found = f"{source.model_type}, which has no table in configs/"
-        raise InputError(f"{source.folder}: found {found}; {expected}")
+        raise InputError(f"{source.folder}: {said}; {expected}")
     from blr.compressor.loading.native import discover_family
 
     found = discover_family(source)

@@ -166,8 +166,8 @@ def asked_recipe(
     found = load_recipe(recipe, asked)
     refuse_idle(found, {n: v for n, v in asked.items() if n not in apart}, calibrated)
     if own_text and "mix" in asked:
-        found = f"--mix {asked['mix']:g} is beside a text of yours, not --text self"
-        raise UsageError(f"{found}; leave one of them out")
+        mix = f"--mix {asked['mix']:g} is beside a text of yours, not --text self"
+        raise UsageError(f"{mix}; leave one of them out")
     if effort is None:
         return found
     if not calibrated:
