@@ -36,10 +36,7 @@ FIRST = "text against tasks sts window max_tokens dtype device quiet format"
 
 @taking(setting_options(EvalSettings), first=FIRST)
 def evaluate(
-    checkpoint: Checkpoint,
-    quiet: Quiet = False,
-    format: FormatOption = Format.text,
-    **options: Any,
+    checkpoint: Checkpoint, quiet: Quiet = False, format: FormatOption = Format.text, **options: Any
 ) -> None:
     """Measure a model, alone or --against the dense one: a decoder's perplexity (--text) and --tasks, or
     an encoder's --sts."""

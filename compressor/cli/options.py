@@ -221,15 +221,8 @@ OutputFolder = Annotated[
 FormatOption = Annotated[Format, typer.Option("--format", help="Print text, or one JSON object.")]
 Device = Annotated[str, typed(EvalSettings, "device")]
 Threads = Annotated[int | None, typed(EvalSettings, "threads")]
-Gpus = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        max=64,
-        help="Start this many processes, one on each GPU (or on the CPU with --device cpu).",
-        show_default="1",
-    ),
-]
+PROCESSES = "Start this many processes, one on each GPU (or on the CPU with --device cpu)."
+Gpus = Annotated[int | None, typer.Option(min=1, max=64, help=PROCESSES, show_default="1")]
 EvalWindow = Annotated[int | None, typed(EvalSettings, "window")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Verify = Annotated[bool, typed(EvalSettings, "verify", "--verify/--no-verify")]

@@ -72,10 +72,8 @@ def compress(
         check_output(progress.output, options.overwrite, (str(model),))
     whole = bool(options.heal or asked.get("mix") or own or options.allow_pickle)
     if stream and whole:
-        raise UsageError(
-            "--stream with --heal, --mix, --text self or --allow-pickle: these take the "
-            "whole model; leave it out, and set HF_HOME to a disk with room"
-        )
+        said = "--stream with --heal, --mix, --text self or --allow-pickle: these take the whole model"
+        raise UsageError(f"{said}; leave it out, and set HF_HOME to a disk with room")
     hub: dict[str, Any] = {"revision": options.revision, "offline": options.offline}
     found = resolve_model(str(model), **hub, stream=stream or (False if whole else None))
     options = options.named(found.name, found.revision)
@@ -127,11 +125,7 @@ def heal(
 
 
 def export(
-    checkpoint: str | Path,
-    output: str | Path,
-    *,
-    progress: Progress | None = None,
-    **settings: Any,
+    checkpoint: str | Path, output: str | Path, *, progress: Progress | None = None, **settings: Any
 ) -> ExportSummary:
     """Write a checkpoint in the layout of the kernels, with the decoding runtime, or in another form.
 

@@ -29,6 +29,7 @@ PAIRED = {"expert_up_proj", "expert_w3"}  # types that read what another layer o
 AT_ONCE = 16  # experts that a GPU fits by the same launches
 TRANSPOSED = {"gpt_oss"}  # model types whose stacks are [E, i, o]
 _ONE = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+EXPERT = re.compile(r"(.+\.experts)\.(\w+)\.(\d+)")  # what its layers are called here
 _STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 _LINEAR = re.compile(r"(.+)\.(input_linear|output_linear)\.weight")  # of Granite
 _OF_LINEAR = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
@@ -256,7 +257,7 @@ def native_weights(source: Source, modules: Collection[str]) -> dict[str, list[s
     known = {*modules, *source.entries}
     for module in modules:
         name = f"{module}.weight"
-        if match := re.fullmatch(r"(.+\.experts)\.(\w+)\.(\d+)", module):
+        if match := EXPERT.fullmatch(module):
             home, part, number = match.groups()
             apart = ("w1.0", "gate_proj.0", "0.w1.weight", "0.gate_proj.weight")  # not of stacks
             firsts = {f"{home}.{first}" for first in apart}

@@ -1,17 +1,7 @@
 """Fits Kronecker-sparse factors for any chain of patterns.
 
-Hierarchical: the factors are split off one by one from the left, each split being one batch of
-truncated SVDs. All factors but the last are isometries on every block, so the error of a later
-split is the error of the product; for two factors the result is optimal. Given the Gram matrix H
-of the inputs, the factors are then refitted in turn in the norm of H: each is a linear least
-squares problem, approached by a few preconditioned conjugate-gradient steps.
-
-Source: Le, Zheng, Riccietti, Gribonval, "Butterfly Factorization with Error Guarantees"
-(arXiv 2411.04506), sections 4 and 5; patterns as in "Fast Inference with Kronecker-Sparse
-Matrices", section 2.
-
-A *twiddle* [a, b, c, d] is a factor, or a product of neighbouring factors, stored without its
-zeros as in `KroneckerSpec`.
+A *twiddle* [a, b, c, d] is a factor, or a product of neighbouring factors, stored without its zeros as
+in `KroneckerSpec`. Source: "Butterfly Factorization with Error Guarantees" (arXiv 2411.04506).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,15 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from blr.compressor.structures import linalg
 from blr.compressor.structures.base import Fit, FitOptions
-from blr.compressor.structures.linalg import (
-    balance,
-    definite,
-    orthonormal,
-    rough_cholesky,
-    solve_factored,
-    top_eigenvectors,
-)
 from blr.compressor.structures.patterns import validate_chain
 from blr.compressor.structures.specs import KroneckerSpec, Pattern
 from blr.kernels.layers.kronecker.reference import kronecker_factor
@@ -43,18 +26,20 @@ Operator = Callable[[Tensor], Tensor]
 
 
 def fit(
-    weight: Tensor,
-    spec: KroneckerSpec,
-    gram: Tensor | None = None,
-    options: FitOptions = FitOptions(),
+    weight: Tensor, spec: KroneckerSpec, gram: Tensor | None = None, options: FitOptions = FitOptions()
 ) -> Fit:
     """Factors ``factors.n`` [a, b, c, d] of `weight` [o, i] in the norm of `gram` [i, i], in the dtype
     of `weight`, or float32 for half precision; float64 is advised. `options.rounds` defaults to 0
     without `gram`; with it to at most `DEFAULT_ROUNDS`, and the weighted error is never larger than that
-    of the unweighted fit. Raises UsageError for patterns that are no chain for this weight."""
+    of the unweighted fit. Raises UsageError for patterns that are no chain for this weight.
+
+    Factors are split off one by one from the left, each split being one batch of truncated SVDs. All
+    but the last are isometries on every block, so the error of a later split is that of the product;
+    for two factors the result is optimal. Given `gram` they are then refitted in turn in its norm.
+    """
     validate_chain(spec.patterns, weight.shape[1], weight.shape[0])
     weight = weight.float() if weight.dtype.itemsize < 4 else weight
-    gram = definite(gram.to(weight)) if gram is not None and bool(gram.any()) else None
+    gram = linalg.definite(gram.to(weight)) if gram is not None and bool(gram.any()) else None
     starts = [_hierarchical(weight, spec.patterns, None)]
     if gram is not None:
         starts.append(_hierarchical(weight, spec.patterns, gram))
@@ -130,7 +115,7 @@ def _split(twiddle: Tensor, left: Pattern, right: Pattern, gram: Tensor | None) 
     columns = blocks.shape[-1]
     measured = blocks  # [a1, A, D, d, b1, columns]
     if gram is not None:
-        roots = rough_cholesky(_gather(gram, (a2, columns, columns, d)).permute(0, 3, 1, 2))
+        roots = linalg.rough_cholesky(_gather(gram, (a2, columns, columns, d)).permute(0, 3, 1, 2))
         measured = blocks @ roots.reshape(a1, times, 1, d, columns, columns)
     basis = _left_vectors(measured, rank)  # [a1, A, D, d, b1, r]
     rest = basis.mT @ blocks
@@ -143,9 +128,8 @@ def _left_vectors(blocks: Tensor, rank: int) -> Tensor:
     zero columns where r > m. Zero and rank-deficient blocks are harmless."""
     blocks = blocks / blocks.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30)
     if blocks.shape[-2] <= blocks.shape[-1]:
-        return top_eigenvectors(blocks @ blocks.mT, rank)
-    spanned = blocks @ top_eigenvectors(blocks.mT @ blocks, rank)
-    basis = orthonormal(spanned)
+        return linalg.top_eigenvectors(blocks @ blocks.mT, rank)
+    basis = linalg.orthonormal(blocks @ linalg.top_eigenvectors(blocks.mT @ blocks, rank))
     return torch.nn.functional.pad(basis, (0, rank - basis.shape[-1]))
 
 
@@ -223,16 +207,16 @@ def _preconditioner(pattern: Pattern, left_gram: Tensor | None, right_gram: Tens
     a, b, c, d = pattern
     rows = None if left_gram is None else _dense(left_gram)
     roots = [
-        None if g is None else rough_cholesky(_gather(g, (a, n, n, d)).permute(0, 3, 1, 2))
+        None if g is None else linalg.rough_cholesky(_gather(g, (a, n, n, d)).permute(0, 3, 1, 2))
         for g, n in ((rows, b), (right_gram, c))
     ]
 
     def solve(slope: Tensor) -> Tensor:
         blocks = slope.permute(0, 3, 1, 2)  # [a, d, b, c]
         if roots[0] is not None:
-            blocks = solve_factored(roots[0], blocks)
+            blocks = linalg.solve_factored(roots[0], blocks)
         if roots[1] is not None:
-            blocks = solve_factored(roots[1], blocks.mT).mT
+            blocks = linalg.solve_factored(roots[1], blocks.mT).mT
         return blocks.permute(0, 2, 3, 1)
 
     return solve
@@ -271,6 +255,6 @@ def _balanced_pair(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     (a1, b1, c1, d1), (a2, b2, c2, d2) = left.shape, right.shape
     columns = left.permute(1, 0, 2, 3).reshape(b1, -1)  # [b1, middle]
     rows = right.permute(2, 0, 1, 3).reshape(c2, -1)  # [c2, middle]
-    columns, rows = balance(columns, rows)
+    columns, rows = linalg.balance(columns, rows)
     left = columns.reshape(b1, a1, c1, d1).permute(1, 0, 2, 3)
     return left, rows.reshape(c2, a2, b2, d2).permute(1, 2, 0, 3)

@@ -20,7 +20,7 @@ from blr.compressor.base.progress import READING, Progress
 from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.remote import remote_shard
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.structures.restore import restored
+from blr.compressor.structures.packing import restored
 from blr.compressor.structures.specs import Spec
 from blr.compressor.workspace.journal import canonical_json
 from blr.compressor.workspace.manifest import ShardDigests

@@ -11,7 +11,7 @@ from heal_models import QUIET, write_text
 
 from blr.compressor.base.errors import BlrError
 from blr.compressor.cli.options import completed
-from blr.compressor.commands import compress as after
+from blr.compressor.commands import compress_run as after
 from blr.compressor.commands.compress import Settings, Summary, compress
 from blr.compressor.fitting import factorize
 from blr.compressor.healing import data, trainer

@@ -11,7 +11,7 @@ import pytest
 from running import Invoke
 
 from blr.compressor.base.disk import folder_bytes
-from blr.compressor.commands import compress
+from blr.compressor.commands import compress_run
 from blr.compressor.planning.forecast import SMALL, Compression, Fits, forecast, room, words
 from blr.compressor.planning.outline import open_or_outline
 from blr.compressor.planning.plan import make_plan
@@ -148,12 +148,12 @@ def test_a_run_takes_the_disk_that_is_predicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     used, asked = list[int](), list[int]()
-    commit, estimate = Workspace.commit, compress.CompressRun.estimate
+    commit, estimate = Workspace.commit, compress_run.CompressRun.estimate
     monkeypatch.setattr(
         Workspace, "commit", lambda self: (used.append(folder_bytes(self.partial)), commit(self))[1]
     )
     monkeypatch.setattr(
-        compress.CompressRun, "estimate", lambda self: asked.append(estimate(self)) or asked[-1]
+        compress_run.CompressRun, "estimate", lambda self: asked.append(estimate(self)) or asked[-1]
     )
     text = (
         "--calibration",
