@@ -92,10 +92,6 @@ class Source:
         """Lines on what of the model is read otherwise than its folder says."""
         return [*self.said, *[UNAPPLIED] * (ADAPTER in self.extras.left)]
 
-    def extra_files(self) -> dict[str, Path]:
-        """Files to carry over: name in a folder, sorted, to where each lies."""
-        return self.extras.carried
-
     def read_bytes(self, entry: TensorEntry, chunk: int = CHUNK) -> Iterator[bytearray]:
         """Yield the stored bytes of `entry` in pieces. Raises InputError if the shard cannot be read or
         has changed, HubError if the hub fails."""

@@ -79,7 +79,7 @@ def _written(recipe: Recipe) -> dict[str, object]:
 
 def carried_files(source: Source) -> dict[str, bytes | Path]:
     """The files that an output takes along; a dense card is renamed, as ours replaces it."""
-    files = {name: carried(path) for name, path in source.extra_files().items()}
+    files = {name: carried(path) for name, path in source.extras.carried.items()}
     card = files.pop(CARD, None)
     if card is None or os.path.lexists(source.folder / MANIFEST):
         return files
