@@ -67,7 +67,7 @@ from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.loading.tokenizer import PROBE
 from blr.compressor.output.files import Written
 from blr.compressor.structures.specs import QuantizedSpec, Spec
-from blr.kernels.decode.quantized.superblocks import SUPERBLOCK
+from blr.kernels.decode.quantized.formats import SUPERBLOCK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.exporting.tensors import Make, Tensors
-from blr.kernels.decode.quantized.formats import OFFSET
-from blr.kernels.decode.quantized.superblocks import MULTIPLES, SUPERBLOCK
+from blr.kernels.decode.quantized.formats import MULTIPLES, OFFSET, SUPERBLOCK
 
 ALIGNMENT, VERSION, BLOCK = 32, 3, 32
 F32, F16, Q4_0, Q8_0, Q2_K, Q3_K, BF16 = 0, 1, 2, 8, 10, 11, 30  # the numbers of types of tensors

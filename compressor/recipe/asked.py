@@ -13,7 +13,7 @@ from blr.compressor.recipe.schema import DENSE, NONE, LayerSettings, Recipe
 from blr.compressor.recipe.shipped_recipes import load_recipe
 from blr.compressor.structures.registry import STRUCTURES, Structure
 from blr.compressor.structures.specs import BlastSpec
-from blr.kernels.decode.quantized.superblocks import K_QUANTS
+from blr.kernels.decode.quantized.formats import K_QUANTS
 
 NORMAL = "normal"
 EFFORTS: Mapping[str, Mapping[str, int]] = {

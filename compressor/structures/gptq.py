@@ -16,6 +16,7 @@ from torch import Tensor
 
 from blr.compressor.structures.linalg import cholesky, inverse_spd
 from blr.kernels.common.available import kernel_device
+from blr.kernels.decode.quantized.formats import SUPERBLOCK
 from blr.kernels.decode.quantized.reference import (
     levels_of,
     multiples_of,
@@ -23,7 +24,6 @@ from blr.kernels.decode.quantized.reference import (
     shared_unit,
     values_of,
 )
-from blr.kernels.decode.quantized.superblocks import SUPERBLOCK
 
 DAMP = 0.01  # of the mean diagonal, added to H
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tolerances import TOLERANCES
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.decode.gemv.reference import gemv
-from blr.kernels.decode.quantized import segments
+from blr.kernels.decode.gemv import segments
+from blr.kernels.decode.gemv.segments import Segment
 from blr.kernels.decode.quantized.formats import packed_width
 from blr.kernels.decode.quantized.reference import (
     dequantize,
@@ -134,10 +134,13 @@ def dequantized(
     bits: int,
     K: int,
     residual: Any = 0.0,
+    gain: Any = None,
+    eps: float = 0.0,
     **epilogue: Any,
 ) -> torch.Tensor:
     """A stage from its definition."""
-    return gemv(x, dequantize(packed, scale, bits, K, x.dtype), **epilogue) + residual
+    w = dequantize(packed, scale, bits, K, x.dtype)
+    return Segment(x, w, x, **epilogue).product(gain, eps) + residual
 
 
 def multiplied(
@@ -155,7 +158,7 @@ def multiplied(
     **config: int,
 ) -> torch.Tensor:
     """The same by kernels."""
-    from blr.kernels.decode.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.launch import grouped
 
     y = torch.full((len(x), packed.shape[0] * packed.shape[1]), float("nan"), dtype=x.dtype)
     if residual is not None:
@@ -212,7 +215,7 @@ def _mixing(
 def test_mixing_stage_equals_its_dequantized_weights(
     norm: bool, tokens: int, dtype: torch.dtype, bits: int
 ) -> None:
-    from blr.kernels.decode.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.launch import grouped
 
     x, packed, scale, _, K, s = _mixing(bits, tokens, dtype)
     gain = torch.rand(x.shape[1]).to(dtype) if norm else None
@@ -227,7 +230,7 @@ def test_mixing_stage_equals_its_dequantized_weights(
 @pytest.mark.parametrize("config", [{"BR": 1, "BQ": 8}, {"BR": 2, "BQ": 32}])
 def test_mixing_stage_with_any_tile(bits: int, config: dict[str, int]) -> None:
     """Blocks that fill no power of two, chunks that end inside and beyond a row."""
-    from blr.kernels.decode.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.launch import grouped
 
     x, packed, scale, _, K, s = _mixing(bits, 2, torch.float32, blocks=6, ranks=5, K=300)
     stage = segments.QuantizedSegment(x, packed, scale, bits, K, torch.empty(2, 30), mix=s)
@@ -289,7 +292,7 @@ def _against_reference(
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_several_stages_in_one_launch(bits: int, tokens: int, count: int) -> None:
-    from blr.kernels.decode.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.launch import grouped
 
     made = _segments(bits, tokens, [STAGES[name] for name in ("dense", "monarch-V")])
     made.insert(1, _mixing_segment(bits, tokens))
@@ -302,7 +305,7 @@ def test_several_stages_in_one_launch(bits: int, tokens: int, count: int) -> Non
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_norm_is_over_the_inputs_of_all_blocks(bits: int, tokens: int) -> None:
     """The first stage of Monarch splits its input among blocks; the norm before it does not."""
-    from blr.kernels.decode.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.launch import grouped
 
     made = [*_segments(bits, tokens, [STAGES["monarch-V"]]), _mixing_segment(bits, tokens)]
     for s in made:
@@ -319,7 +322,7 @@ def test_norm_is_over_the_inputs_of_all_blocks(bits: int, tokens: int) -> None:
 @BITS
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_gated_pair_in_one_launch(bits: int, tokens: int) -> None:
-    from blr.kernels.decode.quantized.grouped import dual
+    from blr.kernels.decode.quantized.launch import dual
 
     gain = torch.rand(200)
     made = _segments(bits, tokens, [(1, 19, 200, None)] * 2)
@@ -334,7 +337,7 @@ def test_gated_pair_in_one_launch(bits: int, tokens: int) -> None:
 @pytest.mark.parametrize("widths", [(400, 30), (30, 400)], ids=["wide-gate", "wide-up"])
 def test_gated_pair_of_different_ranks(bits: int, tokens: int, widths: tuple[int, int]) -> None:
     """Several blocks; a rank far below the other's; more chunks than one; a bias on one side only."""
-    from blr.kernels.decode.quantized.grouped import dual
+    from blr.kernels.decode.quantized.launch import dual
 
     made = _segments(bits, tokens, [(2, 5, width, None) for width in widths])
     made[0] = replace(made[0], bias=None)

@@ -9,9 +9,8 @@ import torch
 from skinny import EPS, close, drawn, made, ready
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import Correction, Narrow, Segment, dual
 from blr.kernels.decode.quantized.formats import PLANES
-from blr.kernels.decode.quantized.segments import Correction, Narrow, dual
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
 CASES = {

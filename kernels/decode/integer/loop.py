@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.decode.gemv.triton import activate, bias_of, store_rows
-from blr.kernels.decode.integer.levels import apart, byte_products
+from blr.kernels.decode.integer.rows import apart, byte_products
 from blr.kernels.decode.quantized.bytes import MAGIC, TOP, packed_bytes
 from blr.kernels.decode.quantized.triton import row_sums
 from blr.kernels.decode.quantized.words import field_inputs, lane_columns, load_chunk, tile_places

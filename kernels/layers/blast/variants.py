@@ -22,7 +22,7 @@ def gemv(
     x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any
 ) -> Tensor:
     """Two kernels a token: V with the mix in its epilogue, then U."""
-    from blr.kernels.decode.gemv.grouped import grouped
+    from blr.kernels.decode.gemv.launch import grouped
 
     pdl = supports_pdl(x.device)
     z = torch.empty(x.shape[0], V.shape[0] * V.shape[2], dtype=torch.float32, device=x.device)

@@ -11,9 +11,8 @@ from torch import Tensor
 from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.launching import launch
 from blr.kernels.common.replay import Launches
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import Correction, Narrow, QuantizedSegment, Segment
 from blr.kernels.decode.quantized.formats import PLANES
-from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedSegment
 from blr.kernels.layers.packed.counters import zero_counters
 from blr.kernels.layers.packed.unpacking import instructions, pieces_of
 
