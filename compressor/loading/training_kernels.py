@@ -26,8 +26,7 @@ from blr.compressor.modeling.fused import (
 )
 from blr.compressor.modeling.probes import gate_of, norm_of
 from blr.kernels.common.available import TRAINED, kernel_device
-from blr.kernels.fused.gated.gradient import gated_with_gradient
-from blr.kernels.fused.rotary.gradient import rotated_with_gradient
+from blr.kernels.fused.gradient import gated_with_gradient, rotated_with_gradient
 
 
 def fuse_trained(model: nn.Module) -> None:

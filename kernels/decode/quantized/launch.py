@@ -24,7 +24,6 @@ from blr.kernels.decode.quantized.formats import GROUP, Form, form_of, packed_wi
 
 # Bits -> quads of 16 bytes of a row that one chunk has at most.
 CHUNK = {2: 64, 3: 64, 4: 128, 8: 256}
-BYTES = (4,)  # bits whose long rows are multiplied four bytes an instruction, for one token
 DEEPEST, NARROW = 8, 2  # rows of a thread at most; of less than a chunk
 SHALLOW = 4  # of three bits at most: words of two planes need twice the registers
 PROGRAMS = 396  # that a launch has at least, if it can: three for each multiprocessor of an H200
@@ -114,7 +113,7 @@ def tile_shape(
         deep = DEEPEST
     elif quads < CHUNK[bits]:
         deep = min(deep, NARROW)
-    bytewise = bits in BYTES and quads >= CHUNK[bits]
+    bytewise = bits == 4 and quads >= CHUNK[bits]
     if bytewise and quads > chunk:
         chunk, deep = chunk // 2, DEEPEST
     shape = {"BR": min(deep * beside, power_of_two(rows)), "BQ": chunk, "num_warps": warps}
@@ -189,7 +188,7 @@ def _full(s: QuantizedSegment, form: Form, shape: dict[str, int]) -> bool:
 def products_of(s: QuantizedSegment, wanted: bool) -> int:
     """`QuantizedTile.BYTES`: of bytes where that is wanted and no less exact than the model's dtype."""
     corrected = s.correction is not None or s.mix is not None
-    if not wanted or corrected or s.bits == 3 or s.scale.dtype.itemsize > 2:
+    if not wanted or corrected or s.bits != 4 or s.scale.dtype.itemsize > 2:
         return 0
     return 2 if interpreted() else 1
 

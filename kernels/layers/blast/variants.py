@@ -11,7 +11,7 @@ from blr.kernels.common.replay import at_once
 from blr.kernels.decode.gemm.launch import library_rows
 from blr.kernels.decode.gemv.launch import product as stage
 from blr.kernels.decode.gemv.segments import Segment
-from blr.kernels.decode.narrow.layers import blast as narrow
+from blr.kernels.decode.narrow.launch import blast as narrow
 from blr.kernels.layers.blast.reference import blast_linear as reference
 
 # Rows of z start at multiples of so many tokens: the library's fast products need 16 bytes.
