@@ -57,11 +57,7 @@ def noting() -> Iterator[list[Launched]]:
 
 
 def launch(
-    kernel: TritonKernel,
-    grid: Grid,
-    arguments: Sequence[object],
-    constants: Options,
-    **options: object,
+    kernel: TritonKernel, grid: Grid, arguments: Sequence[object], constants: Options, **options: object
 ) -> None:
     """``kernel[grid](*arguments, **constants, **options)``, noted as by `run_kernel`.
 
@@ -107,10 +103,7 @@ class Bound:
 
 
 def _key(
-    kernel: TritonKernel,
-    arguments: Sequence[object],
-    constants: Options,
-    options: Options,
+    kernel: TritonKernel, arguments: Sequence[object], constants: Options, options: Options
 ) -> Hashable:
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
     held = (*constants.values(), *options.items())

@@ -76,12 +76,7 @@ def fp8_product(
 
 
 def _run_rows(
-    x: Tensor,
-    make: str,
-    other: Tensor | None,
-    gain: Tensor | None,
-    eps: float,
-    keep: bool = False,
+    x: Tensor, make: str, other: Tensor | None, gain: Tensor | None, eps: float, keep: bool = False
 ) -> tuple[Tensor, ...]:
     beside = None if other is None else (other.shape, other.dtype)
     by = None if gain is None else gain.dtype

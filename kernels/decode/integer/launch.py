@@ -151,11 +151,7 @@ def _multiply(
         run_kernel(gated_kernel, (_ends(stages[:1], tiles)[-1],), *stages, *given, **names, **fixed)
         return
     ends = _ends(stages, tiles)
-    names = {
-        "COUNT": len(stages),
-        "ADD": add,
-        **numbered("T", tiles),
-    }
+    names = {"COUNT": len(stages), "ADD": add, **numbered("T", tiles)}
     run_kernel(rows_kernel, (ends[-1],), *three(stages), ends, *given, **names, **fixed)
 
 
@@ -179,11 +175,7 @@ def _loop(
         run_kernel(pair_kernel, (programs,), *stages, programs, *given, **names, **fixed)
         return
     ends = _ends(stages, tiles, most)
-    names = {
-        "COUNT": len(stages),
-        "ADD": add,
-        **numbered("T", tiles),
-    }
+    names = {"COUNT": len(stages), "ADD": add, **numbered("T", tiles)}
     run_kernel(loop_kernel, (ends[-1],), *three(stages), ends, *given, **names, **fixed)
 
 

@@ -84,11 +84,7 @@ def quantize(
 
 
 def scales_of(
-    w: Tensor,
-    bits: int,
-    scale_dtype: torch.dtype,
-    importance: Tensor | None = None,
-    curved: bool = True,
+    w: Tensor, bits: int, scale_dtype: torch.dtype, importance: Tensor | None = None, curved: bool = True
 ) -> Tensor:
     """The scales [..., 1] of groups `w` [..., G], with the least squared error once they are rounded.
 

@@ -11,14 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blr.kernels.decode.gemv.triton import (
-    activate,
-    bias_of,
-    outputs,
-    row_scale,
-    store_rows,
-    tile_start,
-)
+from blr.kernels.decode.gemv.triton import activate, bias_of, outputs, row_scale, store_rows, tile_start
 from blr.kernels.decode.quantized.bytes import byte_sums
 from blr.kernels.decode.quantized.words import (
     lane_columns,

@@ -146,8 +146,7 @@ def nibbles(low, left, right, ASM: tl.constexpr):
     `right`; the highest bit of a nibble may be anything."""
     if ASM:
         high = tl.inline_asm_elementwise(
-            "shr.b32 $0, $2, 1; or.b32 $0, $0, $1;",
-            *("=&r,r,r", [left, right], tl.int16, True, 2),
+            "shr.b32 $0, $2, 1; or.b32 $0, $0, $1;", *("=&r,r,r", [left, right], tl.int16, True, 2)
         )
         even = tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 2; lop3.b32 $0, $1, $0, 0x33333333, 0xE4;",

@@ -79,19 +79,7 @@ def decode_kernel(
 
 
 @triton.jit
-def densify_kernel(
-    w,
-    dense,
-    b,
-    c,
-    wa,
-    wb,
-    wc,
-    wd,
-    D: tl.constexpr,
-    BR: tl.constexpr,
-    BF: tl.constexpr,
-):
+def densify_kernel(w, dense, b, c, wa, wb, wc, wd, D: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr):
     """dense [a, b·D, c·D], contiguous, from w [a, b, c, D] in any strides."""
     tiles_f, tiles_r = tl.cdiv(c * D, BF), tl.cdiv(b * D, BR)
     pid = tl.program_id(0)

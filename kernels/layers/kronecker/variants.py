@@ -84,7 +84,7 @@ def _decode(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None, **til
 
 
 FACTORS: dict[str, Callable[..., Tensor]] = {
-    **{"decode": _decode, "permute": permute_factor, "blocks": blocks_factor},
+    **{"decode": _decode, "permute": permute_factor, "blocks": blocks_factor}
 }
 VARIANTS: dict[str, Callable[..., Tensor]] = {
     "auto": kronecker_chain,
