@@ -14,7 +14,7 @@ from blr.compressor.base.errors import InputError
 from blr.compressor.healing.student_and_teacher import TrainedPair
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.text.windows import Stream
-from blr.kernels.training.distance.op import relative_errors
+from blr.kernels.training.losses import relative_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

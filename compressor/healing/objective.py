@@ -25,8 +25,7 @@ from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.planning.training_sizes import CHUNK
 from blr.compressor.recipe.heal_settings import HIDDEN, HealOptions
 from blr.kernels.common.registration import ContextOf
-from blr.kernels.training.distance.op import relative_errors
-from blr.kernels.training.divergence.op import divergence_sum
+from blr.kernels.training.losses import divergence_sum, relative_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blr.kernels.common.launching import run_kernel
-from blr.kernels.training.distance.reference import LEAST
+from blr.kernels.training.losses import LEAST
 
 WIDEST = 2048  # columns of a block at most
 TILE = 4096  # numbers of a program's block
@@ -57,7 +57,7 @@ def distance_back_kernel(
 
 
 def distances(mine: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """As of `reference.distances`; states [..., d] of whatever two dtypes."""
+    """As of `losses.distances`; states [..., d] of whatever two dtypes."""
     mine, wanted = mine.contiguous(), wanted.contiguous()
     found, size = torch.empty((2, *mine.shape[:-1]), dtype=torch.float32, device=mine.device)
     n, width, blocks = found.numel(), mine.shape[-1], _blocks(mine)
@@ -69,7 +69,7 @@ def distances(mine: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distances_back(mine: Tensor, wanted: Tensor, size: Tensor, g: Tensor) -> Tensor:
-    """As of `reference.distances_back`."""
+    """As of `losses.distances_back`."""
     mine, wanted, flat = mine.contiguous(), wanted.contiguous(), g.reshape(-1)
     made = torch.empty_like(mine)
     n, width, blocks = size.numel(), mine.shape[-1], _blocks(mine)
