@@ -1,11 +1,9 @@
 """Variants that are nothing but kernels of ours, done again without the Python that led to them.
 
-Triton's own launch looks at every argument to find the compiled kernel, some 20 µs a call with all that
-chose shapes and tiles before, longer than a small layer takes. What a call allocated and launched (by
-`launching.run_kernel`) is written down once; after that a call of the same shapes allocates the same,
-puts the new addresses in place and hands the compiled kernels to the driver. Whatever is not as it was
-then (strides, devices, addresses that are no multiples of 16 bytes, another current GPU, somebody who
-profiles launches), and every release of Triton but those of `RAN`, takes the usual way.
+What a call allocated and launched (by `launching`) is written down once; a call of the same shapes
+then allocates the same, and hands the compiled kernels with the new addresses to the driver. Whatever
+is not as it was (strides, devices, alignment, profilers), and other releases of Triton than `RAN`,
+goes the usual way.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Products of layers with float8 weights: the operators `blr::fp8_rows` and `blr::fp8_product`.
-
-What runs tensors of given shapes is decided once, and launched again without the Python that led to it.
-Neither operator has gradients. Rows are an operator under `torch.compile`, too: what a compiler makes of
-the two reductions behind a norm is slower than our kernel (scripts/log).
-"""
+"""Products of layers with float8 weights: the operators `blr::fp8_rows` and `blr::fp8_product`, without
+gradients. Rows are an operator when compiled, too: what a compiler makes of a norm's two reductions is
+slower (scripts/log)."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial

@@ -1,8 +1,4 @@
-"""The relative distance of rows of states and its gradient.
-
-Either kernel reads both states once, and no difference is made in memory: in plain torch some float32
-copies of either are written and read. A program has a few rows, as they fill its threads.
-"""
+"""The relative distance of rows of states and its gradient: kernels that read both states once."""
 
 import torch
 import triton

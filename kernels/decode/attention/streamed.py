@@ -1,8 +1,6 @@
 """Attention of one new token a row over a static cache in int8.
 
-As `triton.attention_kernel`, but tiles of the cache stream through shared memory several ahead, and the
-new token, which is in no tile, is met last, by the split that it belongs to. A tile of int8 is
-multiplied as it is: scales of keys go to their scores, those of values to the weights.
+Tiles stream through shared memory several ahead; the new token, which is in none, is met last.
 """
 
 import triton

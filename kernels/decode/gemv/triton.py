@@ -1,9 +1,6 @@
-"""Segmented matrix-vector products for decoding: a few tokens against weights read once. The sums of a
-token are those that it has alone, in the same order.
+"""Segmented matrix-vector products for decoding: a few tokens against weights read once.
 
-One program owns `BR` rows of one block and walks its K columns in chunks of `BK`. The first chunk
-is loaded before the program waits for the kernel that makes its input (programmatic dependent
-launch), so that the memory stays busy between kernels. Derivation: README.md.
+The sums of a token are those that it has alone, in the same order. Derivation: ../README.md.
 """
 
 import triton

@@ -1,11 +1,6 @@
 """Rows of 4 bits times inputs in bytes that every thread makes for itself, once for many tiles.
 
-A thread has a quad of `RT` rows (`kernels/decode/quantized`) and the words of its inputs in registers;
-to make them takes as long as a tile of rows. So a launch has as many programs as a GPU holds, each with
-many tiles, and weights of the next are on their way while one is multiplied.
-
-Inputs are integers of 16 bits with a scale a quad, half a step of which is 2^-16 of the largest of its
-32. Four of them share a word, their high bytes or their low ones, in the order of levels.
+That takes as long as a tile, so weights of the next tile are on their way while one is multiplied.
 """
 
 import triton

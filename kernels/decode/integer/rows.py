@@ -1,12 +1,7 @@
 """Rows of 2 and 3 bits times inputs in words of bytes, four of which `dp4a` multiplies with four levels.
 
-A launch norms and packs the inputs of a token, with V x of corrections beside them: an input is an
-integer of 16 bits with a scale a quad, half a step being 2^-16 of the largest of its 32 or 64 inputs. In
-that of the rows a thread has a quad of `RT` rows and the words of its inputs in registers.
-
-Levels are bytes where they lie, masked and not moved: those of the place p are 4^p (of four bits 16^p)
-times as large, so sums go from the last place to the first and are shifted between. Three bits look
-their levels up in a table of eight bytes (`prmt`).
+A launch norms and packs the inputs of a token, with V x of corrections beside them; then one has the
+rows.
 """
 
 import triton
@@ -61,14 +56,8 @@ def levels(
         return looked_up(tile[PLACE // 2][WORD], PLACE % 2, LOW, HIGH, ASM)
     elif BITS == 4:
         return tile[0][WORD] & (0x0F0F0F0F if PLACE == 0 else -0x0F0F0F10)
-    elif PLACE == 0:
-        return tile[0][WORD] & 0x03030303
-    elif PLACE == 1:
-        return tile[0][WORD] & 0x0C0C0C0C
-    elif PLACE == 2:
-        return tile[0][WORD] & 0x30303030
     else:
-        return tile[0][WORD] & -0x3F3F3F40
+        return tile[0][WORD] & (-0x3F3F3F40 if PLACE == 3 else 0x03030303 << 2 * PLACE)
 
 
 @triton.jit

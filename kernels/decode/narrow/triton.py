@@ -1,9 +1,6 @@
 """Products of weights with 1 to 64 tokens on the tensor cores, whose narrow side the tokens are.
 
-A program owns `BR` rows of one block of weights and one of `SPLIT` parts of their columns, so that few
-rows still are enough programs to keep the memory busy. Sums of parts are stored one beside the other
-and added in their order, by the stage that reads them or by a kernel between: results never depend on
-which program came first.
+Sums of parts of the columns are added in their order: results never depend on which program came first.
 """
 
 import triton

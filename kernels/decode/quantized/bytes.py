@@ -1,8 +1,6 @@
 """Rows of 4 bits times one token in integers: four products an instruction (`dp4a`).
 
-Inputs become integers of 16 bits with a scale a quad's columns, half a step of which is 2^-16 of the
-largest among them: far below half precision, in which the models are that take this way. High and low
-bytes of four inputs each are packed in words; levels lie in bytes as they are stored, a mask apart.
+Inputs become integers of 16 bits with a scale a quad, far more exact than half precision.
 """
 
 import triton

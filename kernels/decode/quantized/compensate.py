@@ -1,8 +1,6 @@
 """Rounds the columns of a group in turn, each one's error made good by those that follow, in registers.
 
-A program has `BR` rows of one group of columns, whose scales are known. A column is taken out of the
-tile by a sum over the lanes, rounded, and its error times its row of R subtracted from the tile: one
-launch a group, where torch needs twenty a column.
+A program has `BR` rows of a group: one launch a group, where torch needs twenty a column.
 """
 
 from math import prod

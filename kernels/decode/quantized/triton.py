@@ -1,10 +1,7 @@
 """Segmented matrix-vector products with weights in 8, 4, 3 or 2 bits, dequantized in registers.
 
-One program owns `BR` rows of one block and walks them in chunks of `BQ` quads of 16 bytes, each loaded
-by one thread. The lanes of a tile are T rows by BQ quads: where they are as many as the threads, a
-thread has quads of one place in BR / T rows, and what it makes of their inputs serves all of them. The
-first chunk and its scales are loaded before the program waits for the kernel that makes its input.
-Derivation: README.md.
+A program walks `BR` rows in chunks of `BQ` quads of 16 bytes, each loaded by one thread, whose inputs
+serve its quads of BR / T rows. Derivation: ../README.md.
 """
 
 import triton

@@ -1,9 +1,7 @@
 """Products of up to 64 tokens with weights that are read once, on the tensor cores.
 
-Weights are the left operand and tokens the narrow side of the right one. A program owns BR rows and
-one of SPLIT parts of their columns; the last of the parts that arrives adds them up in their order.
-Packed weights become numbers in registers, two an instruction, on the way to the tensor cores: scales
-multiply the sums of a group. Derivation: README.md.
+The last of the SPLIT parts of the columns that arrives adds them up in their order. Derivation:
+../README.md.
 """
 
 import triton

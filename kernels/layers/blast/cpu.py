@@ -1,9 +1,7 @@
-"""BLAST linear layer on a CPU, in plain torch, ordered by the number of tokens.
+"""BLAST linear layer on a CPU, in plain torch, ordered by the number of tokens (`scripts/log`).
 
-The reference mixes with products [r, n, b] by [b, b], whose rows are shorter than what a copy of them
-costs. Here features come first: z [b, r, n], the mix [r, b, b] by [r, b, n] reads z in place, and so
-does the second product; as many tokens at a time as caches hold. Few tokens are mixed one by one,
-where the whole is as fast as S is read. Measured in `scripts/log`.
+Features come first, so that rows of the mix are long; few tokens are mixed one by one, as fast as S is
+read.
 """
 
 import torch

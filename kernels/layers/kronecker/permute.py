@@ -1,10 +1,7 @@
 """Permutations between the features of a batch and the blocks of a batched product, at copy speed.
 
 `gather` turns x [n, a·m·d] into blocks [a·d, n, m] and `scatter` turns blocks into features, bias
-included. Tiles [BN, BM, BD] are contiguous over l on the side of the features and over k on the
-side of the blocks; Triton transposes a tile through shared memory. Where d is a power of two the
-side of the features is addressed as one run of BM·d elements, so that small d has 16-byte accesses
-too. Neighbouring programs read neighbouring features: the batch is the slowest index.
+included.
 """
 
 from functools import lru_cache

@@ -1,7 +1,7 @@
 """Zeros in which programs of one launch count each other; a launch leaves zeros behind.
 
-Kernels of one stream run one after the other, so that they share theirs. A launch that a CUDA graph
-captures may run beside any other later: it gets numbers of its own, which nothing else uses again.
+Launches of a stream share theirs; one that a CUDA graph captures, which may run beside others, has its
+own.
 """
 
 import torch
