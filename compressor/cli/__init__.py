@@ -20,25 +20,11 @@ from blr.compressor.base import process_environment as environment
 from blr.compressor.base.errors import BlrError, CapabilityError, InputError, StorageError, UsageError
 from blr.compressor.base.exhaustion import is_panic, raise_exhausted, unforeseen
 from blr.compressor.base.variables import check_variables, wrong_variable
-from blr.compressor.cli import (
-    bench,
-    compress,
-    evaluate,
-    export,
-    generate,
-    heal,
-    inspect,
-    plan,
-    push,
-    recipes,
-    streams,
-    sweep,
-    tune,
-    verify,
-)
-from blr.compressor.cli.crew import end_member
+from blr.compressor.cli import making, models, outputs, planning, streams, timing
+from blr.compressor.cli.options import OptionalValues
+from blr.compressor.cli.signals import end_member
 from blr.compressor.cli.streams import report
-from blr.compressor.cli.values import OptionalValues
+from blr.compressor.cli.sweep import sweep
 from blr.compressor.workspace.ownership import absolute
 from blr.kernels.common.mode import NO_TRITON, kernels_mode
 
@@ -63,19 +49,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("compress", cls=OptionalValues)(compress.compress)
-app.command("heal")(heal.heal)
-app.command("export")(export.export)
-app.command("eval")(evaluate.evaluate)
-app.command("inspect")(inspect.inspect)
-app.command("generate")(generate.generate)
-app.command("verify")(verify.verify)
-app.command("push")(push.push)
-app.command("plan", cls=OptionalValues)(plan.plan)
-app.command("sweep")(sweep.sweep)
-app.command("tune")(tune.tune)
-app.add_typer(recipes.recipes_app, name="recipes")
-app.add_typer(bench.bench_app, name="bench")
+app.command("compress", cls=OptionalValues)(making.compress)
+app.command("heal")(making.heal)
+app.command("export")(making.export)
+app.command("eval")(models.evaluate)
+app.command("inspect")(outputs.inspect)
+app.command("generate")(models.generate)
+app.command("verify")(outputs.verify)
+app.command("push")(outputs.push)
+app.command("plan", cls=OptionalValues)(planning.plan)
+app.command("sweep")(sweep)
+app.command("tune")(timing.tune)
+app.add_typer(planning.recipes_app, name="recipes")
+app.add_typer(timing.bench_app, name="bench")
 
 _UsageException: Any = typer.BadParameter.__bases__[0]  # click's, wherever this typer keeps it
 

@@ -45,7 +45,6 @@ class Results:
 
     @property
     def failed(self) -> bool:
-        """Whether it no longer takes anything."""
         return self._failure is not None
 
     def _do(self, act: Callable[[], object]) -> None:

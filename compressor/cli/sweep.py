@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from blr.compressor.base.errors import CapabilityError, kind_of_error
-from blr.compressor.cli.from_fields import (
+from blr.compressor.base.progress import Progress
+from blr.compressor.checkpoint.regular import read_start
+from blr.compressor.cli.options import (
     Device,
     EvalWindow,
     Format,
@@ -17,6 +19,8 @@ from blr.compressor.cli.from_fields import (
     recipe_options,
     taking,
 )
+from blr.compressor.cli.signals import stop_on_signals
+from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.recipe.heal_settings import checked_minutes
 from blr.compressor.recipe.option import Limits
 
@@ -73,45 +77,38 @@ def sweep(
         jobs: Work on this many points at once on each GPU, or on the CPU.
         keep: Keep every checkpoint beside its figures.
     """
-    from blr.compressor.base.progress import Progress
-    from blr.compressor.checkpoint.regular import read_start
-    from blr.compressor.cli.signals import stop_on_signals
-    from blr.compressor.commands.sweep.grid import NONE, Grid, listed, points_of
-    from blr.compressor.commands.sweep.page import table
-    from blr.compressor.commands.sweep.run import SweepSettings
-    from blr.compressor.commands.sweep.run import sweep as run
+    from blr.compressor.commands.sweep import page, run
     from blr.compressor.loading.resolve import resolve_model
-    from blr.compressor.planning.roofline import chosen_gpu
     from blr.compressor.text.reading import check_text
 
     gpu = common.pop("gpu")
     common = {name: value for name, value in common.items() if value not in (None, [])}
-    lines = () if plain == NONE else listed("--plain", plain)
+    lines = () if plain == run.NONE else run.listed("--plain", plain)
     sizes = (
-        *(listed("--cf", cf, float), listed("--quantize", quantize, least=1)),
-        *(listed("--base", base), listed("--rank", rank, int)),
+        *(run.listed("--cf", cf, float), run.listed("--quantize", quantize, least=1)),
+        *(run.listed("--base", base), run.listed("--rank", rank, int)),
     )
-    seeds = listed("--seed", seed, int)
+    seeds = run.listed("--seed", seed, int)
     if len(seeds) == 1:
         common["seed"], seeds = seeds[0], ()
     usual = METHODS if sizes[0] or sizes[2] else ""
-    named = listed("--methods", usual if methods is None else methods, least=bool(usual))
-    heals = listed("--heal", heal, float, least=1)
+    named = run.listed("--methods", usual if methods is None else methods, least=bool(usual))
+    heals = run.listed("--heal", heal, float, least=1)
     for minutes in filter(None, heals):
         checked_minutes(minutes)
-    grid = Grid(named, *sizes, lines, heals, seeds)
+    grid = run.Grid(named, *sizes, lines, heals, seeds)
     card, _ = chosen_gpu(gpu)
-    recipes = points_of(grid, common, calibration is not None)
+    recipes = run.points_of(grid, common, calibration is not None)
     judging = (("--window", window), ("--max-tokens", max_tokens))
     tokens = tuple(word for name, value in judging if value is not None for word in (name, str(value)))
-    with stop_on_signals() as running:
+    with stop_on_signals(kept="finished points are") as running:
         if calibration is not None:
             check_text(calibration, offline)
         for path in text:
             read_start(path)  # before torch is imported
-        running.kept, running.place = "finished points are", output
+        running.place = output
         found = resolve_model(model, offline=offline)
-        settings = SweepSettings(
+        settings = run.SweepSettings(
             model=model,
             texts=tuple(text),
             common=common,
@@ -124,10 +121,10 @@ def sweep(
             gpu=card.name,
             offline=offline,
         )
-        result = run(found.folder, recipes, output, settings, Progress(quiet))
+        result = run.sweep(found.folder, recipes, output, settings, Progress(quiet))
     none_made = bool(result["failed"]) and not result["points"]
     if format is not Format.json or not none_made:  # else the error is the one object
-        print_result(result, table, format)
+        print_result(result, page.table, format)
     if none_made:
         codes = {point["code"] for point in result["failed"]}
         kind = kind_of_error(codes.pop()) if len(codes) == 1 else CapabilityError

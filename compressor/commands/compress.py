@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base.progress import CHECKING, READING, WRITING, Progress
 from blr.compressor.base.threads import use_threads
-from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.commands.heal import HealRun
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
@@ -31,7 +29,6 @@ from blr.compressor.planning.model_size import sized
 from blr.compressor.planning.plan import Plan, make_plan, unmeasured
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.recipe.heal_settings import SELF, HealOptions, check_options, healing_steps
-from blr.compressor.recipe.run_settings import CompressSettings
 from blr.compressor.recipe.run_settings import CompressSettings as Settings
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.workspace.journal import canonical_json, headers_digest, versions
@@ -40,13 +37,11 @@ from blr.compressor.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
+    from blr.compressor.fitting.engine import Outcome
     from blr.compressor.fitting.factorize import Work
+    from blr.compressor.healing.data import Reading
     from blr.compressor.output.check import Door, OutputCheck
     from blr.compressor.output.files import FolderContents
-    from blr.compressor.output.loss import Text
-    from blr.compressor.planning.forecast_time import Compression
-    from blr.compressor.recipe.schema import Recipe
-
 
 UNHEALED = "unhealed"  # in the partial folder: the compressed checkpoint that is trained
 
@@ -112,15 +107,6 @@ def compress(
     return run.summary(monotonic() - started) if first else None
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """Factors and record by module, `calibration` and `curves` as measured, refitted norms by tensor."""
-
-    results: dict[str, Any]
-    measured: dict[str, object] = field(default_factory=dict)
-    norms: dict[str, TensorEntry] = field(default_factory=dict)
-
-
 @dataclass
 class CompressRun(FolderRun):
     """One compression. `plan` is that of the headers until calibration gives a better one."""
@@ -131,7 +117,7 @@ class CompressRun(FolderRun):
     settings: Settings
     workspace: Workspace
     progress: Progress
-    healing: Healing | None = None
+    reading: Reading | None = None  # how the model reads text, where it is healed
     healed: HealSummary | None = None
     made: dict[str, Any] = field(default_factory=dict)  # the manifest's account, once layers are fitted
 
@@ -157,6 +143,15 @@ class CompressRun(FolderRun):
     def processes(self) -> Processes:  # type: ignore[override]
         return self.fits.processes
 
+    @cached_property
+    def healing(self) -> HealOptions | None:
+        """How it is trained after the fits, if it is."""
+        return options_of(self.settings) if self.settings.heal else None
+
+    @property
+    def teacher(self) -> Checkpoint:
+        return Checkpoint(self.source, {}, compressed=False)
+
     def prepare(self, first: bool) -> None:
         """Announce what is there already, and check that the output will load and can be healed."""
         if first:
@@ -167,34 +162,39 @@ class CompressRun(FolderRun):
             if kept := self.workspace.journal.count(is_layer):
                 self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
             device = pick_device(self.settings.device).type
-            steps = [
-                READING,
-                *expected(self.recipe, self.settings.calibration, device),
-                WRITING,
-                CHECKING,
-            ]
-            steps += healing_steps(options_of(self.settings)) if self.settings.heal else []
-            self.progress.expect(*steps)
+            fits = expected(self.recipe, self.settings.calibration, device)
+            heals = healing_steps(self.healing) if self.healing else []
+            self.progress.expect(READING, *fits, WRITING, CHECKING, *heals)
             self.door.check_fits(self.source, self.plan)
             check_carried(self.source, self.door.config(self.source.config, self.plan))
-        self.healing = Healing(self.source, self.settings) if self.settings.heal else None
+        if self.healing is not None:
+            from blr.compressor.healing.data import reading_of
+
+            self.reading = reading_of(self.teacher, self.healing)
+            self.reading.texts(self.healing, briefly=True)
 
     def produce(self, read: str, check: OutputCheck | None = None) -> None:
         """As of every run; a healing trains a compressed checkpoint that is kept beside its states."""
-        healing, processes, folder = self.healing, self.processes, self.workspace.partial / UNHEALED
-        if healing is None:
+        processes, folder = self.processes, self.workspace.partial / UNHEALED
+        if self.healing is None or self.reading is None:
             super().produce(read)
             return
+        from blr.compressor.commands.heal import HealRun
+        from blr.compressor.output.files import write_whole
+
         check = self.make_check() if processes.first else None
         if processes.told(check is not None and not self.workspace.holds_result(folder, read)):
             contents = self.work(read)
             if contents is not None and check is not None:
-                self.write(folder, contents, check.unjudged, read)
+                write_whole(self, folder, contents, check.unjudged, read)
         processes.wait()
+        started, place = monotonic(), (processes, self.workspace, self.progress)
         with self.progress.timed("healing"):
-            place = self.workspace, self.progress, processes
-            self.healed = healing.run(folder, check, read, *place)
-        self.checked = check.facts if check else None
+            student = open_checkpoint(folder)
+            run = HealRun(student, self.teacher, self.healing, *place, self.reading)
+            run.teacher_digest = read  # it is all that the compression reads
+            run.produce(read, check)
+        self.healed, self.checked = run.summary(monotonic() - started), check.facts if check else None
 
     def make_check(self) -> OutputCheck:
         """Compares the output with the source, which runs now."""
@@ -202,20 +202,23 @@ class CompressRun(FolderRun):
         from blr.compressor.output.loss import calibration_text
 
         settings, text = self.settings, self.settings.calibration is not None
-        remedy = better_fit(self.recipe, text, bool(settings.heal))
+        remedy = better_fit(self.recipe, text, self.healing is not None)
         bar = Bar(self.workspace.output, remedy, settings.force, self.progress.warn)
         reload = partial(self.door.check_reload, self.source)
         given = (self.source, self.recipe, settings.calibration, settings.offline)
-        held = partial(calibration_text, *given) if self.healing is None else self.healing.held
+        held = partial(calibration_text, *given)
+        if self.reading is not None and self.healing is not None:
+            held = partial(self.reading.held, self.healing, self.source)
         return OutputCheck(self.source, reload, bar, settings.check, held)
 
     def work(self, read: str) -> FolderContents | None:
-        fitted, source = self._fit(read), self.source
+        source, found = self.source, self._fit(read)
+        self.plan = found.plan
         if not self.processes.first:
             return None
         from blr.compressor.output.files import FolderContents, slots_of, small_files
 
-        records = {module: record for module, (_, record) in fitted.results.items()}
+        records: dict[str, Any] = {module: record for module, (_, record) in found.results.items()}
         recipe = canonical_json(self.recipe.model_dump())
         self.made = {
             "source": {"name": self.settings.source_name, "revision": self.settings.revision},
@@ -223,39 +226,34 @@ class CompressRun(FolderRun):
             "fallbacks": [f"{name}: {note}" for name in records for note in records[name]["notes"]],
             "run": self.workspace.fingerprint,
         }
-        slots = slots_of(source, self.plan, fitted.results, fitted.norms)
+        told = {**self.made, "calibration": found.facts or None, "curves": found.curves}
+        slots = slots_of(source, self.plan, found.results, found.norms)
+        config, code = self.door.config(source.config, self.plan), self.door.code()
         return FolderContents(
             assign_shards(slots, self.settings.max_shard_size, source.library),
             self.workspace.journal.reader(source),
-            small_files(
-                *(source, self.recipe, self.plan, records, {**self.made, **fitted.measured}),
-                config=self.door.config(source.config, self.plan),
-                code=self.door.code(),
-            ),
+            small_files(source, self.recipe, self.plan, records, told, config, code),
         )
 
     def facts(self, read: str) -> dict[str, object]:
         return {**self.made, "input_sha256": read}
 
-    def _fit(self, read: str) -> Fitted:
-        source, recipe, settings, work = self.source, self.recipe, self.settings, self.fits
-        if settings.calibration is None:
-            from blr.compressor.fitting.factorize import factorize_layers
+    def _fit(self, read: str) -> Outcome:
+        from blr.compressor.fitting.engine import Outcome, compress_calibrated
+        from blr.compressor.fitting.factorize import factorize_layers
 
+        work, text = self.fits, self.settings.calibration
+        if text is None:
             with self.progress.timed("fits"):
-                return Fitted(factorize_layers(work, self.plan))
-        from blr.compressor.fitting.engine import compress_calibrated
-
-        replan = partial(make_plan, source, recipe, calibrated=True)
-        found = compress_calibrated(work, replan, settings.calibration, read)
-        self.plan = found.plan
-        return Fitted(found.results, {"calibration": found.facts, "curves": found.curves}, found.norms)
+                return Outcome(factorize_layers(work, self.plan), self.plan, {}, {}, {})
+        replan = partial(make_plan, self.source, self.recipe, calibrated=True)
+        return compress_calibrated(work, replan, text, read)
 
     def estimate(self) -> int:
         """Bytes of the output, the journal of factors and small files."""
         calibrated = self.settings.calibration is not None
         sized = Compression(self.source, self.plan, self.recipe, chosen_gpu(None)[0], calibrated)
-        return disk_bytes(sized) + (disk_beside(sized, self.settings) if self.settings.heal else 0)
+        return disk_bytes(sized) + (disk_beside(sized, self.healing) if self.healing else 0)
 
     def fingerprint(self) -> dict[str, object]:
         """Without weights: a layer's key covers its own, or all where statistics depend on them."""
@@ -316,43 +314,7 @@ class CompressRun(FolderRun):
         )
 
 
-class Healing:
-    """The training after a compression of `source`. Raises BlrError for a model that cannot be healed or
-    a text that is too short."""
-
-    def __init__(self, source: Source, settings: CompressSettings) -> None:
-        from blr.compressor.healing.data import reading_of
-
-        self.teacher = Checkpoint(source, {}, compressed=False)
-        self.options = options_of(settings)
-        self.reading = reading_of(self.teacher, self.options)
-        self.reading.texts(self.options, briefly=True)
-
-    def held(self) -> Text | None:
-        """The part of a decoder's text that neither fits nor training read."""
-        return self.reading.held(self.options, self.teacher.source)
-
-    def run(
-        self,
-        folder: Path,
-        check: OutputCheck | None,
-        read: str,
-        workspace: Workspace,
-        progress: Progress,
-        processes: Processes,
-    ) -> HealSummary:
-        """Train the checkpoint in `folder` and make the output, which must pass `check` in the first
-        process; `read` is the digest of all input."""
-        started = monotonic()
-        student = open_checkpoint(folder)
-        place = processes, workspace, progress
-        run = HealRun(student, self.teacher, self.options, *place, self.reading)
-        run.teacher_digest = read  # it is all that the compression reads
-        run.produce(read, check)
-        return run.summary(monotonic() - started)
-
-
-def options_of(settings: CompressSettings) -> HealOptions:
+def options_of(settings: Settings) -> HealOptions:
     """The options of `blr heal` for the same as a compression."""
     text = settings.calibration
     return check_options(
@@ -370,10 +332,10 @@ def options_of(settings: CompressSettings) -> HealOptions:
     )
 
 
-def disk_beside(sized: Compression, settings: CompressSettings) -> int:
+def disk_beside(sized: Compression, healing: HealOptions) -> int:
     """Bytes on disk that a healing takes: the compressed checkpoint and the trainer's state."""
     layers, source = sized.plan.layers, sized.source
     files = sum(path.stat().st_size for path in source.extra_files().values())
     specs = {planned.layer.module: planned.spec for planned in layers}
     compressed = source.nbytes - sized.bytes + sum(planned.bits for planned in layers) // 8
-    return compressed + files + kept_bytes(specs, source.entries, options_of(settings))
+    return compressed + files + kept_bytes(specs, source.entries, healing)

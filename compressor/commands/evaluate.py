@@ -20,9 +20,15 @@ from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.extras import MODULES
 from blr.compressor.checkpoint.regular import read_start, read_text
-from blr.compressor.commands.against import EmbeddingDistance, check_alike, distance
-from blr.compressor.commands.dense_states import DenseStates, kept_at
-from blr.compressor.commands.text_scores import ScoredWindow, divided, text_scores
+from blr.compressor.commands.text_scores import (
+    DenseStates,
+    ScoredWindow,
+    check_alike,
+    distance,
+    divided,
+    kept_at,
+    text_scores,
+)
 from blr.compressor.integrations.lm_eval import Asked, compared, run_tasks
 from blr.compressor.loading.load import EMBEDS, GENERATES, load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
@@ -51,6 +57,17 @@ class Spearman:
 
     spearman: float
     pairs: int
+
+
+@dataclass(frozen=True)
+class EmbeddingDistance:
+    """Cosines of an encoder's embeddings with the dense model's, their mean and the one that 1 in 100
+    is below; the dense model's correlation with the scores, and the output's with the dense model."""
+
+    cosine_to_dense: float
+    lowest_cosine: float
+    dense_spearman: float
+    spearman_to_dense: float
 
 
 def evaluate_folder(
@@ -145,7 +162,7 @@ class Evaluation:
         dense = None if self.against is None else self._dense(self.against, ids, beginning, *how)
         model = self.model(self.folder)
         found = text_scores(model, ids, *how, self.progress, beginning, dense)
-        told = asdict(_perplexity(found, window, beginning))
+        told = asdict(perplexity(found, window, beginning))
         if dense is None:
             return told
         dense.write(self.progress)
@@ -181,23 +198,8 @@ def read_tokens(
     return torch.tensor(ids)
 
 
-def perplexity(
-    model: PreTrainedModel,
-    ids: Tensor,
-    window: int,
-    stride: int,
-    batch: int,
-    progress: Progress,
-    beginning: Beginning = (),
-) -> Perplexity:
-    """exp of the mean negative log-likelihood of `ids` [n], in windows every `stride` tokens. Raises as
-    `text_scores`."""
-    return _perplexity(
-        text_scores(model, ids, window, stride, batch, progress, beginning), window, beginning
-    )
-
-
-def _perplexity(found: list[ScoredWindow], window: int, beginning: Beginning) -> Perplexity:
+def perplexity(found: list[ScoredWindow], window: int, beginning: Beginning) -> Perplexity:
+    """exp of the mean negative log-likelihood of what windows of a text score."""
     losses = torch.cat([scores.loss for _, scores in found]).double()
     return Perplexity(math.exp(float(losses.mean())), len(losses), window, beginning)
 

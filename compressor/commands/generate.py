@@ -2,8 +2,6 @@
 
 import copy
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -74,7 +72,7 @@ def generate(
     check_ids(model, inputs["input_ids"])
     torch.manual_seed(sampling.seed)
     started = monotonic()
-    with _watched(model):
+    with model.register_forward_hook(_LogitsCheck()):
         ids = _generated(model, inputs, _arguments(model, sampling, tokenizer, stream))[0]
     text = str(tokenizer.decode(ids[length:], skip_special_tokens=True))
     if stream is not None and not _streams(model, sampling):
@@ -108,19 +106,11 @@ def _generated(model: Any, inputs: dict[str, torch.Tensor], arguments: dict[str,
 
 
 class _LogitsCheck(Check):
+    """Raises NumericsError in a forward pass whose logits choose no token."""
+
     def __call__(self, _: object, __: object, output: Any) -> None:
         logits = output[0] if isinstance(output, tuple) else output.logits
         check_logits(logits[:, -1])
-
-
-@contextmanager
-def _watched(model: PreTrainedModel) -> Iterator[None]:
-    """Meanwhile raise NumericsError in a forward pass whose logits choose no token."""
-    handle = model.register_forward_hook(_LogitsCheck())
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @dataclass(frozen=True)

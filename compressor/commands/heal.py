@@ -10,36 +10,51 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from blr.compressor.base.device import device_name
 from blr.compressor.base.errors import CapabilityError, OutputError
+from blr.compressor.base.processes import Processes
 from blr.compressor.base.progress import READING, Progress
 from blr.compressor.checkpoint.extras import METRICS
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
+from blr.compressor.healing import output as written
+from blr.compressor.healing.additions import check_takes_additions, growth
+from blr.compressor.healing.data import (
+    Author,
+    Data,
+    Reading,
+    batch_windows,
+    make_data,
+    own_tokens,
+    reading_of,
+    text_digests,
+)
+from blr.compressor.healing.sharding import Sharding, check_shardable, wants_sharding
+from blr.compressor.healing.state import State
+from blr.compressor.healing.student_and_teacher import TrainedPair, load_pair, load_teacher, task_of
 from blr.compressor.healing.summary import HealSummary
-from blr.compressor.healing.teacher import recorded_digest
+from blr.compressor.healing.teacher import check_teacher, first_loss, recorded_digest
+from blr.compressor.healing.tracking import Tracking, check_tracker
+from blr.compressor.healing.trained_parameters import check_has_kinds
+from blr.compressor.healing.trainer import StatePlace, Trainer
+from blr.compressor.output.check import OutputCheck
+from blr.compressor.output.files import FolderContents
 from blr.compressor.output.folder_run import FolderRun, opened
+from blr.compressor.planning.forecast_healing import GpuGroup, disk_bytes, predicted, words
 from blr.compressor.planning.roofline import find_gpu
 from blr.compressor.recipe.heal_settings import HealOptions, check_options, healing_steps
+from blr.compressor.text.own import OwnText, write_own_text
 from blr.compressor.workspace.journal import canonical_json, headers_digest, layer_key, versions
 from blr.compressor.workspace.manifest import read_manifest
+from blr.compressor.workspace.scan import scan_source
+from blr.compressor.workspace.shards import assign_shards
 from blr.compressor.workspace.workspace import Workspace
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from blr.compressor.base.processes import Processes
-    from blr.compressor.healing.data import Data, Reading
-    from blr.compressor.healing.output import Packed
-    from blr.compressor.healing.sharding import Sharding
-    from blr.compressor.healing.state import State
-    from blr.compressor.healing.student_and_teacher import TrainedPair
-    from blr.compressor.output.check import OutputCheck
-    from blr.compressor.output.files import FolderContents
-    from blr.compressor.text.own import OwnText
 
 
 def heal(
@@ -50,11 +65,7 @@ def heal(
     BlrError."""
     started = monotonic()
     options = check_options(options)
-    from blr.compressor.base.processes import Processes
-
     if options.track:
-        from blr.compressor.healing.tracking import check_tracker
-
         check_tracker(options.track)
     with opened(output, options, folder, teacher) as workspace:
         processes, scratch = Processes(options.device), workspace.pickled
@@ -62,15 +73,29 @@ def heal(
         student = open_checkpoint(folder, options.allow_pickle, scratch)
         dense = open_checkpoint(teacher, options.allow_pickle, scratch / "teacher")
         progress.notes(dense.source.notes())
-        run = HealRun(student, dense, options, processes, workspace, progress)
-        run.check_student()
+        progress.notes(check_student(student, dense, options))
+        reading = reading_of(dense, options)
+        run = HealRun(student, dense, options, processes, workspace, progress, reading)
         run.run(processes.first)
     return run.summary(monotonic() - started) if processes.first else None
 
 
+def check_student(student: Checkpoint, teacher: Checkpoint, options: HealOptions) -> list[str]:
+    """Notes on a student. Raises BlrError for one that is not of the teacher, or cannot be trained as
+    asked."""
+    told = check_teacher(student, teacher, options.force)
+    written.check_told(student)
+    if not options.lora:
+        check_has_kinds(student, options.train)
+        return told
+    check_takes_additions(student, options.lora)
+    return told + growth(student.specs.values(), options.lora)
+
+
 @dataclass
 class HealRun(FolderRun):
-    """One healing; `state` and `told`, its account for the manifest, are set at its end."""
+    """One healing, of texts as the teacher reads them. `state` and `told`, its account for the manifest,
+    are set at its end. Raises UsageError for windows that make no batch."""
 
     checkpoint: Checkpoint
     teacher: Checkpoint
@@ -78,40 +103,27 @@ class HealRun(FolderRun):
     processes: Processes
     workspace: Workspace
     progress: Progress
-    reading: Reading | None = None
+    reading: Reading
     state: State | None = None
-    packed: Packed = field(default_factory=dict)
+    packed: written.Packed = field(default_factory=dict)
     told: dict[str, object] = field(default_factory=dict)
     speeds: list[float] = field(default_factory=list)
     teacher_digest: str | None = None  # `scan_source`'s, once the teacher has been read
     doubted: bool = False  # whether the teacher may be another model than the student came from
 
-    def check_student(self) -> None:
-        """Raise for a student that is not of the teacher, or cannot be trained as asked."""
-        from blr.compressor.healing.additions import check_takes_additions, growth
-        from blr.compressor.healing.output import check_told
-        from blr.compressor.healing.teacher import check_teacher
-        from blr.compressor.healing.trained_parameters import check_has_kinds
+    def __post_init__(self) -> None:
+        batch_windows(self.options, self.reading, self.on_gpu, self.processes.count)
 
-        told = check_teacher(self.checkpoint, self.teacher, self.options.force)
-        check_told(self.checkpoint)
-        if self.options.lora:
-            check_takes_additions(self.checkpoint, self.options.lora)
-            told += growth(self.checkpoint.specs.values(), self.options.lora)
-        else:
-            check_has_kinds(self.checkpoint, self.options.train)
-        self.progress.notes(told)
+    @property
+    def on_gpu(self) -> bool:
+        return self.processes.device.type == "cuda"
 
     def prepare(self, first: bool) -> None:
-        """Find out how the teacher reads."""
-        self._read()
         self.progress.expect(READING, *healing_steps(self.options))
 
     def make_check(self) -> OutputCheck:
-        from blr.compressor.healing.output import make_check
-
         place = self.workspace.output, self.progress.warn
-        return make_check(self.checkpoint, self.teacher, self._read(), self.options, *place)
+        return written.make_check(self.checkpoint, self.teacher, self.reading, self.options, *place)
 
     def work(self, read: str) -> FolderContents | None:
         if self.processes.first:
@@ -121,42 +133,27 @@ class HealRun(FolderRun):
         return self._contents(pair, data, read) if self.processes.first else None
 
     def _train(self, read: str) -> tuple[TrainedPair, Data]:
-        from blr.compressor.healing.output import round_layers
-        from blr.compressor.healing.student_and_teacher import load_pair, load_teacher, task_of
-        from blr.compressor.healing.trainer import StatePlace, Trainer
-
-        reading = self._read()
         sharding = self._plan_sharding()
         teacher = load_teacher(self.teacher.source.folder, self.processes.device, task_of(self.teacher))
-        data = self._data(teacher, reading)
-        folder, kinds = self.checkpoint.source.folder, self.options.train
+        data = self._data(teacher)
+        kinds = self.options.train
         added = (self.options.lora, self.options.seed) if self.options.lora else None
-        how = kinds, reading.sentences, added
-        pair = load_pair(folder, teacher, *how, sharding)
+        how = kinds, self.reading.sentences, added
+        pair = load_pair(self.checkpoint.source.folder, teacher, *how, sharding)
         self.progress.notes(pair.left_out(kinds))
         key = layer_key(state=[read, data.digest])
         with self._tracked() as tell:
             place = StatePlace(self.workspace.journal, key, tell)
             trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
             self.state, self.speeds = trainer.run(), trainer.speeds
-        self.packed = round_layers(pair, self.checkpoint.source, data.take(0), trainer.judge_written)
+        self.packed = written.round_layers(
+            pair, self.checkpoint.source, data.take(0), trainer.judge_written
+        )
         self.told = self._told(pair, data, trainer.objective.weight)
         return self._whole(pair, how) if sharding else pair, data
 
-    def _read(self) -> Reading:
-        """The tokenizer and texts of the training. Raises as `reading_of` and `batch_windows`."""
-        from blr.compressor.healing.data import batch_windows, reading_of
-
-        self.reading = found = self.reading or reading_of(self.teacher, self.options)
-        batch_windows(self.options, found, self.processes.device.type == "cuda", self.processes.count)
-        return found
-
     def _whole(self, pair: TrainedPair, how: Any) -> TrainedPair:
         """A sharded pair, whole on the CPU in the first process."""
-        import torch
-
-        from blr.compressor.healing.student_and_teacher import load_pair, load_teacher, task_of
-
         values, dtype = pair.joined(pair.values()), str(pair.teacher.dtype).removeprefix("torch.")
         if not self.processes.first:
             return pair
@@ -168,8 +165,6 @@ class HealRun(FolderRun):
 
     def _plan_sharding(self) -> Sharding | None:
         """How both models are sharded, where that is asked for or memory demands it; else None."""
-        from blr.compressor.healing.sharding import Sharding, check_shardable, wants_sharding
-
         self.options = replace(self.options, fsdp=wants_sharding(self.options, self.processes))
         if self.options.fsdp:
             check_shardable(self.checkpoint, self.processes)
@@ -183,12 +178,8 @@ class HealRun(FolderRun):
         """Announce what a GPU will hold, and decide on checkpointing and sharding if they are open.
         Raises CapabilityError if it does not fit."""
         device = self.processes.device
-        if device.type != "cuda":
+        if not self.on_gpu:
             return
-        import torch
-
-        from blr.compressor.planning.forecast_healing import GpuGroup, predicted, words
-
         room = min(self.processes.gather(torch.cuda.mem_get_info(device)[0]))
         card = find_gpu("h200")  # its speed is not told: that of this one is measured in a moment
         group = GpuGroup(self.processes.count, bool(self.options.fsdp), room)
@@ -204,14 +195,10 @@ class HealRun(FolderRun):
     @contextmanager
     def _tracked(self) -> Iterator[Callable[[dict[str, object]], None]]:
         """Meanwhile a function that records each logged line in the folder and in a tracker."""
-        from blr.compressor.healing.tracking import Tracking
-
         name = self.options.track if self.processes.first else None
         tracking = Tracking(name or "", self.workspace.output.name, self.progress)
 
         def tell(line: dict[str, Any]) -> None:
-            from blr.compressor.healing.teacher import first_loss
-
             if self.doubted and line["step"] == 0:
                 self.progress.notes(first_loss(line["held"], self.teacher.source.config))
             if self.processes.first:
@@ -224,41 +211,31 @@ class HealRun(FolderRun):
         finally:
             tracking.finish()
 
-    def _data(self, teacher: PreTrainedModel, reading: Reading) -> Data:
-        from blr.compressor.healing.data import Author, make_data
-        from blr.compressor.text.own import write_own_text
-
+    def _data(self, teacher: PreTrainedModel) -> Data:
+        reading, journal, processes = self.reading, self.workspace.journal, self.processes
         if reading.window < self.options.window:
             self.progress.notes([f"windows of {reading.window} tokens, the model's most"])
         self.progress.notes(reading.shortened(self.options))
-        share = self.processes.rank, self.processes.count
+        share = processes.rank, processes.count
 
         def write(wanted: OwnText) -> Tensor:
-            journal, wait = self.workspace.journal, self.processes.wait
-            return write_own_text(
-                teacher, reading.tokenizer, wanted, journal, self.progress, share, wait
-            )
+            how = wanted, journal, self.progress, share, processes.wait
+            return write_own_text(teacher, reading.tokenizer, *how)
 
         def digest() -> str:
             return self.teacher_digest or self._scan(self.teacher.source)
 
-        author = Author(
-            self.teacher.source.parameters, digest, write, self.processes.device.type == "cuda"
-        )
+        author = Author(self.teacher.source.parameters, digest, write, self.on_gpu)
         return make_data(reading, self.options, author)
 
     def _contents(self, pair: TrainedPair, data: Data, read: str) -> FolderContents:
-        from blr.compressor.healing import output
-        from blr.compressor.output.files import FolderContents
-        from blr.compressor.workspace.shards import assign_shards
-
         workspace, source, packed = self.workspace, self.checkpoint.source, self.packed
         assert self.state is not None
         better = pair if self.state.best_step else None  # else all tensors stay as they are
         place = workspace.journal, layer_key(output=[read, data.digest])
-        trained = output.store_trained(better, self.checkpoint, *place, packed) if better else {}
-        shards = assign_shards(output.slots(source, trained), self.options.max_shard_size)
-        files = output.small_files(self.checkpoint, better, packed, self.told, self.state.log)
+        trained = written.store_trained(better, self.checkpoint, *place, packed) if better else {}
+        shards = assign_shards(written.slots(source, trained), self.options.max_shard_size)
+        files = written.small_files(self.checkpoint, better, packed, self.told, self.state.log)
         return FolderContents(shards, workspace.journal.reader(source), files)
 
     def _told(self, pair: TrainedPair, data: Data, hidden: float) -> dict[str, object]:
@@ -297,17 +274,12 @@ class HealRun(FolderRun):
         return json.loads(canonical_json(facts))
 
     def estimate(self) -> int:
-        from blr.compressor.healing.data import own_tokens
-        from blr.compressor.planning.forecast_healing import disk_bytes
-
-        gpu = self.processes.device.type == "cuda"
-        written = own_tokens(self.options, self._read(), self.teacher.source.parameters, gpu)
-        return disk_bytes(self.checkpoint.source, self.checkpoint.specs, self.options, written)
+        parameters = self.teacher.source.parameters
+        tokens = own_tokens(self.options, self.reading, parameters, self.on_gpu)
+        return disk_bytes(self.checkpoint.source, self.checkpoint.specs, self.options, tokens)
 
     def fingerprint(self) -> dict[str, object]:
         """Without the number of processes."""
-        from blr.compressor.healing.data import text_digests
-
         return {
             "source": headers_digest(self.checkpoint.source),
             "teacher": headers_digest(self.teacher.source),
@@ -324,8 +296,6 @@ class HealRun(FolderRun):
         return hashlib.sha256(canonical_json(found)).hexdigest()
 
     def _scan(self, source: Source) -> str:
-        from blr.compressor.workspace.scan import scan_source
-
         return scan_source(source, "repair the checkpoint, or take another", self.progress).digest
 
     def summary(self, seconds: float) -> HealSummary:

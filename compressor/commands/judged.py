@@ -52,7 +52,6 @@ class Judged(Told):
 
     @property
     def perplexities(self) -> list[JudgedText]:
-        """The perplexities as a list with one entry for each text."""
         if self.perplexity is None or self.texts:
             return self.texts
         return [JudgedText(text=self.text, perplexity=self.perplexity, against=self.against)]

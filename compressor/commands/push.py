@@ -85,7 +85,6 @@ def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> 
 
 
 def _is_repository(name: str) -> bool:
-    """Whether `name` is owner/name as the hub has repositories."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -226,7 +225,6 @@ def _index(repository: str, path: Path, folder: Path) -> list[dict[str, object]]
 
 
 def _measured(found: Judged) -> Iterator[tuple[str, str, str, float]]:
-    """Task, data, metric and value of each figure of `blr eval`."""
     for row in found.perplexities:
         text, far = ("text-generation", Path(row.text).name), row.against
         yield *text, "perplexity", row.perplexity

@@ -21,20 +21,18 @@ from transformers.modeling_outputs import CausalLMOutput
 from blr.compressor import __version__
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.exhaustion import is_missing
-from blr.compressor.checkpoint.extras import CARD, LAYERS
+from blr.compressor.checkpoint.extras import LAYERS
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.options import ENGINES, ExportOptions
-from blr.compressor.exporting.ordinary import dense_config, is_pair
 from blr.compressor.exporting.origin import Checkpoint
-from blr.compressor.exporting.plan import ExportPlan
-from blr.compressor.exporting.tensors import LINEAR, Tensors, plan_tensors, unpacked_factor
+from blr.compressor.exporting.plan import ExportPlan, dense_config, is_pair, ordinary_files
+from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors, unpacked_factor
 from blr.compressor.loading.native import continues_text, meta_model, native_class
 from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.modeling.registry import register
-from blr.compressor.output.card import TAGS, card_front
-from blr.compressor.output.files import carried_files, check_fills, json_file
+from blr.compressor.output.files import check_fills, json_file
 from blr.compressor.output.loss_messages import MARK
 from blr.compressor.structures.specs import (
     CorrectedSpec,
@@ -65,16 +63,79 @@ PLACE = "OUT"  # stands for the folder in the commands of a card
 
 
 @dataclass(frozen=True)
+class FewBits:
+    """A layer that `refusal` lets pass: a weight in few bits, perhaps with low rank that corrects it."""
+
+    source: Source
+    module: str
+    spec: Spec
+
+    @property
+    def base(self) -> QuantizedSpec:
+        """How the weight is stored."""
+        base = _base(self.spec)
+        assert base is not None
+        return base
+
+    @property
+    def correction(self) -> Spec | None:
+        return self.spec.correction if isinstance(self.spec, CorrectedSpec) else None
+
+    @property
+    def rank(self) -> int:
+        """The rank of the correction, 0 without one."""
+        plain = self.correction and self.correction.plain
+        return plain.rank if isinstance(plain, LowRankSpec) else 0
+
+    @property
+    def entries(self) -> list[TensorEntry]:
+        """The stored levels and scales of the weight."""
+        part = self.spec.parts()[0][0]
+        prefix = f"{self.module}.{part}." if part else f"{self.module}."
+        return [self.source.entries[f"{prefix}{name}"] for name in stored_names("weight")]
+
+    def stored(self, dtype: str | None) -> str:
+        """The dtype of safetensors that scales and factors have in `dtype`, torch's name; None: as they
+        have it, which is the model's."""
+        return STORED[dtype] if dtype else self.entries[1].dtype
+
+    def levels(self) -> tuple[Tensor, Tensor]:
+        """Integer levels int8 [o, i] and scales [o, groups] of the weight."""
+        (packed, scale), base = map(self.source.load_tensor, self.entries), self.base
+        return unpack(packed, base.bits, base.group)[:, : base.in_features], scale
+
+    def factor(self, name: str, dtype: str) -> Tensor:
+        """The factor "V" [r, i] or "U" [o, r] of the correction, in a dtype of torch."""
+        assert self.correction is not None
+        return unpacked_factor(self.source, f"{self.module}.correction", self.correction, name, dtype)
+
+
+def layers_of(checkpoint: Checkpoint) -> list[FewBits]:
+    """All layers of a checkpoint that has no others."""
+    return [FewBits(checkpoint.source, module, spec) for module, spec in checkpoint.specs.items()]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What an engine plans from: layers in few bits, the native configuration and all other tensors."""
+
+    source: Source
+    layers: list[FewBits]
+    config: dict[str, Any]
+    tensors: Tensors
+
+
+@dataclass(frozen=True)
 class Engine:
     """An inference engine, and how a folder for it is planned, run and checked.
 
     Attributes:
         name: of `--as`. title: as its authors write it.
         packages: what `load` imports, as pip names them; where one is missing nothing is run.
-        refusal: why a layer has no exact form there, "" if it has one. It gets only layers of
-            `base_of` a weight in few bits and `correction_of` a plain low rank.
+        refusal: why a layer has no exact form there, "" if it has one.
         kind: what a layer is stored as there, and adapter: what corrects layers, in words.
-        plan: plans the folder, from headers, with some layers of the checkpoint made dense.
+        plan: plans the folder from headers: the members of its plan, `files` among them, that differ
+            from those of other engines.
         load: loads a written folder in a dtype of torch, or "auto". The result is called and asked as a
             causal language model of transformers is: ``model(input_ids=ids).logits``, ``model.config``.
         commands: the shell commands that run a folder, given its path and its plan.
@@ -84,10 +145,10 @@ class Engine:
     name: str
     title: str
     packages: tuple[str, ...]
-    refusal: Callable[[Spec], str]
-    kind: Callable[[Spec], str]
+    refusal: Callable[[FewBits], str]
+    kind: Callable[[FewBits], str]
     adapter: str
-    plan: Callable[[Checkpoint, Mapping[str, Spec], ExportOptions], ExportPlan]
+    plan: Callable[[Begun, ExportOptions], dict[str, Any]]
     load: Callable[[Path, Any], Any]
     commands: Callable[[str, ExportPlan], list[str]]
     otherwise: str = ""
@@ -112,7 +173,8 @@ def plan_for(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     source, engine = checkpoint.source, engine_of(options.kind)
     assert engine is not None
     strange = _strange_modules(checkpoint)
-    reasons = {m: strange.get(m) or refusal(engine, spec) for m, spec in checkpoint.specs.items()}
+    layers = layers_of(checkpoint)
+    reasons = {layer.module: strange.get(layer.module) or refusal(engine, layer) for layer in layers}
     rest = {module: checkpoint.specs[module] for module, reason in reasons.items() if reason}
     if rest and not options.dense_rest:
         module = next(iter(rest))
@@ -131,17 +193,29 @@ def plan_for(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
             f"--as {engine.name}: {source.folder} has no layer in few bits that {engine.title} takes; "
             "compress with --quantize int4 first, or take --as dense"
         )
-    return engine.plan(checkpoint, rest, options)
+    begun = _begun(checkpoint, rest, options)
+    contents = {"check_loads": partial(keep_tokenizer, source.folder), **engine.plan(begun, options)}
+    files = contents.pop("files", {})
+    kept = without(checkpoint, rest)
+    plan = ExportPlan(
+        checkpoint=kept,
+        stored=checkpoint.specs,
+        densified=sorted(rest),
+        small_files=dict,
+        described={"engine": engine.name, "layers": sorted(kept.specs)},
+        **contents,
+    )
+    return replace(plan, small_files=partial(_small_files, engine, plan, options, files))
 
 
-def refusal(engine: Engine, spec: Spec) -> str:
+def refusal(engine: Engine, layer: FewBits) -> str:
     """Why a layer has no exact form in `engine`; "" if it has one."""
-    base, correction = base_of(spec), correction_of(spec)
-    if base is None:
+    spec, correction = layer.spec, layer.correction
+    if _base(spec) is None:
         return f"{spec.structure} {spec.describe()} in the place of a weight"
     if correction is not None and not is_pair(correction):
         return f"a correction by {correction.structure}, which is no adapter of low rank"
-    return engine.refusal(spec)
+    return engine.refusal(layer)
 
 
 def _strange_modules(checkpoint: Checkpoint) -> dict[str, str]:
@@ -152,49 +226,10 @@ def _strange_modules(checkpoint: Checkpoint) -> dict[str, str]:
     return {m: "no nn.Linear of its own" for m, kind in kinds.items() if kind is not nn.Linear}
 
 
-def base_of(spec: Spec) -> QuantizedSpec | None:
+def _base(spec: Spec) -> QuantizedSpec | None:
     """How the weight of a layer is stored in integers of few bits; None if it is not."""
     base = spec.parts()[0][1].packing
-    if base is None or base.fp8 or base.structure != DenseSpec.structure:
-        return None
-    return base
-
-
-def integers_of(spec: Spec) -> QuantizedSpec:
-    """`base_of` a layer that `refusal` lets pass."""
-    base = base_of(spec)
-    assert base is not None
-    return base
-
-
-def correction_of(spec: Spec) -> Spec | None:
-    """The structure that is added to a weight in few bits; None if there is none."""
-    return spec.correction if isinstance(spec, CorrectedSpec) else None
-
-
-def rank_of(correction: Spec) -> int:
-    """The rank of a correction that `refusal` lets pass."""
-    plain = correction.plain
-    assert isinstance(plain, LowRankSpec)
-    return plain.rank
-
-
-def levels_of(source: Source, module: str, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Integer levels int8 [o, i] and scales [o, groups] of the weight of a layer in few bits."""
-    base = integers_of(spec)
-    packed, scale = map(source.load_tensor, _stored_base(source, module, spec))
-    return unpack(packed, base.bits, base.group)[:, : base.in_features], scale
-
-
-def scale_entry(source: Source, module: str, spec: Spec) -> TensorEntry:
-    """The stored scales of the weight of a layer in few bits; their dtype is the model's."""
-    return _stored_base(source, module, spec)[1]
-
-
-def _stored_base(source: Source, module: str, spec: Spec) -> list[TensorEntry]:
-    part = spec.parts()[0][0]
-    prefix = f"{module}.{part}." if part else f"{module}."
-    return [source.entries[f"{prefix}{name}"] for name in stored_names("weight")]
+    return None if base is None or base.fp8 or base.structure != DenseSpec.structure else base
 
 
 def pack(levels: Tensor, bits: int) -> Tensor:
@@ -209,40 +244,24 @@ def pack(levels: Tensor, bits: int) -> Tensor:
     return octets.contiguous().view(torch.int32)[:, :words]
 
 
-def adapter_factor(source: Source, module: str, spec: Spec, factor: str, dtype: str) -> Tensor:
-    """The factor "V" [r, i] or "U" [o, r] of the correction of a layer, in a dtype of torch."""
-    correction = correction_of(spec)
-    assert correction is not None and factor in LINEAR
-    return unpacked_factor(source, f"{module}.correction", correction, factor, dtype)
-
-
 def without(checkpoint: Checkpoint, rest: Mapping[str, Spec]) -> Checkpoint:
     """`checkpoint` with only those of its structured layers that are not in `rest`."""
     kept = {module: spec for module, spec in checkpoint.specs.items() if module not in rest}
     return replace(checkpoint, specs=kept)
 
 
-def other_tensors(checkpoint: Checkpoint, rest: Mapping[str, Spec], dtype: str | None) -> Tensors:
-    """The tensors beside the layers in few bits, with the layers `rest` dense. Raises InputError for
-    factors that are missing or of another shape."""
-    kept, source = without(checkpoint, rest).specs, checkpoint.source
-    plan_tensors(source, kept, None)  # checks that they are stored
-    taken = {f"{module}.{name}" for module, spec in kept.items() for name in spec.stored()}
-    others = {name: entry for name, entry in source.entries.items() if name not in taken}
-    return plan_tensors(replace(source, entries=others), {}, dtype, None, rest)
-
-
-def begun(
-    checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOptions
-) -> tuple[Checkpoint, dict[str, Any], Tensors]:
-    """The layers in few bits, the native configuration and all other tensors, with the layers `rest`
-    dense. Raises InputError where they do not fill the model."""
-    source, kept = checkpoint.source, without(checkpoint, rest)
+def _begun(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOptions) -> Begun:
+    """What is there before an engine plans. Raises InputError where it does not fill the model."""
+    source, kept, dtype = checkpoint.source, without(checkpoint, rest), options.dtype
     register(source.model_type)  # tokenizers of the source are loaded by its model type
-    config, others = dense_config(source, options.dtype), other_tensors(checkpoint, rest, options.dtype)
+    plan_tensors(source, kept.specs, None)  # checks that they are stored
+    taken = {f"{module}.{name}" for module, spec in kept.specs.items() for name in spec.stored()}
+    entries = {name: entry for name, entry in source.entries.items() if name not in taken}
+    others = plan_tensors(replace(source, entries=entries), {}, dtype, None, rest)
     dense = {f"{m}.weight": (s.out_features, s.in_features) for m, s in kept.specs.items()}
+    config = dense_config(source, dtype)
     check_fills(source, native_class(source), config, others.shapes | dense)
-    return kept, config, others
+    return Begun(source, layers_of(kept), config, others)
 
 
 def stored_bits(plan: ExportPlan) -> dict[str, float]:
@@ -254,28 +273,6 @@ def stored_bits(plan: ExportPlan) -> dict[str, float]:
         own = [s for s in slots if f"{name}." in s.name and not s.name.endswith(".bias")]
         found[module] = 8 * sum(slot.origin.nbytes for slot in own) / spec.dense_parameters
     return found
-
-
-def planned(
-    engine: Engine,
-    checkpoint: Checkpoint,
-    rest: Mapping[str, Spec],
-    options: ExportOptions,
-    files: Mapping[str, bytes],
-    **contents: Any,
-) -> ExportPlan:
-    """The plan of a folder for `engine` with the layers `rest` dense. `files` are its small ones,
-    `contents` other members of the plan."""
-    source, kept = checkpoint.source, without(checkpoint, rest)
-    plan = ExportPlan(
-        checkpoint=kept,
-        stored=checkpoint.specs,
-        densified=sorted(rest),
-        small_files=dict,
-        described={"engine": engine.name, "layers": sorted(kept.specs)},
-        **{"check_loads": partial(keep_tokenizer, source.folder), **contents},
-    )
-    return replace(plan, small_files=partial(_small_files, engine, plan, options, files))
 
 
 def _small_files(
@@ -292,21 +289,14 @@ def _small_files(
     }
     for module, bits in stored_bits(plan).items():
         records[module]["bits"] = bits
-    return {
-        **carried_files(source),
-        **files,
-        "config.json": json_file(plan.config),
-        LAYERS: json_file(records),
-        CARD: (card_front(source.folder, name, TAGS[:1]) + card).encode(),
-    }
+    return ordinary_files(source, plan.config, card, name, {**files, LAYERS: json_file(records)})
 
 
 def _told(engine: Engine, kept: Checkpoint) -> str:
-    """What a card says of the layers in few bits."""
-    counts = Counter(map(engine.kind, kept.specs.values()))
-    kinds = ", ".join(f"{n} {kind}" for kind, n in counts.items())
-    said = WHAT.format(count=len(kept.specs), kinds=kinds, type=kept.source.model_type)
-    corrected = sum(correction_of(spec) is not None for spec in kept.specs.values())
+    layers = layers_of(kept)
+    kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(map(engine.kind, layers)).items())
+    said = WHAT.format(count=len(layers), kinds=kinds, type=kept.source.model_type)
+    corrected = sum(layer.correction is not None for layer in layers)
     return said + (f"\n{engine.adapter} corrects {corrected} of them." if corrected else "")
 
 
@@ -360,9 +350,9 @@ def window_told(config: PreTrainedConfig, engine: Engine) -> tuple[str, ...]:
     return (f"{said}: they agree up to {window} tokens",)
 
 
-def blocks_refusal(spec: Spec) -> str:
+def blocks_refusal(layer: FewBits) -> str:
     """Why MLX and llama.cpp have no exact form of a weight in few bits; "" if they have one."""
-    base = integers_of(spec)
+    base = layer.base
     if base.bits == 3 and base.curved:
         return CURVED
     if not finest(base.group, base.in_features):

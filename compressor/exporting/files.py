@@ -1,26 +1,37 @@
-"""Makes the small files of an export: configuration, model card, and what is carried over."""
+"""The small files of an export: configuration, model card, what is carried over, and those of a second,
+smaller model, the draft, which proposes tokens to the first one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from shlex import quote
+from typing import Any, cast
 
 from blr.compressor import __version__
+from blr.compressor.base.errors import CapabilityError, OutputError, UsageError
 from blr.compressor.checkpoint.context import NGRAM
 from blr.compressor.checkpoint.extras import CARD, LAYERS, MAX_BYTES, METRICS
 from blr.compressor.checkpoint.regular import inside, read_whole
-from blr.compressor.exporting.drafts import REPEATED, Draft, elsewhere
-from blr.compressor.exporting.drafts import SECTION as DRAFTED
-from blr.compressor.exporting.origin import FORMAT, Checkpoint
+from blr.compressor.checkpoint.source import Source, open_source
+from blr.compressor.exporting.origin import FORMAT, Checkpoint, open_checkpoint
+from blr.compressor.loading.loader_names import load_empty, misfit
+from blr.compressor.loading.native import read_context
+from blr.compressor.loading.sidecar_files import token_ids
 from blr.compressor.loading.vendor import code_files, contents_of, exported_classes, runtime_files
+from blr.compressor.modeling.drafts import ENDS, FOLDER, WEIGHTS
+from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import auto_name
 from blr.compressor.modeling.settings import ExportSettings
 from blr.compressor.output.card import LOADING, card_front
-from blr.compressor.output.files import carried_files, json_file, structured_config
+from blr.compressor.output.files import carried_files, filled_class, json_file, structured_config
 from blr.compressor.output.loss_messages import MARK
 from blr.compressor.planning.plan import Plan
+from blr.compressor.runtime.phases import FAMILIES
+from blr.compressor.structures.specs import Spec, spec_from_dict
+from blr.compressor.workspace.shards import Slot
 
 RECIPE = "recipe.yaml"
 HEAD = """# {name}, exported by blr
@@ -78,6 +89,24 @@ KERNELS = {
 PASSES = {"pt2": COMPILED, "onnx": GRAPH}
 OUTPUT_HEAD = " The output head has {kind} weights of its own."
 CAPTURED = "On a GPU forward passes without gradients are replayed as CUDA graphs, one an input shape."
+MOST_DRAFTED = 8  # sequences of which a pass takes two tokens each, its draft and one more
+DRAFTS = 4  # tokens that another engine lets it propose
+BESIDE = "The smaller model in `{folder}/` proposes tokens"
+REPEATED = "The runtime proposes what followed the last two tokens before (n-gram lookup)"
+DRAFTED = """ {what}, and this model checks several in one
+pass. It keeps those that it would choose itself, so that the text is its own. Of weights in few bits,
+rounding can part the two on a GPU.
+
+Other engines do so, too, with models from their own folders:
+
+```bash
+{vllm}
+```
+
+```python
+{transformers}
+```
+"""
 
 
 def export_config(
@@ -110,25 +139,24 @@ def small_files(
     """All files of an export but weights and manifest, by name: contents, or the file to carry over.
     name: of the source. kind: of the export, which may have a forward pass (`PASSES`). Raises InputError
     for a file to carry over that cannot be read."""
-    folder, contents = (
-        checkpoint.source.folder,
-        contents_of([*checkpoint.specs.values(), *(draft.specs if draft else [])], settings, config),
-    )
+    folder, specs = checkpoint.source.folder, [*checkpoint.specs.values()]
+    contents = contents_of([*specs, *(draft.specs if draft else [])], settings, config)
     files = carried_files(checkpoint.source)
-    kept = {file: _read(folder, file) for file in kept_files(checkpoint)}
+    kept = {n: bytes(read_whole(inside(folder, n), MAX_BYTES)) for n in kept_files(checkpoint)}
     kept_card = kept.pop(CARD, b"").decode("utf-8", "replace")
     drafted = "" if draft is None else draft.section(name)
     if settings.draft == NGRAM:
         drafted = DRAFTED.format(what=REPEATED, **elsewhere(name, NGRAM))
     loading = LOADING[checkpoint.source.library].format(auto=auto_name(config))
     section = _section(checkpoint, config, settings, loading, drafted) + PASSES.get(kind, "")
+    card = _card(kept_card or card_front(folder, name), HEAD.format(name=name) + section, loading)
     return {
         LAYERS: b"{}\n",
         **files,
         **kept,
         "config.json": json_file(config),
-        CARD: _card(kept_card or card_front(folder, name), HEAD.format(name=name) + section, loading),
-        **(draft.small_files if draft else {}),
+        CARD: card,
+        **({f"{FOLDER}/config.json": json_file(draft.config)} if draft else {}),
         **(runtime_files(contents) if _is_self_contained(config) else code_files()),
     }
 
@@ -148,10 +176,6 @@ def kept_files(checkpoint: Checkpoint) -> list[str]:
     """The files of `blr compress` and `blr heal` about their work that an export keeps."""
     names = (CARD, LAYERS, RECIPE, METRICS) if checkpoint.compressed else ()
     return [name for name in names if (checkpoint.source.folder / name).is_file()]
-
-
-def _read(folder: Path, name: str) -> bytes:
-    return bytes(read_whole(inside(folder, name), MAX_BYTES))
 
 
 def _section(
@@ -183,3 +207,118 @@ def _section(
         kernels=KERNELS[_is_self_contained(config)],
         version=__version__,
     )
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The model that proposes tokens. config: its config.json in the export. shared: the tensors that
+    the first model's stand for."""
+
+    source: Source
+    config: dict[str, Any]
+    shared: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return str(self.config["architectures"][0])
+
+    @property
+    def specs(self) -> list[Spec]:
+        return [spec_from_dict(fields) for fields in self.config["blr"]["layers"].values()]
+
+    @property
+    def beside(self) -> dict[str, list[Slot]]:
+        """Its file of weights, without those shared."""
+        kept = (e for e in self.source.entries.values() if e.name not in self.shared)
+        return {WEIGHTS: [Slot(entry.name, entry) for entry in kept]}
+
+    def section(self, name: str) -> str:
+        """What the card of the first model, of this name, says of it."""
+        what = BESIDE.format(folder=FOLDER)
+        return DRAFTED.format(what=what, **elsewhere(name, self.source.folder.name))
+
+    def check_loads(self, folder: Path) -> None:
+        """Raise OutputError unless the tensors in `folder`, with those shared, fill the model."""
+        _, info = load_empty(model_class(self.name), folder / FOLDER)
+        lacking = set(cast("Iterable[str]", info["missing_keys"])) - set(ENDS if self.shared else ())
+        if found := misfit({**info, "missing_keys": lacking}, "missing", "unexpected", "mismatched"):
+            raise OutputError(
+                f"{folder / FOLDER}: {found} when reloaded; this is a bug in blr, keep the checkpoint"
+            )
+
+
+def elsewhere(name: str, draft: str) -> dict[str, str]:
+    """How other engines decode `name` with `draft`: a command of vLLM and a call of transformers."""
+    given: dict[str, Any] = {"method": "draft_model", "model": draft}
+    call = f"assistant_model=AutoModelForCausalLM.from_pretrained({draft!r})"
+    if draft == NGRAM:
+        given, call = {"method": NGRAM, "prompt_lookup_max": 2}, f"prompt_lookup_num_tokens={DRAFTS}"
+    given |= {"num_speculative_tokens": DRAFTS}
+    return {
+        "vllm": f"vllm serve {quote(name)} --speculative-config {quote(json.dumps(given))}",
+        "transformers": f"model.generate(**inputs, {call})",
+    }
+
+
+def check_batch(batch: int) -> None:
+    """Raise CapabilityError for more sequences than are decoded with a draft."""
+    if batch > MOST_DRAFTED:
+        raise CapabilityError(
+            f"--batch {batch}: with --draft up to {MOST_DRAFTED} sequences are decoded at once; lower it"
+        )
+
+
+def open_draft(folder: Path, checkpoint: Checkpoint, context: int, kept: Mapping[str, Any]) -> Draft:
+    """Open the draft in `folder` for an export of `checkpoint`, whose tensors `kept` stay as they are.
+    Raises UsageError for a model that is no draft of this one."""
+    source, config = _opened(folder)
+    _check_pair(checkpoint.source, source, context)
+    ends = [name for name in ENDS if name in kept and _same(checkpoint.source, source, name)]
+    draft = Draft(source, config, frozenset(ends))
+    filled_class(source, config, {name: entry.shape for name, entry in source.entries.items()})
+    return draft
+
+
+def _opened(folder: Path) -> tuple[Source, dict[str, Any]]:
+    """The model in `folder`, and its configuration as one of ours."""
+    source = open_source(folder)
+    table = source.config.get("blr")
+    if not isinstance(table, dict) or "export" not in table:
+        checkpoint = open_checkpoint(folder)
+        if not checkpoint.compressed:
+            return checkpoint.source, structured_config(checkpoint.source.config, Plan([]))
+        return source, source.config
+    export = {key: value for key, value in table["export"].items() if key != "draft"}
+    return source, {**source.config, "blr": {**table, "export": export}}
+
+
+def _check_pair(dense: Source, draft: Source, context: int) -> None:
+    for source in (dense, draft):
+        if (kind := source.model_type.removeprefix("blr_")) not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise UsageError(f"--draft: {source.folder} is a {kind}; expected one of {known}")
+    name = f"--draft {draft.folder}"
+    sizes = [source.config.get("vocab_size") for source in (dense, draft)]
+    if sizes[0] != sizes[1]:
+        raise UsageError(
+            f"{name}: a vocabulary of {sizes[1]} tokens, expected the model's {sizes[0]}; give a model "
+            "compressed from this one"
+        )
+    ids = [found and found[1] for found in (token_ids(dense.folder), token_ids(draft.folder))]
+    if ids[0] != ids[1]:
+        raise UsageError(
+            f"{name}: another tokenizer than the model's; give a model compressed from this one"
+        )
+    limit = read_context(draft)
+    if context > limit:
+        raise CapabilityError(
+            f"{name}: {limit} positions, expected at least the context of {context}; give --context "
+            f"{limit}"
+        )
+
+
+def _same(dense: Source, draft: Source, name: str) -> bool:
+    one, two = dense.entries.get(name), draft.entries.get(name)
+    if one is None or two is None or (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    return dense.sha256(one) == draft.sha256(two)

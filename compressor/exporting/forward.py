@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from io import StringIO
@@ -30,6 +30,7 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import first_line
 from blr.compressor.checkpoint.context import UNLIMITED, context_of
 from blr.compressor.exporting.options import COMPILED, GRAPH
+from blr.compressor.output.files import Written
 
 EXAMPLE = (2, 16)  # sequences or images, tokens: what is traced, not what may be passed
 DRIFT = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of a compiled pass
@@ -58,17 +59,6 @@ def traced(model: PreTrainedModel, kind: str) -> Iterator[None]:
             f"--as {kind}: {type(model).__name__} does not compile ({type(error).__name__}: {reason}); "
             "leave the option out"
         ) from error
-
-
-@contextmanager
-def eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """While active, attention computes by plain products and a softmax."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def example_inputs(model: PreTrainedModel, kind: str) -> tuple[dict[str, Tensor], Free]:
@@ -139,12 +129,10 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor], kind: str) ->
             )
 
 
-def write_onnx(model: PreTrainedModel, folder: Path, progress: Progress) -> dict[str, tuple[int, str]]:
+def write_onnx(model: PreTrainedModel, folder: Path, progress: Progress) -> Written:
     """Trace `model`, which is on the CPU, into `folder`, and compare with it what onnxruntime computes.
 
     Weights in bfloat16, which onnxruntime multiplies nowhere on a CPU, are written in float32.
-
-    Returns file name to size and SHA-256.
 
     Raises CapabilityError: the exporter does not take the model, or the graph gives other results.
     """
@@ -154,15 +142,18 @@ def write_onnx(model: PreTrainedModel, folder: Path, progress: Progress) -> dict
     before = {path.name for path in folder.iterdir()}
     names = _trace(model, folder / GRAPH)
     _check_graph(model, folder / GRAPH, names, progress)
-    written = sorted({path.name for path in folder.iterdir()} - before)
-    for name in written:
+    return _written(folder, sorted({path.name for path in folder.iterdir()} - before))
+
+
+def _written(folder: Path, names: Collection[str]) -> Written:
+    """Size and SHA-256 of files by name, once they are on the disk."""
+    for name in names:
         with open(folder / name, "rb+") as file:
             flush(file.fileno())
-    return {name: ((folder / name).stat().st_size, sha256_file(folder / name)) for name in written}
+    return {name: ((folder / name).stat().st_size, sha256_file(folder / name)) for name in names}
 
 
 def _trace(model: PreTrainedModel, path: Path) -> list[str]:
-    """Write the graph of `model`; returns the names of its results."""
     inputs, free = example_inputs(model, "onnx")
     forward = plain_forward(model)
     with traced(model, "onnx"), torch.no_grad(), _quiet():
@@ -225,10 +216,8 @@ def check_pt2(name: str, generates: bool) -> None:
         )
 
 
-def write_pt2(model: PreTrainedModel, folder: Path) -> dict[str, tuple[int, str]]:
+def write_pt2(model: PreTrainedModel, folder: Path) -> Written:
     """Compile the forward pass of `model` into `folder`, load it again and compare.
-
-    Returns the file's name to size and SHA-256.
 
     Raises CapabilityError: torch.export or AOTInductor does not take the model, or what it makes does
     not run here or gives other results.
@@ -241,26 +230,21 @@ def write_pt2(model: PreTrainedModel, folder: Path) -> dict[str, tuple[int, str]
     found = _results(path, inputs)
     with torch.no_grad():
         compare(found, plain_forward(model)(**inputs), "pt2")
-    with open(path, "rb+") as file:
-        flush(file.fileno())
-    return {COMPILED: (path.stat().st_size, sha256_file(path))}
+    return _written(folder, [COMPILED])
 
 
 def export_program(
     model: PreTrainedModel, inputs: dict[str, Tensor], free: Free
 ) -> torch.export.ExportedProgram:
-    """The forward pass as a `torch.export` program of torch's own operators.
-
-    Args:
-        inputs: by name. free: the same names to axes and their `torch.export.Dim`.
-    """
+    """The forward pass as a `torch.export` program of torch's own operators. `inputs` and their `free`
+    axes are by name."""
     trace = partial(torch.export.export, args=(), kwargs=inputs, dynamic_shapes=free, strict=False)
     with torch.no_grad():
         try:
             return trace(plain_forward(model))
         except torch._dynamo.exc.UserError:  # fused attention of some GPUs fixes the length of a mask
-            with eager_attention(model):
-                return trace(plain_forward(model))
+            model.set_attn_implementation("eager")
+            return trace(plain_forward(model))
 
 
 def _results(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,45 +9,28 @@ to 6e-5, others are rounded.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from blr.compressor.base.errors import CapabilityError, NumericsError
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.engines import (
+    Begun,
     Engine,
+    FewBits,
     ForeignModel,
-    adapter_factor,
-    begun,
     blocks_refusal,
-    correction_of,
-    integers_of,
-    levels_of,
-    planned,
-    rank_of,
     rotary_of,
     window_told,
 )
-from blr.compressor.exporting.gguf_file import (
-    BF16,
-    BLOCK,
-    F16,
-    F32,
-    Q2_K,
-    Q3_K,
-    Q4_0,
-    Q8_0,
-    File,
-    blocks,
-    counted,
-    superblocks,
-)
+from blr.compressor.exporting.gguf_file import BLOCK, File, blocks, counted, superblocks
 from blr.compressor.exporting.gguf_models import (
     added_to,
     architecture_of,
@@ -56,27 +39,22 @@ from blr.compressor.exporting.gguf_models import (
     model_values,
     name_of,
     row_order,
+    tokenizer_values,
 )
-from blr.compressor.exporting.gguf_values import tokenizer_values
 from blr.compressor.exporting.options import ExportOptions
-from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.plan import ExportPlan
 from blr.compressor.exporting.tensors import Make, Tensors
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.loading.tokenizer import PROBE
 from blr.compressor.output.files import Written
-from blr.compressor.structures.specs import QuantizedSpec, Spec
+from blr.compressor.structures.specs import QuantizedSpec
 from blr.kernels.decode.quantized.formats import SUPERBLOCK
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"
 # alpha 0: the product of the factors is added as it is, at any rank
 ADAPTER_VALUES = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 0.0}
 CONTEXT = 2048  # tokens that a check reads at most
-KINDS = {"F16": F16, "BF16": BF16}  # of matrices by their stored dtype; others are F32
 
 
 def engine() -> Engine:
@@ -85,50 +63,45 @@ def engine() -> Engine:
     return Engine("gguf", "llama.cpp", ("llama-cpp-python",), *how)
 
 
-def kind(spec: Spec) -> str:
+def kind(layer: FewBits) -> str:
     """What a layer is stored as."""
-    base = integers_of(spec)
+    base = layer.base
     return f"Q{base.bits}_K" if base.superblocks else "Q8_0" if base.bits == 8 else "Q4_0"
 
 
-def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOptions) -> ExportPlan:
-    """Plan the folder with the layers `rest` dense. Raises CapabilityError for models and tokenizers
-    that llama.cpp does not have; InputError for tensors that would not load."""
-    source = checkpoint.source
+def plan(begun: Begun, options: ExportOptions) -> dict[str, Any]:
+    """The members of the plan. Raises CapabilityError for models and tokenizers that llama.cpp does not
+    have."""
+    source, layers, make = begun.source, begun.layers, dict(begun.tensors.make)
     native = check_architecture(source, engine())
-    kept, config, others = begun(checkpoint, rest, options)
     values = model_values(native, options.source_name)
     values |= tokenizer_values(source.folder, native.vocab_size)
-    make = dict(others.make)
-    model = File(values, Tensors([], make))
-    adapter = File(ADAPTER_VALUES | architecture_value(native), Tensors([], make))
-    _add_others(model, source, native, others)
-    for module, spec in kept.specs.items():
-        _add_packed(model, source, native, module, spec)
-        _add_adapter(adapter, source, native, module, spec)
+    model = File(values, Tensors(source, make=make))
+    adapter = File(ADAPTER_VALUES | architecture_value(native), Tensors(source, make=make))
+    _add_others(model, source, native, begun.tensors)
+    for layer in layers:
+        _add_packed(model, native, layer)
+        if layer.rank:
+            _add_adapter(adapter, native, layer)
     files = {MODEL: model} | ({ADAPTER: adapter} if adapter.infos else {})
-    return planned(
-        engine(),
-        checkpoint,
-        rest,
-        options,
-        {},
-        config=config,
-        tensors=Tensors([], make),
-        check_loads=partial(_check_loads, source),
-        beside={name: file.tensors.slots for name, file in files.items()},
-        told=_told(kept) + (() if architecture_of(native).period else window_told(native, engine())),
-        headers={name: file.header() for name, file in files.items()},
-        names={m: name_of(native, f"{m}.weight").removesuffix(".weight") for m in kept.specs},
-    )
+    window = () if architecture_of(native).period else window_told(native, engine())
+    return {
+        "config": begun.config,
+        "tensors": Tensors(source, make=make),
+        "check_loads": partial(_check_loads, source),
+        "beside": {name: file.tensors.slots for name, file in files.items()},
+        "told": _told(layers) + window,
+        "headers": {name: file.header() for name, file in files.items()},
+        "names": {each.module: _name(native, each).removesuffix(".weight") for each in layers},
+    }
 
 
-def _told(kept: Checkpoint) -> tuple[str, ...]:
-    wider = [s for s in kept.specs.values() if kind(s) == "Q4_0" and integers_of(s).bits < 4]
+def _told(layers: Sequence[FewBits]) -> tuple[str, ...]:
+    wider = [layer for layer in layers if kind(layer) == "Q4_0" and layer.base.bits < 4]
     said = (
         f"{len(wider)} layers of under 4 bits are written as Q4_0: the same values in 4.5 bits a weight"
     )
-    if any(spec.in_features % (SUPERBLOCK * BLOCK) == 0 for spec in wider):
+    if any(layer.spec.in_features % (SUPERBLOCK * BLOCK) == 0 for layer in wider):
         said += "; --grid q2_k or q3_k of blr compress keeps int2 or int3 as they are"
     return (said,) if wider else ()
 
@@ -146,20 +119,19 @@ def _add_others(model: File, source: Source, config: PreTrainedConfig, others: T
                 f"--as gguf: llama.cpp has no place for {slot.name} of a {config.model_type}; "
                 "take --as mlx, vllm or dense"
             )
-        kind = KINDS.get(entry.dtype, F32) if len(entry.shape) > 1 else F32
+        kind = entry.dtype if len(entry.shape) > 1 and entry.dtype in ("F16", "BF16") else "F32"
         read = others.make.get(entry) or partial(source.load_tensor, entry)
         make = partial(_plain, read, kind, row_order(config, name), added_to(config, name))
-        model.add(name, kind, entry.shape, entry.file, make)
+        model.add(name, kind, entry.shape, make)
     if rotary_of(config).get("", {}).get("rope_type") == "llama3":
         factors = rotary_factors(config)
-        shape, origin = tuple(factors.shape), source.shards[0]
-        model.add("rope_freqs.weight", F32, shape, origin, lambda: factors)
+        model.add("rope_freqs.weight", "F32", tuple(factors.shape), lambda: factors)
 
 
-def _plain(read: Make, kind: int, order: Tensor | None, added: float = 0.0) -> Tensor:
+def _plain(read: Make, kind: str, order: Tensor | None, added: float = 0.0) -> Tensor:
     """A tensor in a plain type, its rows in `order`, plus `added` where it is F32."""
     found = read() if order is None else read()[order]
-    return found.float() + added if kind == F32 else found
+    return found.float() + added if kind == "F32" else found
 
 
 def rotary_factors(config: PreTrainedConfig) -> Tensor:
@@ -171,49 +143,42 @@ def rotary_factors(config: PreTrainedConfig) -> Tensor:
     return config.rope_parameters["rope_theta"] ** -places / scaled
 
 
-def _add_packed(model: File, source: Source, config: PreTrainedConfig, module: str, spec: Spec) -> None:
-    """Add the weight of a layer in few bits."""
-    name, shape = name_of(config, f"{module}.weight"), (spec.out_features, spec.in_features)
-    form = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q2_K": Q2_K, "Q3_K": Q3_K}[kind(spec)]
-    make = partial(_blocks, source, module, spec, row_order(config, name))
-    model.add(name, form, shape, source.shards[0], make)
+def _name(config: PreTrainedConfig, layer: FewBits) -> str:
+    return name_of(config, f"{layer.module}.weight")
 
 
-def _blocks(source: Source, module: str, spec: Spec, order: Tensor | None) -> Tensor:
-    base, (levels, scale) = integers_of(spec), levels_of(source, module, spec)
+def _add_packed(model: File, config: PreTrainedConfig, layer: FewBits) -> None:
+    name, shape = _name(config, layer), (layer.spec.out_features, layer.spec.in_features)
+    make = partial(_blocks, layer, row_order(config, name))
+    model.add(name, kind(layer), shape, make)
+
+
+def _blocks(layer: FewBits, order: Tensor | None) -> Tensor:
+    base, (levels, scale) = layer.base, layer.levels()
     each = scale.repeat_interleave(base.group // BLOCK, 1)[:, : base.in_features // BLOCK]
     if not _held(each, base):
-        raise NumericsError(
-            f"{source.folder}: scales of {module} beyond float16, which GGUF holds; take --as mlx"
-        )
+        said = f"scales of {layer.module} beyond float16, which GGUF holds"
+        raise NumericsError(f"{layer.source.folder}: {said}; take --as mlx")
     rows = slice(None) if order is None else order
-    if base.superblocks:
-        return superblocks(levels[rows], each[rows], base.bits)
-    return blocks(levels[rows], each[rows], base.bits)
+    form = superblocks if base.superblocks else blocks
+    return form(levels[rows], each[rows], base.bits)
 
 
 def _held(scale: Tensor, base: QuantizedSpec) -> bool:
-    """Whether GGUF holds the scales of a weight."""
     if base.superblocks:
         scale = counted(scale.float().unflatten(-1, (-1, SUPERBLOCK)), base.bits)[0]
     return bool(scale.to(torch.float16).isfinite().all())
 
 
-def _add_adapter(
-    adapter: File, source: Source, config: PreTrainedConfig, module: str, spec: Spec
-) -> None:
-    """Add the factors of a correction; nothing for a layer without one."""
-    if (correction := correction_of(spec)) is None:
-        return
-    name, rank = name_of(config, f"{module}.weight"), rank_of(correction)
-    for factor, part, shape in (
-        ("V", "lora_a", (rank, spec.in_features)),
-        ("U", "lora_b", (spec.out_features, rank)),
+def _add_adapter(adapter: File, config: PreTrainedConfig, layer: FewBits) -> None:
+    """Add the factors of a correction."""
+    name, spec = _name(config, layer), layer.spec
+    for factor, part, shape, order in (
+        ("V", "lora_a", (layer.rank, spec.in_features), None),
+        ("U", "lora_b", (spec.out_features, layer.rank), row_order(config, name)),
     ):
-        read = partial(adapter_factor, source, module, spec, factor, "float32")
-        order = row_order(config, name) if factor == "U" else None
-        make = partial(_plain, read, F32, order)
-        adapter.add(f"{name}.{part}", F32, shape, source.shards[0], make)
+        make = partial(_plain, partial(layer.factor, factor, "float32"), "F32", order)
+        adapter.add(f"{name}.{part}", "F32", shape, make)
 
 
 def load(folder: Path, dtype: object = "auto") -> ForeignModel:

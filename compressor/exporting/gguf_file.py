@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from pathlib import Path
 from struct import pack
 
 import torch
@@ -18,12 +17,10 @@ from blr.compressor.exporting.tensors import Make, Tensors
 from blr.kernels.decode.quantized.formats import MULTIPLES, OFFSET, SUPERBLOCK
 
 ALIGNMENT, VERSION, BLOCK = 32, 3, 32
-F32, F16, Q4_0, Q8_0, Q2_K, Q3_K, BF16 = 0, 1, 2, 8, 10, 11, 30  # the numbers of types of tensors
-BYTES = {  # of so many numbers
-    **{F32: (1, 4), F16: (1, 2), BF16: (1, 2)},
-    **{Q4_0: (32, 18), Q8_0: (32, 34), Q2_K: (256, 84), Q3_K: (256, 110)},
+TYPES = {  # of tensors: number, and the bytes of so many numbers
+    **{"F32": (0, 1, 4), "F16": (1, 1, 2), "BF16": (30, 1, 2)},
+    **{"Q4_0": (2, 32, 18), "Q8_0": (8, 32, 34), "Q2_K": (10, 256, 84), "Q3_K": (11, 256, 110)},
 }
-PLAIN = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
 Values = Mapping[str, object]
 
 
@@ -36,15 +33,15 @@ class File:
     infos: list[bytes] = field(default_factory=list)
     place: int = 0
 
-    def add(self, name: str, kind: int, shape: tuple[int, ...], origin: Path, make: Make) -> None:
-        """Add a tensor of `shape` in a type of `BYTES`. `make` computes it: in a plain type the numbers,
+    def add(self, name: str, kind: str, shape: tuple[int, ...], make: Make) -> None:
+        """Add a tensor of `shape` in one of `TYPES`. `make` computes it: in a plain type the numbers,
         else the blocks as bytes."""
-        numbers, width = BYTES[kind]
-        nbytes = prod(shape) // numbers * width
+        number, each, width = TYPES[kind]
+        nbytes = prod(shape) // each * width
         sizes = b"".join(pack("<Q", size) for size in reversed(shape))
-        self.infos.append(_text(name) + pack("<I", len(shape)) + sizes + pack("<IQ", kind, self.place))
+        self.infos.append(_text(name) + pack("<I", len(shape)) + sizes + pack("<IQ", number, self.place))
         filled = nbytes + -nbytes % ALIGNMENT
-        self.tensors.add_made(name, "U8", (filled,), origin, partial(_filled, make, filled))
+        self.tensors.add_made(name, "U8", (filled,), partial(_filled, make, filled))
         self.place += filled
 
     def header(self) -> bytes:

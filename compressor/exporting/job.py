@@ -6,7 +6,7 @@ import hashlib
 import json
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -90,32 +90,7 @@ def export(folder: Path, output: Path, options: ExportOptions, progress: Progres
         run = _planned(checkpoint, options, workspace, progress)
         progress.notes(run.plan.notes)
         run.run()
-    plan = run.plan
-    before = sum(entry.nbytes for entry in checkpoint.source.entries.values())
-    return ExportSummary(
-        output=str(workspace.output),
-        kind=options.kind,
-        gpu=options.target,
-        gpu_chosen=chosen_gpu(options.gpu)[1],
-        batch=options.batch,
-        context=plan.context,
-        layers=len(plan.checkpoint.specs),
-        densified=len(plan.densified),
-        bytes_before=before,
-        bytes_after=plan.nbytes,
-        dtype=options.dtype,
-        quantize=options.quantize,
-        quantize_head=options.quantize_head,
-        untied_bytes=plan.untied_bytes,
-        plain=plan.plain,
-        self_contained=options.self_contained,
-        seconds=monotonic() - started,
-        errors=run.errors(),
-        check=run.checked,
-        commands=run.engine.commands(str(workspace.output), plan) if run.engine else [],
-        elsewhere=run.elsewhere(),
-        bits=run.bits(),
-    )
+    return run.summary(monotonic() - started)
 
 
 def _planned(
@@ -129,10 +104,8 @@ def _planned(
         raise UsageError(f"--text: no {kind} that continues text, leave the option out")
     if options.kind in ENGINES:
         from blr.compressor.exporting.engines import plan_for as planned
-    elif options.kind == "dense":
-        from blr.compressor.exporting.ordinary import plan_dense as planned
-    elif options.kind == "plain":
-        from blr.compressor.exporting.ordinary import plan_plain as planned
+    elif options.kind in ("dense", "plain"):
+        from blr.compressor.exporting.plan import plan_ordinary as planned
     else:
         from blr.compressor.exporting.plan import plan_export as planned
     return ExportRun(planned(checkpoint, options), options, workspace, progress)
@@ -165,27 +138,42 @@ class ExportRun(FolderRun):
 
         return engine_of(self.options.kind)
 
-    def bits(self) -> float | None:
-        """The bits a weight of all layers in few bits of an export for an engine of others."""
+    def summary(self, seconds: float) -> ExportSummary:
+        """The summary of a run that took so many seconds."""
         from blr.compressor.exporting.engines import stored_bits
+        from blr.compressor.exporting.files import elsewhere
 
-        if self.engine is None:
-            return None
-        sizes = {m: spec.dense_parameters for m, spec in self.plan.checkpoint.specs.items()}
-        total = sum(bits * sizes[m] for m, bits in stored_bits(self.plan).items())
-        return total / sum(sizes.values())
-
-    def elsewhere(self) -> dict[str, str]:
-        """How other engines decode the model with its draft, by their names."""
-        if self.options.draft is None:
-            return {}
-        from blr.compressor.exporting.drafts import elsewhere
-
-        return elsewhere(str(self.plan.checkpoint.source.folder), self.options.draft)
-
-    def errors(self) -> dict[str, float]:
-        """The relative errors that quantization added, by layer type."""
-        return read_manifest(self.workspace.output).get("quantization_errors", {})
+        plan, options, output = self.plan, self.options, self.workspace.output
+        source, specs, bits = plan.checkpoint.source, plan.checkpoint.specs, None
+        if self.engine is not None:
+            sizes = {module: spec.dense_parameters for module, spec in specs.items()}
+            bits = sum(b * sizes[module] for module, b in stored_bits(plan).items()) / sum(
+                sizes.values()
+            )
+        return ExportSummary(
+            output=str(output),
+            kind=options.kind,
+            gpu=options.target,
+            gpu_chosen=chosen_gpu(options.gpu)[1],
+            batch=options.batch,
+            context=plan.context,
+            layers=len(specs),
+            densified=len(plan.densified),
+            bytes_before=source.nbytes,
+            bytes_after=plan.nbytes,
+            dtype=options.dtype,
+            quantize=options.quantize,
+            quantize_head=options.quantize_head,
+            untied_bytes=plan.untied_bytes,
+            plain=plan.plain,
+            self_contained=options.self_contained,
+            seconds=seconds,
+            errors=read_manifest(output).get("quantization_errors", {}),
+            check=self.checked,
+            commands=self.engine.commands(str(output), plan) if self.engine else [],
+            elsewhere=elsewhere(str(source.folder), options.draft) if options.draft else {},
+            bits=bits,
+        )
 
     def prepare(self, first: bool) -> None:
         """Check the files that are carried along."""
@@ -221,15 +209,14 @@ class ExportRun(FolderRun):
         source, options = self.plan.checkpoint.source, self.options
         source = open_source(source.folder) if self.plan.checkpoint.compressed else source
         bar = Bar(self.workspace.output, self._remedy(), options.force, self.progress.warn, kept=False)
-        text = options.text
-        given = lambda: None if text is None else file_text(text, source)  # noqa: E731
-        if self.engine is None:
-            return OutputCheck(source, self._check, bar, options.check, given)
-        if missing := " ".join(self.engine.missing):
+        engine, text = self.engine, options.text
+        given = partial(file_text, text, source) if text is not None else lambda: None
+        if engine is not None and (missing := " ".join(engine.missing)):
             why = f"{missing} not installed; pip install {missing}"
-            self.progress.warn(f"not run as {self.engine.title} reads it: {why}")
+            self.progress.warn(f"not run as {engine.title} reads it: {why}")
             return OutputCheck(source, self._check, bar, False, why=why)
-        return OutputCheck(source, self._check, bar, options.check, given, self.engine.load)
+        load = None if engine is None else engine.load
+        return OutputCheck(source, self._check, bar, options.check, given, load)
 
     def _remedy(self) -> str:
         """Advice on what loses less than this export."""
@@ -243,21 +230,20 @@ class ExportRun(FolderRun):
         knows = not self.plan.checkpoint.compressed or calibrated
         return better_export(self.options.quantize, self.options.quantize_head, knows, healed)
 
-    def _check(self, partial: Path) -> dict[str, tuple[int, str]]:
+    def _check(self, folder: Path) -> dict[str, tuple[int, str]]:
         """Load what was written, and write the compiled forward pass if one is asked for."""
         from blr.compressor.exporting.forward import write_onnx, write_pt2
         from blr.compressor.exporting.plan import load_export
 
-        written = self.plan.check_loads(partial)
+        written, kind = self.plan.check_loads(folder), self.options.kind
         if self.plan.draft is not None:
-            self.plan.draft.check_loads(partial)
-        if self.options.kind == "pt2":
-            self.progress.stage(*STAGES["pt2"])
-            written |= write_pt2(load_export(partial, self.plan.config), partial)
-        if self.options.kind == "onnx":
-            self.progress.stage(*STAGES["onnx"])
-            written |= write_onnx(load_export(partial, self.plan.config, "cpu"), partial, self.progress)
-        return written
+            self.plan.draft.check_loads(folder)
+        if kind not in STAGES:
+            return written
+        self.progress.stage(*STAGES[kind])
+        model = load_export(folder, self.plan.config, "auto" if kind == "pt2" else "cpu")
+        more = write_pt2(model, folder) if kind == "pt2" else write_onnx(model, folder, self.progress)
+        return written | more
 
     def estimate(self) -> int:
         source = self.plan.checkpoint.source

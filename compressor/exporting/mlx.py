@@ -8,44 +8,33 @@ any scale of bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from blr.compressor.checkpoint.header import TORCH_NAMES
-from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.engines import (
+    Begun,
     Engine,
+    FewBits,
     ForeignModel,
-    adapter_factor,
-    begun,
     blocks_refusal,
     check_decoder,
-    correction_of,
     finest,
-    integers_of,
-    levels_of,
     pack,
-    planned,
-    rank_of,
-    scale_entry,
     window_told,
 )
 from blr.compressor.exporting.options import ExportOptions
-from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.plan import ExportPlan
-from blr.compressor.exporting.tensors import STORED, Tensors
+from blr.compressor.exporting.tensors import Tensors
 from blr.compressor.output.files import json_file
-from blr.compressor.structures.specs import Spec
 from blr.kernels.decode.quantized.formats import grid_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 ADAPTER = "adapters"
 CONFIG, WEIGHTS = f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapters.safetensors"
@@ -57,36 +46,38 @@ def engine() -> Engine:
     return Engine("mlx", "MLX", ("mlx-lm",), *how)
 
 
-def kind(spec: Spec) -> str:
+def kind(layer: FewBits) -> str:
     """What a layer is stored as."""
-    base = integers_of(spec)
-    return f"int{base.bits} in groups of {finest(base.group, base.in_features)} of MLX"
+    return f"int{layer.base.bits} in groups of {group_of(layer)} of MLX"
 
 
-def plan(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOptions) -> ExportPlan:
-    """Plan the folder with the layers `rest` dense. Raises CapabilityError for models that mlx-lm
-    computes otherwise; InputError for tensors that would not load."""
-    native = check_decoder(checkpoint.source, engine())
-    kept, config, tensors = begun(checkpoint, rest, options)
-    adapter = Tensors([], tensors.make)
-    for module, spec in kept.specs.items():
-        _add_packed(tensors, kept.source, module, spec, options.dtype)
-        _add_adapter(adapter, kept.source, module, spec, _largest(kept), options.dtype)
-    return planned(
-        engine(),
-        checkpoint,
-        rest,
-        options,
-        {CONFIG: json_file(adapter_config(kept))} if adapter.slots else {},
-        config=config | rotary(native) | {"quantization": quantization(kept)},
-        tensors=tensors,
-        beside={WEIGHTS: adapter.slots} if adapter.slots else {},
-        told=_told(kept, options.dtype or config.get("dtype")) + window_told(native, engine()),
-    )
+def group_of(layer: FewBits) -> int:
+    """How many numbers share a scale in MLX."""
+    return finest(layer.base.group, layer.base.in_features)
 
 
-def _told(kept: Checkpoint, dtype: str | None) -> tuple[str, ...]:
-    halves = sum(integers_of(spec).bits == 2 for spec in kept.specs.values())
+def plan(begun: Begun, options: ExportOptions) -> dict[str, Any]:
+    """The members of the plan. Raises CapabilityError for models that mlx-lm computes otherwise."""
+    layers, config, tensors = begun.layers, begun.config, begun.tensors
+    native = check_decoder(begun.source, engine())
+    corrected = [layer for layer in layers if layer.rank]
+    adapter = Tensors(begun.source, make=tensors.make)
+    rank = max((layer.rank for layer in corrected), default=0)
+    for layer in layers:
+        _add_packed(tensors, layer, options.dtype)
+    for layer in corrected:
+        _add_adapter(adapter, layer, rank, options.dtype)
+    return {
+        "files": {CONFIG: json_file(adapter_config(corrected, rank, native))} if corrected else {},
+        "config": config | rotary(native) | {"quantization": quantization(layers)},
+        "tensors": tensors,
+        "beside": {WEIGHTS: adapter.slots} if corrected else {},
+        "told": _told(layers, options.dtype or config.get("dtype")) + window_told(native, engine()),
+    }
+
+
+def _told(layers: Sequence[FewBits], dtype: str | None) -> tuple[str, ...]:
+    halves = sum(layer.base.bits == 2 for layer in layers)
     said = f"biases of {halves} layers in int2 are rounded to bfloat16; --dtype float16 keeps them exact"
     return (said,) if halves and dtype == "bfloat16" else ()
 
@@ -98,76 +89,60 @@ def rotary(config: PreTrainedConfig) -> dict[str, object]:
     return {"rope_theta": found["rope_theta"], **scaled}
 
 
-def quantization(kept: Checkpoint) -> dict[str, object]:
+def quantization(layers: Sequence[FewBits]) -> dict[str, object]:
     """The entry of config.json: bits and group of every layer, those of the first for others."""
-    layers = {}
-    for module, spec in kept.specs.items():
-        base = integers_of(spec)
-        layers[module] = {"group_size": finest(base.group, base.in_features), "bits": base.bits}
-    return {**next(iter(layers.values())), **layers}
+    each = {layer.module: {"group_size": group_of(layer), "bits": layer.base.bits} for layer in layers}
+    return {**each[layers[0].module], **each}
 
 
-def _add_packed(tensors: Tensors, source: Source, module: str, spec: Spec, dtype: str | None) -> None:
-    """Add the weight of a layer in few bits, as MLX names and packs it."""
-    base, o, i = integers_of(spec), spec.out_features, spec.in_features
-    stored = STORED[dtype] if dtype else scale_entry(source, module, spec).dtype
-    groups = i // finest(base.group, i)
+def _add_packed(tensors: Tensors, layer: FewBits, dtype: str | None) -> None:
+    o, i, stored = layer.spec.out_features, layer.spec.in_features, layer.stored(dtype)
+    groups = i // group_of(layer)
     for name, kind, width in (
-        ("weight", "U32", i * base.bits // 32),
+        ("weight", "U32", i * layer.base.bits // 32),
         ("scales", stored, groups),
         ("biases", stored, groups),
     ):
-        make = partial(packed_part, source, module, spec, name, TORCH_NAMES[stored])
-        tensors.add_made(f"{module}.{name}", kind, (o, width), source.shards[0], make)
+        make = partial(packed_part, layer, name, TORCH_NAMES[stored])
+        tensors.add_made(f"{layer.module}.{name}", kind, (o, width), make)
 
 
-def packed_part(source: Source, module: str, spec: Spec, name: str, dtype: str) -> Tensor:
+def packed_part(layer: FewBits, name: str, dtype: str) -> Tensor:
     """One stored tensor of a weight in few bits: "weight", "scales" or "biases"."""
-    base, (levels, scale) = integers_of(spec), levels_of(source, module, spec)
+    base, group, (levels, scale) = layer.base, group_of(layer), layer.levels()
     if name == "weight":
         return pack(levels, base.bits)
-    group = finest(base.group, base.in_features)
     each = scale.repeat_interleave(base.group // group, 1)[:, : base.in_features // group]
     factor = 1.0 if name == "scales" else grid_of(base.bits, base.curved).shift - 2 ** (base.bits - 1)
     return (each.float() * factor).to(getattr(torch, dtype))
 
 
-def _largest(kept: Checkpoint) -> int:
-    """The largest rank of a correction, 0 without any."""
-    corrections = map(correction_of, kept.specs.values())
-    return max((rank_of(spec) for spec in corrections if spec is not None), default=0)
-
-
-def _add_adapter(
-    tensors: Tensors, source: Source, module: str, spec: Spec, rank: int, dtype: str | None
-) -> None:
+def _add_adapter(tensors: Tensors, layer: FewBits, rank: int, dtype: str | None) -> None:
     """Add the factors of a correction, as mlx-lm names them, with zeros up to `rank`: all layers of an
-    adapter have one there. Nothing for a layer without a correction."""
-    if correction_of(spec) is None:
-        return
-    stored = STORED[dtype] if dtype else scale_entry(source, module, spec).dtype
+    adapter have one there."""
+    spec, stored = layer.spec, layer.stored(dtype)
     for factor, part, shape in (
         ("V", "lora_a", (spec.in_features, rank)),
         ("U", "lora_b", (rank, spec.out_features)),
     ):
-        make = partial(_padded, source, module, spec, factor, shape, TORCH_NAMES[stored])
-        tensors.add_made(f"{module}.{part}", stored, shape, source.shards[0], make)
+        make = partial(_padded, layer, factor, shape, TORCH_NAMES[stored])
+        tensors.add_made(f"{layer.module}.{part}", stored, shape, make)
 
 
-def _padded(
-    source: Source, module: str, spec: Spec, factor: str, shape: tuple[int, int], dtype: str
-) -> Tensor:
+def _padded(layer: FewBits, factor: str, shape: tuple[int, int], dtype: str) -> Tensor:
     """A factor of a correction, transposed, with zeros up to `shape`."""
-    found = adapter_factor(source, module, spec, factor, dtype).mT
+    found = layer.factor(factor, dtype).mT
     missing = shape[0] - found.shape[0], shape[1] - found.shape[1]
     return torch.nn.functional.pad(found, (0, missing[1], 0, missing[0]))
 
 
-def adapter_config(kept: Checkpoint) -> dict[str, object]:
+def adapter_config(
+    corrected: Sequence[FewBits], rank: int, config: PreTrainedConfig
+) -> dict[str, object]:
     """The configuration of the corrections for mlx-lm."""
-    keys = [module for module, spec in kept.specs.items() if correction_of(spec) is not None]
-    layers = {"rank": _largest(kept), "scale": 1.0, "dropout": 0.0, "keys": keys}
-    blocks = kept.source.config["num_hidden_layers"]
+    keys = [layer.module for layer in corrected]
+    layers = {"rank": rank, "scale": 1.0, "dropout": 0.0, "keys": keys}
+    blocks = config.num_hidden_layers
     return {"fine_tune_type": "lora", "num_layers": blocks, "lora_parameters": layers}
 
 

@@ -69,7 +69,6 @@ class ExportOptions(RunSettings):
 
     @property
     def small(self) -> str | None:
-        """The smaller model that proposes tokens, if one does."""
         return None if self.draft == NGRAM else self.draft
 
     @property

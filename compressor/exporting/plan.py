@@ -1,34 +1,80 @@
-"""Plans an export from headers alone, and checks that it will load."""
+"""Plans an export from headers alone, and checks that it will load.
+
+`plan_export` is of folders with kernels, `plan_ordinary` of those for tools that know nothing of blr. A
+dense one has the native model type and class and no Python file. A plain one has low-rank layers as
+pairs of `nn.Linear`, for quantizers, adapters and servers that replace `nn.Linear`, and needs one Python
+file, since no model of transformers has pairs.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from blr.compressor import __version__
 from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import CapabilityError, UsageError
+from blr.compressor.checkpoint.extras import CARD, inert
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.exporting.drafts import Draft, check_batch, open_draft
-from blr.compressor.exporting.files import export_config, small_files
+from blr.compressor.exporting import files
 from blr.compressor.exporting.forward import check_pt2
 from blr.compressor.exporting.options import DEFAULT_CONTEXT, ExportOptions
-from blr.compressor.exporting.origin import Checkpoint
-from blr.compressor.exporting.quantizer import PackedHead, Quantizer, find_head, make_quantizer
+from blr.compressor.exporting.origin import FORMAT, Checkpoint
+from blr.compressor.exporting.quantizer import Quantizer, find_head, make_quantizer
 from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors
-from blr.compressor.loading.native import native_class, native_errors, quiet_transformers, read_context
-from blr.compressor.modeling.modeling_blr import LAYOUT
+from blr.compressor.loading.native import (
+    meta_model,
+    native_class,
+    quiet_transformers,
+    read_context,
+)
+from blr.compressor.loading.vendor import code_files
+from blr.compressor.modeling.modeling_blr import LAYOUT, module_names
 from blr.compressor.modeling.models import model_class
-from blr.compressor.modeling.registry import register
+from blr.compressor.modeling.registry import auto_name, declared_keys, register
 from blr.compressor.modeling.settings import ExportSettings
-from blr.compressor.output.files import check_fills, check_loads
+from blr.compressor.output.card import TAGS, card_front
+from blr.compressor.output.files import (
+    carried_files,
+    check_fills,
+    check_loads,
+    filled_class,
+    json_file,
+    structured_config,
+)
+from blr.compressor.output.loss_messages import MARK
+from blr.compressor.planning.experts import TRANSPOSED
+from blr.compressor.planning.plan import Plan
 from blr.compressor.runtime.failures import CACHES
-from blr.compressor.structures.specs import KroneckerSpec, Shape, Spec, families
+from blr.compressor.structures.specs import KroneckerSpec, LowRankSpec, Spec, families
 from blr.compressor.workspace.shards import Slot
+
+WHOLE, INT8 = CACHES
+ROUNDED = ("int8", "int4")  # caches of ranks beside which the runtime's in int8 loses nothing
+
+DENSE = """# {name}, made dense by blr
+
+{count} structured layers multiplied out to dense weights: an ordinary {type} checkpoint of the size of
+the model it came from, with the losses of its compression. Any tool that takes {type} takes it. Written
+by blr {version}; `blr verify` checks the files against `blr_manifest.json`.
+{loss}"""
+PLAIN = """# {name}, in plain linear layers by blr
+
+{pairs} low-rank layers are two `nn.Linear` each, `V` and then `U`{dense}.
+{loss}
+```python
+from transformers import {auto}
+model = {auto}.from_pretrained(folder, trust_remote_code=True)
+```
+
+needs torch and transformers. Written by blr {version}; `blr verify` checks the files against
+`blr_manifest.json`.
+"""
 
 
 def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> int | None:
@@ -50,25 +96,11 @@ def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> i
     return asked or min(limit, default)
 
 
-def check_fits(source: Source, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> type:
-    """The model class of `config`. Raises InputError when tensors of `shapes` do not fill it, or when
-    transformers cannot build it."""
-    with native_errors(source):
-        register(source.model_type)
-        cls = model_class(config["architectures"][0])
-    check_fills(source, cls, config, shapes)
-    return cls
-
-
 def load_export(folder: Path, config: Mapping[str, Any], device: str = "auto") -> PreTrainedModel:
     """Load the model in `folder` for evaluation. device: "auto" takes a GPU if there is one."""
     with quiet_transformers():
         model = model_class(config["architectures"][0]).from_pretrained(folder, dtype="auto")
     return model.to(pick_device(device)).eval()  # type: ignore[no-any-return]
-
-
-WHOLE, INT8 = CACHES
-ROUNDED = ("int8", "int4")  # caches of ranks beside which the runtime's in int8 loses nothing
 
 
 @dataclass(frozen=True)
@@ -101,7 +133,7 @@ class ExportPlan:
     told: tuple[str, ...] = ()
     headers: Mapping[str, bytes] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
-    draft: Draft | None = None
+    draft: files.Draft | None = None
 
     def source_of(self, entry: TensorEntry) -> Source:
         """The checkpoint that a tensor is read from."""
@@ -110,18 +142,15 @@ class ExportPlan:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
         beside = (slot.origin.nbytes for slots in self.beside.values() for slot in slots)
         return self.tensors.nbytes + sum(beside)
 
     @property
     def context(self) -> int | None:
-        """How many tokens generation is prepared for; None if it is not."""
         return None if self.settings is None else self.settings.context
 
     @property
     def notes(self) -> list[str]:
-        """Notes that the user must see."""
         slow = sum(map(without_kernels, self.checkpoint.specs.values()))
         said = f"{slow} layers of formats without kernels are unpacked by torch wherever they compute"
         return [said] if slow and self.settings is not None else list(self.told)
@@ -144,31 +173,40 @@ class ExportPlan:
 def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     """Plan an export with layers in kernel layout, packed as `options` say. Raises BlrError for options
     that this model or machine has no use for, and for tensors that would not load."""
-    source, kind = checkpoint.source, options.quantize_head
-    head = None if kind is None else _find_head(checkpoint, kind)
+    source, specs = checkpoint.source, checkpoint.specs
     context = export_context(checkpoint, options.context, DEFAULT_CONTEXT)
     if options.kind == "pt2":
         check_pt2(source.model_type, generates=context is not None)
-    quantizer = _make_quantizer(checkpoint, options, head)
+    quantizer = _make_quantizer(checkpoint, options)
     packed = {} if quantizer is None else quantizer.settings()
     cache = _cache(checkpoint, options, generates=context is not None)
-    use = options.target, options.batch
-    tensors = plan_tensors(source, checkpoint.specs, options.dtype, quantizer)
+    tensors = plan_tensors(source, specs, options.dtype, quantizer)
     draft = None
     if options.draft is not None:
-        check_batch(options.batch)
+        files.check_batch(options.batch)
         packed |= {"draft": options.draft}
     if options.small is not None:
-        draft = open_draft(Path(options.small), checkpoint, context or 0, tensors.shapes)
+        draft = files.open_draft(Path(options.small), checkpoint, context or 0, tensors.shapes)
         packed |= {"draft": draft.name}
-    settings = ExportSettings(LAYOUT, *use, __version__, context, cache, **packed)
-    config = export_config(checkpoint, settings, options.dtype, options.self_contained)
-    cls = check_fits(source, config, tensors.shapes)
-    files = partial(small_files, checkpoint, config, settings, options.source_name, options.kind, draft)
-    how = (files, partial(check_loads, source, cls), config["blr"]["export"])
-    stored = checkpoint.specs, config, tensors, list[str]()
-    beside = {} if draft is None else draft.beside
-    return ExportPlan(checkpoint, *stored, *how, settings, quantizer, beside, draft=draft)
+    use = options.target, options.batch, __version__, context, cache
+    settings = ExportSettings(LAYOUT, *use, **packed)
+    config = files.export_config(checkpoint, settings, options.dtype, options.self_contained)
+    cls = filled_class(source, config, tensors.shapes)
+    told = settings, options.source_name, options.kind, draft
+    return ExportPlan(
+        checkpoint=checkpoint,
+        stored=specs,
+        config=config,
+        tensors=tensors,
+        densified=[],
+        small_files=partial(files.small_files, checkpoint, config, *told),
+        check_loads=partial(check_loads, source, cls),
+        described=config["blr"]["export"],
+        settings=settings,
+        quantizer=quantizer,
+        beside={} if draft is None else draft.beside,
+        draft=draft,
+    )
 
 
 def _cache(checkpoint: Checkpoint, options: ExportOptions, generates: bool) -> str:
@@ -179,13 +217,6 @@ def _cache(checkpoint: Checkpoint, options: ExportOptions, generates: bool) -> s
         raise UsageError(f"--kv-quantize {asked}: this model generates no text, leave the option out")
     held = (checkpoint.source.config.get("blr") or {}).get("kv_cache")
     return INT8 if asked == INT8 or (asked is None and held in ROUNDED) else WHOLE
-
-
-def _find_head(checkpoint: Checkpoint, kind: str) -> PackedHead:
-    head = find_head(checkpoint.source, checkpoint.specs, kind)
-    if head.weight is None:
-        _refuse_packed(checkpoint, [head.module], f"--quantize-head {kind}")
-    return head
 
 
 def _refuse_packed(checkpoint: Checkpoint, modules: Iterable[str], option: str) -> None:
@@ -206,12 +237,102 @@ def without_kernels(spec: Spec) -> bool:
     return any(packing.fp8 for packing in packings) or KroneckerSpec.structure in families(spec)
 
 
-def _make_quantizer(
-    checkpoint: Checkpoint, options: ExportOptions, head: PackedHead | None
-) -> Quantizer | None:
-    if options.quantize is None and head is None:
-        return None
+def _make_quantizer(checkpoint: Checkpoint, options: ExportOptions) -> Quantizer | None:
+    """The quantizer that `options` ask for. Raises UsageError for layers in few bits already."""
+    source, specs, head = checkpoint.source, checkpoint.specs, None
+    if (kind := options.quantize_head) is not None:
+        head = find_head(source, specs, kind)
+        if head.weight is None:
+            _refuse_packed(checkpoint, [head.module], f"--quantize-head {kind}")
     if options.quantize is not None:
-        _refuse_packed(checkpoint, checkpoint.specs, f"--quantize {options.quantize}")
+        _refuse_packed(checkpoint, specs, f"--quantize {options.quantize}")
+    elif head is None:
+        return None
     dtype = STORED[options.dtype] if options.dtype else None
-    return make_quantizer(checkpoint.source, checkpoint.specs, options.quantize, dtype, head)
+    return make_quantizer(source, specs, options.quantize, dtype, head)
+
+
+def plan_ordinary(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
+    """Plan an export as dense or plain: low-rank layers as pairs in a plain one, all others dense.
+
+    Raises UsageError: no layer is low-rank; InputError: tensors that would not load.
+    """
+    source, specs, plain = checkpoint.source, checkpoint.specs, options.kind == "plain"
+    pairs = {module: spec for module, spec in specs.items() if plain and is_pair(spec)}
+    rest = {module: spec for module, spec in specs.items() if module not in pairs}
+    if plain and not pairs:
+        raise UsageError(f"--as plain: {source.folder} has no low-rank layer; take --as dense")
+    turned, config = transposed_modules(checkpoint), dense_config(source, options.dtype)
+    tensors = plan_tensors(source, {}, options.dtype, None, rest, turned, pairs)
+    told = {"name": options.source_name, "version": __version__, "loss": MARK}
+    if plain:
+        config = plain_config(config, pairs)
+        cls = filled_class(source, config, tensors.shapes)
+        dense = f"; {len(rest)} of other form are dense" if rest else ""
+        card = PLAIN.format(**told, pairs=len(pairs), dense=dense, auto=auto_name(config))
+    else:
+        register(source.model_type)  # tokenizers of the source are loaded by its model type
+        cls = native_class(source)
+        check_fills(source, cls, config, tensors.shapes)
+        card = DENSE.format(**told, count=len(rest), type=source.model_type)
+    code = code_files() if plain else {}
+    return ExportPlan(
+        checkpoint=replace(checkpoint, specs=pairs),
+        stored=specs,
+        config=config,
+        tensors=tensors,
+        densified=sorted(rest),
+        small_files=partial(ordinary_files, source, config, card, options.source_name, code),
+        check_loads=partial(check_loads, source, cls),
+        described={"pairs": sorted(pairs)} if plain else {},
+    )
+
+
+def dense_config(source: Source, dtype: str | None) -> dict[str, object]:
+    """Make config.json of the native model, with `dtype` (torch's name) if one is given."""
+    config = inert(dict(source.config), declared_keys(source.model_type))
+    if dtype is None:
+        return config
+    return {**{key: value for key, value in config.items() if key != "torch_dtype"}, "dtype": dtype}
+
+
+def transposed_modules(checkpoint: Checkpoint) -> set[str]:
+    """The structured modules whose dense layers store their weight as [i, o], as GPT-2's do."""
+    turned = checkpoint.source.model_type in TRANSPOSED
+    model = meta_model(checkpoint.source)
+    modules = dict(model.named_modules())
+    named = module_names(model, checkpoint.specs)
+    conv1d = {stored for stored, name in named.items() if isinstance(modules.get(name), Conv1D)}
+    return conv1d | {stored for stored in named if turned and ".experts." in stored}
+
+
+def is_pair(spec: Spec) -> bool:
+    """Whether a layer becomes a pair: low rank that is not in groups, packed or not."""
+    plain = spec.plain
+    return isinstance(plain, LowRankSpec) and plain.groups == 1
+
+
+def plain_config(dense: dict[str, object], pairs: dict[str, Spec]) -> dict[str, object]:
+    """Make config.json with our model type and classes, and the sizes of every pair."""
+    config = structured_config(dense, Plan([]))
+    config["blr"] = {
+        "format": FORMAT,
+        "pairs": {
+            name: {
+                "in_features": s.in_features,
+                "out_features": s.out_features,
+                "rank": s.shapes()["V"][-1],
+            }
+            for name, s in pairs.items()
+        },
+    }
+    return config
+
+
+def ordinary_files(
+    source: Source, config: Mapping[str, Any], card: str, name: str, more: Mapping[str, bytes]
+) -> dict[str, bytes | Path]:
+    """All files of an export for other tools but weights and manifest: `card` is the text of its model
+    card, `name` that of the source."""
+    card = card_front(source.folder, name, TAGS[:1]) + card
+    return {**carried_files(source), "config.json": json_file(config), CARD: card.encode(), **more}

@@ -33,7 +33,6 @@ class DenseLayer:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape [out, in]."""
         rows, columns = self.entry.shape
         return (columns, rows) if self.transposed else (rows, columns)
 
@@ -54,7 +53,8 @@ class Quantizer:
     """Packs layers of `source`, and holds the packed tensors of the layer that was asked for last.
 
     Attributes:
-        specs, dense: by module, the structured and the dense layers, the head among them.
+        packings: the specs by which layers are packed, structured and dense ones, by module.
+        dense: the dense ones among them.
         plain: the structured layers that packing would not make smaller.
         kind: of all but the head; None if the head alone is packed.
         dtype: safetensors' name of the scales' dtype, None for that of each weight.
@@ -62,7 +62,7 @@ class Quantizer:
     """
 
     source: Source
-    specs: Mapping[str, Spec]
+    packings: Mapping[str, QuantizedSpec]
     dense: Mapping[str, DenseLayer]
     kind: str | None
     dtype: str | None = None
@@ -71,26 +71,17 @@ class Quantizer:
     errors: dict[str, float] = field(default_factory=dict)
     _last: tuple[str, Quantized] | None = None
 
-    def bits(self, module: str) -> int:
-        """The bits, 8 or 4, in which a layer is packed."""
-        kind = self.head.kind if self.head is not None and self._is_head(module) else self.kind
-        return KINDS[kind or ""]
-
     def settings(self) -> dict[str, Any]:
         """The fields of `ExportSettings` on packed layers."""
-        dense = {m: list(layer.shape) for m, layer in self.dense.items() if not self._is_head(m)}
-        head = {self.head.module: self.packing(self.head.module).to_dict()} if self.head else {}
+        own = self.head.module if self.head else None
+        dense = {m: list(layer.shape) for m, layer in self.dense.items() if m != own}
+        head = {own: self.packings[own].to_dict()} if own else {}
         return {"quantize": self.kind, "dense": dense, "plain": self.plain, "head": head}
 
     def sizes(self, module: str) -> tuple[int, int]:
         """The bytes of a layer without packing, and packed."""
-        if module in self.dense:
-            entries = {"weight": self.dense[module].entry}
-        else:
-            factors = self.specs[module].shapes()
-            entries = {factor: self.source.entries[f"{module}.{factor}"] for factor in factors}
         before = packed = 0
-        for factor, entry in entries.items():
+        for factor, entry in self._entries(module).items():
             dtype = self.dtype or entry.dtype
             before += prod(entry.shape) * BITS[dtype] // 8
             parts = self.parts(module, factor, dtype).values()
@@ -101,20 +92,10 @@ class Quantizer:
         """Whether `entry` is an embedding that is stored and that the head is also made from."""
         return self.head is not None and self.head.tied and self.head.weight is entry
 
-    def _is_head(self, module: str) -> bool:
-        return self.head is not None and self.head.module == module
-
-    def packing(self, module: str) -> QuantizedSpec:
-        """The spec by which a layer is packed."""
-        if module in self.specs:
-            return QuantizedSpec(self.specs[module], self.bits(module))
-        outputs, inputs = self.dense[module].shape
-        return QuantizedSpec(DenseSpec(inputs, outputs), self.bits(module))
-
     def parts(self, module: str, factor: str, dtype: str) -> Parts:
         """The stored tensors of a structured layer's factor, or of a dense "weight", with scales of
         `dtype`; scales, which are wider, come first."""
-        stored = self.packing(module).packed_parts(factor)
+        stored = self.packings[module].packed_parts(factor)
         return {name: (kind or dtype, shape) for name, (shape, kind) in stored.items()}
 
     def tensor(self, module: str, part: str) -> torch.Tensor:
@@ -136,18 +117,20 @@ class Quantizer:
             found.setdefault(kind or module.rpartition(".")[2], []).append(error)
         return {kind: mean(values) for kind, values in found.items()}
 
-    def _quantize(self, module: str) -> Quantized:
-        spec = self.packing(module)
+    def _entries(self, module: str) -> dict[str, TensorEntry]:
         if module in self.dense:
-            layer = self.dense[module]
-            weight = self.source.load_tensor(layer.entry)
-            return quantize_dense(weight.mT if layer.transposed else weight, spec, self._scales())
-        entries = {name: self.source.entries[f"{module}.{name}"] for name in spec.shapes()}
-        factors = {name: self.source.load_tensor(entry) for name, entry in entries.items()}
-        return quantize_factors(spec, factors, self._scales())
+            return {"weight": self.dense[module].entry}
+        factors = self.packings[module].shapes()
+        return {factor: self.source.entries[f"{module}.{factor}"] for factor in factors}
 
-    def _scales(self) -> torch.dtype | None:
-        return getattr(torch, TORCH_NAMES[self.dtype]) if self.dtype else None
+    def _quantize(self, module: str) -> Quantized:
+        packing, entries = self.packings[module], self._entries(module)
+        scales = getattr(torch, TORCH_NAMES[self.dtype]) if self.dtype else None
+        stored = {name: self.source.load_tensor(entry) for name, entry in entries.items()}
+        if module not in self.dense:
+            return quantize_factors(packing, stored, scales)
+        weight = stored["weight"]
+        return quantize_dense(weight.mT if self.dense[module].transposed else weight, packing, scales)
 
 
 def make_quantizer(
@@ -165,24 +148,26 @@ def make_quantizer(
         packed[head.module] = specs[head.module]
     elif head is not None and head.weight is not None:
         dense[head.module] = DenseLayer(head.weight, transposed=False)
-    return _without_larger(Quantizer(source, packed, dense, kind, dtype, head))
+    packed |= {module: DenseSpec(*reversed(layer.shape)) for module, layer in dense.items()}
+    own = {head.module: KINDS[head.kind]} if head else {}
+    packings = {m: QuantizedSpec(spec, own.get(m) or KINDS[kind or ""]) for m, spec in packed.items()}
+    return _without_larger(Quantizer(source, packings, dense, kind, dtype, head))
 
 
-def _without_larger(quantizer: Quantizer) -> Quantizer:
+def _without_larger(found: Quantizer) -> Quantizer:
     """Take out the layers that would not get smaller: their rows are far shorter than a group. Raises
     InputError when none is left."""
-    own = {quantizer.head.module} if quantizer.head else set()
-    sizes = {m: quantizer.sizes(m) for m in (*quantizer.specs, *quantizer.dense) if m not in own}
-    plain = {module for module, (before, packed) in sizes.items() if packed >= before}
-    if quantizer.kind and not sizes.keys() - plain:
+    own = {found.head.module} if found.head else set()
+    sizes = {module: found.sizes(module) for module in found.packings.keys() - own}
+    larger = {module for module, (before, after) in sizes.items() if after >= before}
+    if found.kind and not sizes.keys() - larger:
         raise InputError(
-            f"{quantizer.source.folder}: no layer gets smaller in {quantizer.kind}, whose rows are "
-            f"padded to groups of {GROUP}; leave --quantize out, or compress with fewer or no blocks"
+            f"{found.source.folder}: no layer gets smaller in {found.kind}, whose rows are padded to "
+            f"groups of {GROUP}; leave --quantize out, or compress with fewer or no blocks"
         )
-    specs = {m: spec for m, spec in quantizer.specs.items() if m not in plain}
-    dense = {m: layer for m, layer in quantizer.dense.items() if m not in plain}
-    kept = sorted(plain & quantizer.specs.keys())
-    return replace(quantizer, specs=specs, dense=dense, plain=kept)
+    packings = {m: packing for m, packing in found.packings.items() if m not in larger}
+    dense = {m: layer for m, layer in found.dense.items() if m not in larger}
+    return replace(found, packings=packings, dense=dense, plain=sorted(larger - found.dense.keys()))
 
 
 def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> PackedHead:

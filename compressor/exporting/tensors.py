@@ -1,10 +1,9 @@
 """Plans the tensors of an export. Each is made from stored ones when its turn to be written comes."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,12 +18,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.quantizer import Quantizer
 from blr.compressor.planning.experts import native_weights
 from blr.compressor.structures.restore import factors_of, restored
-from blr.compressor.structures.specs import (
-    SCALE,
-    Spec,
-    Stored,
-    stored_names,
-)
+from blr.compressor.structures.specs import SCALE, Spec, Stored, stored_names
 from blr.compressor.workspace.shards import Slot
 from blr.kernels.common.layout import to_physical
 from blr.kernels.common.orders import Order, order_of
@@ -53,29 +47,26 @@ class Tensors:
     """The planned tensors. slots: in the order of the source. make: functions that compute those tensors
     which are no plain copies; their entries have a name, dtype and shape, but no place in a file."""
 
-    slots: list[Slot]
-    make: dict[TensorEntry, Make]
+    source: Source
+    slots: list[Slot] = field(default_factory=list)
+    make: dict[TensorEntry, Make] = field(default_factory=dict)
 
-    def add(
-        self, source: Source, name: str, entry: TensorEntry, dtype: str, order: Order | None = None
-    ) -> None:
+    def add(self, name: str, entry: TensorEntry, dtype: str, order: Order | None = None) -> None:
         """Add a stored tensor, as it is or cast to `dtype` (safetensors' name) with its axes in
         `order`."""
         if order in (None, tuple(range(len(entry.shape)))) and dtype == entry.dtype:
             self.slots.append(Slot(name, entry))
             return
         shape = tuple(entry.shape[axis] for axis in order) if order else entry.shape
-        self.add_made(name, dtype, shape, entry.file, partial(_convert, source, entry, order, dtype))
+        self.add_made(name, dtype, shape, partial(_convert, self.source, entry, order, dtype))
 
     def add_packed(self, quantizer: Quantizer, module: str, factor: str, dtype: str) -> None:
         """Add a factor or dense weight, packed, with scales of `dtype`."""
-        file = quantizer.source.shards[0]
         for part, (stored, shape) in quantizer.parts(module, factor, dtype).items():
-            make = partial(quantizer.tensor, module, part)
-            self.add_made(f"{module}.{part}", stored, shape, file, make)
+            self.add_made(f"{module}.{part}", stored, shape, partial(quantizer.tensor, module, part))
 
     def add_dense(
-        self, source: Source, name: str, specs: Mapping[str, Spec], dtype: str, transposed: bool = False
+        self, name: str, specs: Mapping[str, Spec], dtype: str, transposed: bool = False
     ) -> None:
         """Add the dense weight [o, i] of a structured layer in `dtype`, as [i, o] if `transposed`; or
         the stack of those of experts [E, o, i]. specs: of the layers, by module."""
@@ -85,14 +76,12 @@ class Tensors:
         shape = shape if name.endswith(".weight") else (len(specs), *shape)
 
         def make() -> Tensor:
-            weights = [dense_weight(source, m, s, TORCH_NAMES[dtype]) for m, s in specs.items()]
+            weights = [dense_weight(self.source, m, s, TORCH_NAMES[dtype]) for m, s in specs.items()]
             return torch.stack([w.mT if transposed else w for w in weights]).reshape(shape)
 
-        self.add_made(name, dtype, shape, source.shards[0], make)
+        self.add_made(name, dtype, shape, make)
 
-    def add_paired(
-        self, source: Source, module: str, spec: Spec, entry: TensorEntry, dtype: str
-    ) -> None:
+    def add_paired(self, module: str, spec: Spec, entry: TensorEntry, dtype: str) -> None:
         """Add a factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i],
         unpacked."""
         part = entry.name.removeprefix(f"{module}.")
@@ -101,25 +90,24 @@ class Tensors:
             return  # comes with its scale, or with U
         shape = tuple(whole.shapes()[factor][axis] for axis in LINEAR[factor])
         if not spec.quantized:
-            self.add(source, f"{module}.{factor}.weight", entry, dtype, LINEAR[factor])
+            self.add(f"{module}.{factor}.weight", entry, dtype, LINEAR[factor])
             return
-        make = partial(unpacked_factor, source, module, spec, factor, TORCH_NAMES[dtype])
-        self.add_made(f"{module}.{factor}.weight", dtype, shape, entry.file, make)
+        make = partial(unpacked_factor, self.source, module, spec, factor, TORCH_NAMES[dtype])
+        self.add_made(f"{module}.{factor}.weight", dtype, shape, make)
 
-    def add_made(self, name: str, dtype: str, shape: tuple[int, ...], file: Path, make: Make) -> None:
-        """Add a tensor that `make` computes; `file` is one that it is made from."""
-        entry = TensorEntry(name, dtype, shape, file, 0, prod(shape) * BITS[dtype] // 8)
+    def add_made(self, name: str, dtype: str, shape: tuple[int, ...], make: Make) -> None:
+        """Add a tensor that `make` computes; its entry names some file of the source."""
+        nbytes = prod(shape) * BITS[dtype] // 8
+        entry = TensorEntry(name, dtype, shape, self.source.shards[0], 0, nbytes)
         self.slots.append(Slot(name, entry))
         self.make[entry] = make
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor by name."""
         return {slot.name: slot.origin.shape for slot in self.slots}
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
         return sum(slot.origin.nbytes for slot in self.slots)
 
 
@@ -149,29 +137,29 @@ def plan_tensors(
     dense = {f"{module}.weight": module for module in (quantizer.dense if quantizer else ())}
     joined = native_weights(source, densified)
     firsts = {modules[0]: name for name, modules in joined.items()}
-    found = Tensors([], {})
+    found = Tensors(source)
     for entry in source.entries.values():
         target = STORED[dtype] if dtype and entry.is_float else entry.dtype
         if entry.name in factors:
             module, factor = factors[entry.name]
-            if quantizer is not None and module in quantizer.specs:
+            if quantizer is not None and module in quantizer.packings:
                 found.add_packed(quantizer, module, factor, target)
             else:
                 name, order = relaid_name(specs[module], factor)
-                found.add(source, f"{module}.{name}", entry, target, order)
+                found.add(f"{module}.{name}", entry, target, order)
         elif entry.name in merged:
             module, factor = merged[entry.name]
             if module in firsts and factor == next(iter(densified[module].stored())):  # once a weight
                 name = firsts[module]
                 parts = {each: densified[each] for each in joined[name]}
-                found.add_dense(source, name, parts, target, module in transposed)
+                found.add_dense(name, parts, target, module in transposed)
         elif entry.name in pairs:
             module = pairs[entry.name][0]
-            found.add_paired(source, module, paired[module], entry, target)
+            found.add_paired(module, paired[module], entry, target)
         elif quantizer is not None and entry.name in dense:
             found.add_packed(quantizer, dense[entry.name], "weight", target)
         else:
-            found.add(source, biases.get(entry.name, entry.name), entry, target)
+            found.add(biases.get(entry.name, entry.name), entry, target)
         if quantizer is not None and quantizer.head is not None and quantizer.copies(entry):
             found.add_packed(quantizer, quantizer.head.module, "weight", target)
     return found
@@ -260,7 +248,7 @@ def _check_stored(source: Source, name: str, stored: Stored) -> None:
 
 def unpacked_factor(source: Source, module: str, spec: Spec, factor: str, dtype: str) -> Tensor:
     """A factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i], in `dtype`."""
-    tensors = {name: source.load_tensor(source.entries[f"{module}.{name}"]) for name in spec.stored()}
+    tensors = _stored_tensors(source, module, spec)
     return factors_of(spec, tensors, getattr(torch, dtype))[factor].permute(LINEAR[factor])
 
 
@@ -287,7 +275,11 @@ def in_order(group: list[Slot], slots: list[Slot]) -> list[Slot]:
 
 def dense_weight(source: Source, module: str, spec: Spec, dtype: str) -> Tensor:
     """The dense weight [o, i] of a structured layer, computed in float32 or better and rounded once."""
-    tensors = {name: source.load_tensor(source.entries[f"{module}.{name}"]) for name in spec.stored()}
+    tensors = _stored_tensors(source, module, spec)
     exact = any(tensor.dtype == torch.float64 for tensor in tensors.values())
     wide = torch.float64 if exact else torch.float32
     return restored(spec, tensors, wide).to(getattr(torch, dtype))
+
+
+def _stored_tensors(source: Source, module: str, spec: Spec) -> dict[str, Tensor]:
+    return {name: source.load_tensor(source.entries[f"{module}.{name}"]) for name in spec.stored()}

@@ -156,6 +156,7 @@ class SensitivitySweep:
         owners = share_out(sizes, self.processes.count)
         mine: dict[str, Tensor] = {}
         kept = {HIDDEN: _unit(sums[HIDDEN, "out"])} if self.processes.first else {}
+        roots: dict[str, Tensor] = {}  # of the last input alone, which layers beside each other share
         for (name, head), owner in zip(tasks.items(), owners, strict=True):
             stored = model.stored_module(f"{model.path}.{index}.{name}")
             if self.processes.first:
@@ -164,9 +165,9 @@ class SensitivitySweep:
             if owner == self.processes.rank:
                 weight = block.get_parameter(f"{name}.weight").double()
                 weight = weight.mT if model.family.transposed else weight
-                gram = sums[head, "in"]
                 try:
-                    mine[stored] = curve(weight, gram, sums[name, "out"])
+                    roots = roots if head in roots else {head: cholesky(sums[head, "in"])}
+                    mine[stored] = curve(weight, roots[head], sums[name, "out"])
                 except NumericsError as error:
                     raise NumericsError(f"{stored}: {error}") from error
         if kept:
@@ -222,11 +223,10 @@ def draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
     return torch.searchsorted(below, chance, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
 
 
-def curve(weight: Tensor, gram: Tensor, output: Tensor) -> Tensor:
-    """Falling eigenvalues of G^½ W H Wᵀ G^½ for W [o, i], H [i, i] and G [o, o] in float64; on the
-    CPU."""
-    left, right = cholesky(output), cholesky(gram)
-    mixed = left.mT @ weight @ right  # same singular values as G^½ W H^½
+def curve(weight: Tensor, root: Tensor, output: Tensor) -> Tensor:
+    """Falling eigenvalues of G^½ W H Wᵀ G^½ for W [o, i], a Cholesky factor of H [i, i] and G [o, o] in
+    float64; on the CPU."""
+    mixed = cholesky(output).mT @ weight @ root  # same singular values as G^½ W H^½
     small = mixed @ mixed.mT if mixed.shape[0] <= mixed.shape[1] else mixed.mT @ mixed
     return eigenvalues(small).float().cpu()
 

@@ -175,7 +175,7 @@ def _above(name: str) -> list[str]:
 
 
 def linear_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """The linear layers of the blocks of `model`, and all others, by name.
+    """The linear layers of the blocks of `model`, and all others, by name; not those of routers.
 
     Blocks are members of lists of modules in the base model. Layers for a task stand outside of the base
     model, poolers outside of lists. In a list of heads the members are layers, or classes named a head.
@@ -187,7 +187,7 @@ def linear_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Module], dict[st
     heads = {name for name, module in every.items() if type(module).__name__.endswith("Head")}
     found: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
     for name, module in model.named_modules():
-        if _is_linear(module):
+        if _is_linear(module) and "router" not in name.split("."):
             member = name.rpartition(".")[0]
             holders = set(_above(member))
             outside = module in task or not holders & lists or bool({*holders, member} & heads)

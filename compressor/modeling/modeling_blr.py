@@ -590,7 +590,7 @@ STACKS += [("down_proj", [name]) for name in ("down_proj", "w2")]
 def stacks_apart(model: PreTrainedModel, names: Iterable[str]) -> dict[str, dict[str, list[str]]]:
     """By each module of experts whose layers are among `names`, on disk as ``….experts.w1.7``: the
     stacks of weights that these stand for, with what the layers are called."""
-    parts = {name.rpartition(".")[0] for name in names if ".experts." in name}
+    parts = {n.rpartition(".")[0] for n in names if ".experts." in n and n.rpartition(".")[2].isdigit()}
     homes = module_names(model, {part.rpartition(".")[0] for part in parts})
     return {homes[h]: {s: each for s, each in STACKS if f"{h}.{each[0]}" in parts} for h in homes}
 

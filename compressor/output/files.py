@@ -25,12 +25,12 @@ from blr.compressor.modeling.modeling_blr import FORMAT, GUARD, PREFIX, guard
 from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import auto_map, auto_name, declared_keys, register
 from blr.compressor.output.card import model_card
+from blr.compressor.output.folder_run import FolderRun
 from blr.compressor.output.report import report_files, thin_curve
 from blr.compressor.planning.plan import Plan
 from blr.compressor.recipe.schema import PACED, Recipe
 from blr.compressor.workspace.manifest import MANIFEST, build_manifest
 from blr.compressor.workspace.shards import Slot, index_name, write_shards
-from blr.compressor.workspace.workspace import Workspace
 
 SOURCE_CARD = "README.source.md"
 
@@ -113,16 +113,26 @@ def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
 def check_fits(source: Source, plan: Plan) -> None:
     """Raise InputError, before any work, if the planned tensors would not fill the model."""
     native_class(source)
-    with native_errors(source):
-        register(source.config["model_type"])
-        config = structured_config(source.config, plan)
-        cls = model_class(config["architectures"][0])
     shapes = {name: entry.shape for name, entry in source.entries.items()}
     for planned in plan.layers:
         shapes.pop(planned.layer.entry.name, None)  # experts may share a tensor
         stored = planned.spec.stored().items()
         shapes |= {f"{planned.layer.module}.{suffix}": shape for suffix, (shape, _) in stored}
+    with native_errors(source):
+        config = structured_config(source.config, plan)
+    filled_class(source, config, shapes)
+
+
+def filled_class(
+    source: Source, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> type:
+    """The class of ours that `config` names. Raises InputError when tensors of `shapes` do not fill it,
+    or when transformers cannot build it."""
+    with native_errors(source):
+        register(config["model_type"].removeprefix("blr_"))
+        cls = model_class(config["architectures"][0])
     check_fills(source, cls, config, shapes)
+    return cls
 
 
 def check_fills(
@@ -184,21 +194,12 @@ class FolderContents:
 
 
 def write_whole(
-    workspace: Workspace,
-    folder: Path,
-    contents: FolderContents,
-    check: Callable[[Path], Written],
-    facts: Callable[[], Mapping[str, object]],
-    progress: Progress,
+    run: FolderRun, folder: Path, contents: FolderContents, check: Callable[[Path], Written], read: str
 ) -> None:
-    """Write `contents` to `folder`, in the partial folder, check them and list them in a manifest.
-
-    Args:
-        check: loads what was written as a user would; returns the files that it wrote itself.
-        facts: gives the manifest's account of the run, with `input_sha256`, once all is written.
-
-    Raises as `check`; there is no manifest then.
-    """
+    """Write `contents` to `folder`, in the partial one of a run, check them and list them in a manifest.
+    `check` loads what was written as a user would, and returns the files that it wrote itself; `read` is
+    the digest of the input. Raises as `check`; there is no manifest then."""
+    workspace, progress = run.workspace, run.progress
     names = {
         *contents.shards,
         *contents.beside,
@@ -218,7 +219,7 @@ def write_whole(
     with progress.timed("check"):
         written.update(check(folder))
     fsync_folder(folder)  # the files before the manifest that lists them
-    write_stream(folder / MANIFEST, [build_manifest(folder, written, **facts())])
+    write_stream(folder / MANIFEST, [build_manifest(folder, written, **run.facts(read))])
 
 
 def _write_shards(folder: Path, contents: FolderContents, progress: Progress) -> Written:

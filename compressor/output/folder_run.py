@@ -7,9 +7,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ from blr.compressor.workspace.workspace import Workspace
 if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.output.check import OutputCheck
-    from blr.compressor.output.files import FolderContents, Written
+    from blr.compressor.output.files import FolderContents
 
 
 @contextmanager
@@ -112,15 +111,8 @@ class FolderRun(ABC):
         contents = self.work(read)
         self.processes.leave()
         if contents is not None and check is not None:
-            self.write(self.workspace.partial, contents, check, read)
+            from blr.compressor.output import files
+
+            files.write_whole(self, self.workspace.partial, contents, check, read)
             self.workspace.commit()
             self.checked = check.facts
-
-    def write(
-        self, folder: Path, contents: FolderContents, check: Callable[[Path], Written], read: str
-    ) -> None:
-        """Write and list `contents` in the partial folder, or one in it, and check them."""
-        from blr.compressor.output.files import write_whole
-
-        facts = partial(self.facts, read)
-        write_whole(self.workspace, folder, contents, check, facts, self.progress)

@@ -77,7 +77,6 @@ class Text:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens without the beginnings."""
         return self.windows.numel() - len(self.windows) * len(self.beginning)
 
 
@@ -204,12 +203,10 @@ class Loss:
 
     @property
     def nats(self) -> float:
-        """Nats a token that are lost."""
         return math.log(self.after / self.before)
 
     @property
     def facts(self) -> dict[str, object]:
-        """JSON-ready."""
         return {
             **{"read": self.read, "loss": self.nats, "agreement": self.agreement},
             "perplexity": {"before": self.before, "after": self.after},
@@ -226,7 +223,6 @@ class Unmeasured:
 
     @property
     def facts(self) -> dict[str, object]:
-        """JSON-ready."""
         return {"unmeasured": self.why}
 
 

@@ -62,7 +62,6 @@ def better_fit(recipe: Recipe, calibrated: bool, healed: bool) -> str:
 
 
 def _larger(recipe: Recipe) -> str:
-    """The advice to store more bytes."""
     own = recipe.own()
     if own.stored.base:
         return "take a larger --rank or --bpw, or more bits of --base"

@@ -18,6 +18,7 @@ from blr.compressor.output.svg import Cell, Series, chart, heatmap, legend
 ERRORS = {"weighted_error": "output error", "error": "weight error"}
 KL = {"kl": "KL to the dense model, nats a token", "distance": "1 − cosine of embeddings"}
 BLOCK = re.compile(r"\.(\d+)\.")
+TAIL = {"50": "half of the tokens", "90": "9 in 10", "99": "99 in 100", "99.9": "999 in 1000"}
 
 PAGE = """<!DOCTYPE html>
 <html xmlns="http://www.w3.org/1999/xhtml" lang="en"><head><meta charset="utf-8"/>
@@ -85,7 +86,6 @@ def report_html(data: Mapping[str, Any]) -> str:
 
 
 def _tiles(data: Mapping[str, Any]) -> str:
-    """The figures that a reader looks for first."""
     totals, loss = data["totals"], data.get("loss") or {}
     dense, size = (sum(_sizes_of(t)[n] for t in data["types"]) for n in range(2))
     smaller = f"{dense / size:.3g} times smaller, {len(data['layers'])} layers" if size else ""
@@ -107,20 +107,17 @@ def _tiles(data: Mapping[str, Any]) -> str:
 
 
 def _perplexity(found: Any) -> str:
+    """Perplexities, percentiles of the divergence from the dense model, and the worst windows."""
     if not found:
         return ""
     rows = [(k, float(v), number(v), n) for n, (k, v) in enumerate(found.get("perplexity", {}).items())]
-    said = f'<h2>Perplexity</h2><p class="said">{escape(told(found))}.</p>{_bars(rows)}'
-    return said + (_tail(found["kl"], found.get("first")) if "kl" in found else "")
-
-
-def _tail(kl: Mapping[str, Any], first: int | None) -> str:
-    """Percentiles of the divergence from the dense model, and the worst windows."""
-    names = {"50": "half of the tokens", "90": "9 in 10", "99": "99 in 100", "99.9": "999 in 1000"}
-    names["100"] = "all"
-    rows = [(f"{names[n]}, at most", v, f"{v:.4g}", 1) for n, v in kl["percentiles"].items()]
-    text = f"<h3>KL to the dense model, nats a token</h3>{_bars(rows)}"
-    if first is None:
+    text = f'<h2>Perplexity</h2><p class="said">{escape(told(found))}.</p>{_bars(rows)}'
+    if "kl" not in found:
+        return text
+    kl = found["kl"]
+    rows = [(f"{TAIL.get(n, 'all')}, at most", v, f"{v:.4g}", 1) for n, v in kl["percentiles"].items()]
+    text += f"<h3>KL to the dense model, nats a token</h3>{_bars(rows)}"
+    if found.get("first") is None:
         return text
     places = ", ".join(f"token {x['token']:,} ({x['kl']:.3f})" for x in kl["worst"])
     return f'{text}<p class="said">The worst windows begin at {places}.</p>'
@@ -131,24 +128,20 @@ def _where(data: Mapping[str, Any]) -> str:
     text = ""
     for key, what in (("weighted_error", "layer outputs"), ("error", "weights")):
         if found := [x for x in data["layers"] if known(x.get(key))]:
-            text += f"<h3>Relative error of the {what}</h3>"
-            text += heatmap([_cell(layer, key, f"error {layer[key]:.4f}") for layer in found], colour=1)
-    shares = [_share(layer) for layer in data["layers"]]
+            cells = [_cell(layer, layer[key], f"error {layer[key]:.4f}") for layer in found]
+            text += f"<h3>Relative error of the {what}</h3>{heatmap(cells, colour=1)}"
+    sizes = [(layer, *_sizes_of(layer)) for layer in data["layers"]]
+    shares = [_cell(x, size / dense, f"{x['rank']}, {size / dense:.1%}") for x, dense, size in sizes]
     text += f"<h3>Share of the bytes that is left</h3>{heatmap(shares, colour=0)}"
     said = "Rows are types of layers, columns are blocks. The strongest colour is the largest value."
     said += " Errors of weights are larger than those of outputs where a text was given: expect that."
     return f'<h2>Layer by layer</h2><p class="said">{said}</p>{text}'
 
 
-def _cell(layer: Mapping[str, Any], key: str, said: str) -> Cell:
+def _cell(layer: Mapping[str, Any], value: float, said: str) -> Cell:
     block = BLOCK.search(layer["module"])
-    title = f"{layer['module']}: {said}"
-    return Cell(str(layer["type"]), int(block[1]) if block else 0, float(layer[key]), title)
-
-
-def _share(layer: Mapping[str, object]) -> Cell:
-    dense, size = _sizes_of(layer)
-    return _cell({**layer, "share": size / dense}, "share", f"{layer['rank']}, {size / dense:.1%}")
+    place = str(layer["type"]), int(block[1]) if block else 0
+    return Cell(*place, float(value), f"{layer['module']}: {said}")
 
 
 def _sizes_of(entry: Mapping[str, Any]) -> tuple[int, int]:
@@ -161,8 +154,8 @@ def _sizes(types: Sequence[Mapping[str, object]]) -> str:
     rows = list[tuple[str, float, str, int]]()
     for n, entry in enumerate(types):
         dense, size = _sizes_of(entry)
-        rows.append((f"{entry['type']} before", float(dense), size_text(dense), 7))
-        rows.append(("after", float(size), f"{size_text(size)} ({size / dense:.1%})", n))
+        rows.append((f"{entry['type']} before", dense, size_text(dense), 7))
+        rows.append(("after", size, f"{size_text(size)} ({size / dense:.1%})", n))
     return f"<h2>Bytes before and after</h2>{_bars(rows)}"
 
 

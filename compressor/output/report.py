@@ -25,25 +25,6 @@ Records = Mapping[str, Mapping[str, object]]
 def report_files(plan: Plan, records: Records, facts: Mapping[str, object]) -> dict[str, bytes]:
     """The report's files. Records have `type`, `spec`, `error`, and may have `weighted_error`, `curve`
     and `notes`; `facts` have `name`, `method`, `cf`, `calibration` and `versions`."""
-    return report_pages(report_data(plan, records, facts))
-
-
-def report_pages(data: Mapping[str, object]) -> dict[str, bytes]:
-    """The report's files from `report_data`, to which a `loss` and a `healing` may have been added."""
-    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
-    return {REPORT: text.encode() + b"\n", "report.html": report_html(data).encode()}
-
-
-def thin_curve(curve: Sequence[float], points: int = CURVE_POINTS) -> list[float]:
-    """`curve` at no more than `points` evenly spaced ranks, the first and last among them."""
-    last = len(curve) - 1
-    if last < points:
-        return [float(value) for value in curve]
-    return [float(curve[round(n * last / (points - 1))]) for n in range(points)]
-
-
-def report_data(plan: Plan, records: Records, facts: Mapping[str, object]) -> dict[str, object]:
-    """The content of the report, JSON-ready."""
     layers = [_layer(planned, records[planned.layer.module]) for planned in plan.layers]
     kept = [
         {
@@ -54,7 +35,7 @@ def report_data(plan: Plan, records: Records, facts: Mapping[str, object]) -> di
         }
         for entry in plan.kept
     ]
-    return {
+    data = {
         "format": 1,
         "facts": _plain(facts),
         "totals": {
@@ -68,6 +49,22 @@ def report_data(plan: Plan, records: Records, facts: Mapping[str, object]) -> di
         "kept": kept,
         "notes": list(plan.notes),
     }
+    return report_pages(data)
+
+
+def report_pages(data: Mapping[str, object]) -> dict[str, bytes]:
+    """The report's files from the content of its JSON, to which a `loss` and a `healing` may have been
+    added."""
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    return {REPORT: text.encode() + b"\n", "report.html": report_html(data).encode()}
+
+
+def thin_curve(curve: Sequence[float], points: int = CURVE_POINTS) -> list[float]:
+    """`curve` at no more than `points` evenly spaced ranks, the first and last among them."""
+    last = len(curve) - 1
+    if last < points:
+        return [float(value) for value in curve]
+    return [float(curve[round(n * last / (points - 1))]) for n in range(points)]
 
 
 def _layer(planned: PlannedLayer, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,24 +87,16 @@ def _layer(planned: PlannedLayer, record: Mapping[str, Any]) -> dict[str, Any]:
     }
     if record.get("weighted_error") is not None:
         found["weighted_error"] = _round(record["weighted_error"])
-    if record.get("tokens") is not None:
-        found["tokens"] = record["tokens"]
     if record.get("curve"):
         found["curve"] = [_round(value) for value in record["curve"]]
-    return found
+    return found if record.get("tokens") is None else found | {"tokens": record["tokens"]}
 
 
 def _type(kind: str, layers: Sequence[dict[str, Any]]) -> dict[str, object]:
     chosen = [layer for layer in layers if layer["type"] == kind]
-    return {
-        "type": kind,
-        "layers": len(chosen),
-        "dense_parameters": sum(layer["dense_parameters"] for layer in chosen),
-        "parameters": sum(layer["parameters"] for layer in chosen),
-        "dense_bytes": sum(layer["dense_bytes"] for layer in chosen),
-        "bytes": sum(layer["bytes"] for layer in chosen),
-        **mean_errors(kind, layers),
-    }
+    summed = ("dense_parameters", "parameters", "dense_bytes", "bytes")
+    sums = {name: sum(layer[name] for layer in chosen) for name in summed}
+    return {"type": kind, "layers": len(chosen), **sums, **mean_errors(kind, layers)}
 
 
 def mean_errors(kind: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -170,5 +170,4 @@ def picture(body: str, height: int) -> str:
 
 
 def _framed(svg: str) -> str:
-    """A picture in a frame that scrolls on narrow screens."""
     return f'<div class="wide">{svg}</div>'

@@ -85,7 +85,7 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
     known = {layer.entry.name for layer in layers}
     entries = source.entries.values()
     experts = [e for e in entries if "experts" in e.name.split(".") and e.name not in known]
-    experts = [e for e in experts if not e.name.endswith("_bias")]
+    experts = [e for e in experts if not e.name.endswith(("_bias", ".bias"))]
     if share := sum(e.parameters for e in experts) / max(sum(e.parameters for e in entries), 1):
         notes.append(
             f"experts stay dense, which are {share:.0%} of the model's parameters: no table in configs/ "

@@ -184,7 +184,7 @@ class Binder:
         k, v = state.kv.layer(heads.layer, sequences)
         inputs = (source, k, v, state.cos, state.sin, pos, start)
         options: dict[str, Any] = {"scale": heads.scale, "q_gain": heads.q_gain, "k_gain": heads.k_gain}
-        options |= {"eps": heads.eps, "window": heads.window}
+        options |= {"eps": heads.eps, "window": heads.window, "sinks": heads.sinks}
         options |= {"scales": state.kv.scales(heads.layer, sequences)}
         if self.triton:
             from blr.kernels.decode.attention.launch import decode_attention

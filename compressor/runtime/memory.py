@@ -207,8 +207,11 @@ def rotary_tables(model: PreTrainedModel, context: int) -> tuple[Tensor, Tensor]
     position = torch.arange(context, device=model.device)[None]
     like = torch.zeros(1, 1, dtype=torch.float32, device=model.device)
     with torch.no_grad():
-        cos, sin = model.get_decoder().rotary_emb(like, position)
-    return cos[0].contiguous(), sin[0].contiguous()
+        rotary = model.get_decoder().rotary_emb
+        tables = [table[0] for table in rotary(like, position)]
+    once = tables[0].shape[1] == len(rotary.inv_freq)  # a column for both of a pair
+    cos, sin = (torch.cat((t, t), 1) if once else t.contiguous() for t in tables)
+    return cos, sin
 
 
 def bucket_of(slots: int) -> int:

@@ -21,12 +21,14 @@ def add_experts(
     plan: TokenPlan, prefix: str, mlp: Any, x: Columns, norm: Any, add_modules: Callable[..., None]
 ) -> None:
     """Add the router and the experts that it chooses, or a block that has more than these as a whole."""
-    if {name for name, _ in mlp.named_children()} != {"gate", "experts"}:
+    children = dict(mlp.named_children())
+    router = children.get("gate", children.get("router"))
+    if router is None or len(children) > 2:
         return add_modules(plan, prefix, {"experts": (mlp, x)}, x, norm, add=True)
-    router, logits = mlp.gate, Columns("router", len(mlp.gate.weight))
+    logits = Columns("router", len(router.weight))
     routing = Routing(router.top_k, getattr(router, "norm_topk_prob", True))
     gain: dict[str, Any] = {"gain": norm.weight, "eps": norm.variance_epsilon}
-    part = StagePart(LayerStage(blocked(router.weight)), x, logits)
+    part = StagePart(LayerStage(blocked(router.weight), getattr(router, "bias", None)), x, logits)
     plan.add(Phase(f"{prefix}router", "stages", (part,), **gain))
     chosen: dict[str, Any] = {"source": logits, "target": x, "module": mlp.experts, "routing": routing}
     plan.add(Phase(f"{prefix}experts", "experts", **chosen, **gain))

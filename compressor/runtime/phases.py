@@ -16,7 +16,7 @@ from blr.compressor.runtime.plan import Columns, Heads, Phase, StagePart, TokenP
 from blr.kernels.decode.gemv.segments import dual_fits
 from blr.kernels.decode.quantized.formats import GROUP
 
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)
 ACTIVATIONS = {
     "silu": "silu",
@@ -88,7 +88,8 @@ def _heads(attention: Any, config: PreTrainedConfig, index: int) -> Heads:
         window = None
     q_gain, k_gain = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
     eps = 0.0 if q_norm is None else q_norm.variance_epsilon
-    return Heads(index, attention.head_dim, attention.scaling, q_gain, k_gain, eps, window)
+    sinks = getattr(attention, "sinks", None)
+    return Heads(index, attention.head_dim, attention.scaling, q_gain, k_gain, eps, window, sinks)
 
 
 def _attention(plan: TokenPlan, prefix: str, layer: Any, heads: Heads, x: Columns) -> None:

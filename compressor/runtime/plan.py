@@ -49,7 +49,7 @@ class StagePart:
 @dataclass(frozen=True)
 class Heads:
     """The settings of one layer's attention. width: of a head. q_gain, k_gain: [width], of norms of
-    queries and keys, or None."""
+    queries and keys, or None. sinks: [Hq] or None, as of `attention/reference.py`."""
 
     layer: int
     width: int
@@ -58,6 +58,7 @@ class Heads:
     k_gain: Tensor | None
     eps: float
     window: int | None
+    sinks: Tensor | None
 
 
 @dataclass(frozen=True)

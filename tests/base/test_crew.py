@@ -15,7 +15,7 @@ from ranks import weights
 THEN = """
 import os, signal
 from blr.compressor.workspace.journal import Journal
-from blr.compressor.cli.crew import Crew
+from blr.compressor.cli.signals import Crew
 start, store = Crew._start, Journal.store
 def started(self, *arguments):
     member = start(self, *arguments)

@@ -20,7 +20,7 @@ from blr.bench.options import DecodeOptions
 from blr.bench.results import FAILED, OK, WRONG, BenchReport, save
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.cli.bench import bench_app
+from blr.compressor.cli.timing import bench_app
 
 PLAIN = ("hf-dense", "ours-dense", "ours-lowrank", "ours-blast", "ours-monarch")
 ARMS = (*PLAIN, "ours-dense-kv8")

@@ -13,8 +13,8 @@ from producing import snapshot
 from blr.bench.results import NAME, BenchReport, Timed, check_output, save
 from blr.bench.tuned_files import HEADER, check_table, table_text, write_table
 from blr.compressor.base.errors import BlrError, OutputError, RecipeError, StorageError
-from blr.compressor.cli.bench import finish
-from blr.compressor.cli.from_fields import Format
+from blr.compressor.cli.options import Format
+from blr.compressor.cli.timing import finish
 
 MINE = "the user's"
 TABLE = table_text("mine", "a test", [{"structure": "lowrank", "dtype": "float16", "variant": "gemm"}])

@@ -11,7 +11,7 @@ from running import Invoke
 from typer.testing import CliRunner
 
 from blr.compressor.cli import app
-from blr.compressor.cli.from_fields import ADVANCED
+from blr.compressor.cli.options import ADVANCED
 from blr.compressor.structures.registry import STRUCTURES
 
 pytestmark = pytest.mark.fast

@@ -11,8 +11,8 @@ from pico import save_pico
 from running import Invoke
 
 from blr.compressor.base.device import Card
-from blr.compressor.cli import summary
-from blr.compressor.cli.summary import use_lines
+from blr.compressor.cli import making as summary
+from blr.compressor.cli.making import use_lines
 
 pytestmark = pytest.mark.fast
 DECODER: Any = {"loss": 0.1, "perplexity": {"before": 2.0, "after": 2.2}}

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from sweeping import FORKED
 
 from blr.compressor.base.errors import OutputError, UsageError
-from blr.compressor.cli.from_fields import Format, print_result
+from blr.compressor.cli.options import Format, print_result
 from blr.compressor.commands.sweep import chain
-from blr.compressor.commands.sweep.chain import Command, Pool
+from blr.compressor.commands.sweep.chain import Command, run_chains
 from blr.compressor.commands.sweep.folder import Folder
-from blr.compressor.commands.sweep.grid import Grid, listed, points_of
 from blr.compressor.commands.sweep.page import MadePoint, frontier, over_seeds, share_of_plain, table
+from blr.compressor.commands.sweep.run import Grid, listed, points_of
 from blr.compressor.recipe.schema import Recipe
 
 DYING = """
@@ -174,7 +174,7 @@ class Endless(Failing):
         return Command(("sleep", "infinity"), self.folder / "out", self.folder / "log")
 
 
-def test_a_pool_that_is_left_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_that_are_left_leave_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
     def start(command: Command, environ: dict[str, str], alive: int) -> subprocess.Popen[bytes]:
@@ -185,7 +185,7 @@ def test_a_pool_that_is_left_leaves_no_process(tmp_path: Path, monkeypatch: pyte
     endless = Endless(tmp_path)
     endless.given = 1
     with pytest.raises(ValueError, match="no second one"):
-        Pool([{}, {}]).run([endless, Failing(tmp_path)])
+        run_chains([endless, Failing(tmp_path)], [{}, {}])
     assert endless.given == 0, "told that it was stopped"
     assert [process.returncode for process in started] == [-9, 0]  # known of those waited for alone
 

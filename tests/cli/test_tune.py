@@ -22,8 +22,8 @@ from blr.bench.tuned_files import table_text, write_table
 from blr.bench.tuning import Tuning
 from blr.bench.tuning_rules import Candidate, TunedPoint, merged, rules_of
 from blr.compressor.base.progress import Progress
-from blr.compressor.cli import tune as command
-from blr.compressor.cli.from_fields import Format
+from blr.compressor.cli import timing as command
+from blr.compressor.cli.options import Format
 from blr.compressor.recipe.tuned_table import TunedRule, read_table, user_table
 from blr.compressor.structures.registry import TUNED
 from blr.kernels.common import dispatch, tables

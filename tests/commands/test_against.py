@@ -15,7 +15,7 @@ from running import Invoke
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blr.compressor.commands import api, dense_states, evaluate
+from blr.compressor.commands import api, evaluate, text_scores
 from blr.compressor.healing import objective
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.text.reading import beginning_of
@@ -105,7 +105,7 @@ def test_a_folder_is_itself_and_what_is_kept_changes_nothing(
     kept.write_bytes(b"of another")  # is made anew
     assert judge(invoke, small, dense, *given, "--keep-dense", tmp_path / "kept") == alone
     assert set(load_file(kept)) >= {"hidden"}
-    monkeypatch.setattr(dense_states, "MOST_KEPT", 0)
+    monkeypatch.setattr(text_scores, "MOST_KEPT", 0)
     kept.unlink()
     assert judge(invoke, small, dense, *given, "--keep-dense", tmp_path / "kept") == alone
     assert not kept.exists()

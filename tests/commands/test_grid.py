@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from blr.compressor.commands.sweep.grid import listed
+from blr.compressor.commands.sweep.run import listed
 
 
 @pytest.mark.parametrize("option", ["--methods", "--quantize", "--heal"])

@@ -21,7 +21,7 @@ from torch import Tensor
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.commands.heal import heal
-from blr.compressor.exporting.gguf_values import tokenizer_values
+from blr.compressor.exporting.gguf_models import tokenizer_values
 from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.recipe.schema import make_recipe
 

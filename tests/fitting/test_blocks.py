@@ -24,6 +24,7 @@ from blr.compressor.fitting.weighted import RIDGE, Moments, products
 from blr.compressor.loading.native import family_of
 from blr.compressor.recipe.architectures import families
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.structures.linalg import cholesky
 from blr.compressor.workspace.journal import Journal
 
 pytestmark = pytest.mark.fast
@@ -216,7 +217,7 @@ def test_curve_is_the_spectrum_of_the_weighted_weight() -> None:
     weight = torch.randn(5, 8, dtype=torch.float64)
     root_h, root_g = torch.randn(8, 8, dtype=torch.float64), torch.randn(5, 5, dtype=torch.float64)
     expected = torch.linalg.svdvals(root_g.T @ weight @ root_h).square()
-    found = curve(weight, root_h @ root_h.T, root_g @ root_g.T).double()
+    found = curve(weight, cholesky(root_h @ root_h.T), root_g @ root_g.T).double()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -21,8 +21,9 @@ from blr.compressor.runtime.decoder import supports
 
 register()
 
-DECODED = ("mixtral", "qwen3-moe", "qwen2-moe")  # by phases of a token; transformers decodes others
-OTHERS = ("olmoe", "gpt-oss", "deepseek-v3", "glm4-moe", "granite-moe")
+# By phases of a token; transformers decodes others.
+DECODED = ("mixtral", "qwen3-moe", "qwen2-moe", "gpt-oss")
+OTHERS = ("olmoe", "deepseek-v3", "glm4-moe", "granite-moe")
 PROMPT = list(range(97, 109))
 WAYS = {
     "svd": ("--method", "svd", "--cf", 1.5),

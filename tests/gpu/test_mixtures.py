@@ -24,7 +24,7 @@ PROMPTS = torch.arange(2, 26).reshape(2, 12)
 NEW = 24
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
 def test_dense_experts(name: str, on_cuda: str, tmp_path: Path) -> None:
     """In bfloat16 a graph gives the tokens of single launches; float32 is left to transformers."""
     folder = export_to(save_pico(name, tmp_path / "dense"), tmp_path / "export", batch=2)
@@ -36,7 +36,7 @@ def test_dense_experts(name: str, on_cuda: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
 def test_tokens_of_a_mixture(name: str, way: str, device: str, tmp_path: Path) -> None:
     """One row and two, in float32: the tokens that transformers gives on a CPU without a cache."""
     folder = compress_to(save_pico(name, tmp_path / "dense"), tmp_path / "out", **WAYS[way])

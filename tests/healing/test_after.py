@@ -10,7 +10,7 @@ import pytest
 from heal_models import QUIET, write_text
 
 from blr.compressor.base.errors import BlrError
-from blr.compressor.cli.values import completed
+from blr.compressor.cli.options import completed
 from blr.compressor.commands import compress as after
 from blr.compressor.commands.compress import Settings, Summary, compress
 from blr.compressor.fitting import factorize

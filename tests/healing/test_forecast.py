@@ -15,6 +15,7 @@ from heal_models import QUIET
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.commands.heal import HealRun, heal
 from blr.compressor.exporting.origin import open_checkpoint
+from blr.compressor.healing.data import reading_of
 from blr.compressor.planning.forecast_healing import (
     HOST,
     SLICED,
@@ -217,7 +218,9 @@ def test_a_run_that_cannot_fit_ends_before_any_weight_is_loaded(
     processes: Any = SimpleNamespace(device=torch.device("cuda"), count=1, gather=lambda value: [value])
     student, teacher = open_checkpoint(compressed), open_checkpoint(dense)
     workspace: Any = None
-    job = HealRun(student, teacher, HealOptions("c", "d"), processes, workspace, QUIET)
+    options = HealOptions("c", "d")
+    reading = reading_of(teacher, options)
+    job = HealRun(student, teacher, options, processes, workspace, QUIET, reading)
     with pytest.raises(CapabilityError, match=r"does not fit: .* of the 0 that may be filled of a card"):
         job._plan_memory()
     room[0] = 140_000_000_000

@@ -24,6 +24,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, list[int], list[int], int | Non
     "partial-rotary": (2, 2, 32, 8, 70, [40], [1], None),
     "seven-a-head": (7, 1, 64, 64, 140, [129], [0], None),
 }
+SINKING = ("mha", "gqa-ragged", "borders", "window")
 
 
 def inputs(shape: str, norm: bool, dtype: torch.dtype) -> dict[str, Any]:
@@ -41,7 +42,9 @@ def inputs(shape: str, norm: bool, dtype: torch.dtype) -> dict[str, Any]:
     angle = torch.arange(length)[:, None] * random(turning // 2)
     angle = torch.cat((angle, angle), -1).double()
     gains = {"q_gain": random(width).to(dtype), "k_gain": random(width).to(dtype), "eps": 1e-3}
+    sinks = {"sinks": 3 * random(heads).to(dtype)} if shape in SINKING else {}
     return {
+        **sinks,
         "qkv": random(len(pos), (heads + 2 * kv_heads) * width).float(),
         **{"k": cache[0], "v": cache[1], "cos": angle.cos().float(), "sin": angle.sin().float()},
         **{"pos": torch.tensor(pos), "start": torch.tensor(start)},
@@ -74,7 +77,9 @@ def expected(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         for head in range(heads):
             own = head * kv_heads // heads
             scores = k[row, own, low : here + 1] @ out[row, head] * given["scale"]
-            out[row, head] = scores.softmax(0) @ v[row, own, low : here + 1]
+            sink = given["sinks"][head : head + 1] if "sinks" in given else scores[:0]
+            weights = torch.cat((scores, sink)).softmax(0)[: len(scores)]
+            out[row, head] = weights @ v[row, own, low : here + 1]
     return out.flatten(1), k, v
 
 
@@ -290,6 +295,7 @@ def test_registers_hold_everything(group: int, width: int, capability: int) -> N
     tile = launch.tile_shape(group, width, torch.bfloat16)
     warps = tile.pop("num_warps")
     constants = {"G": group, "DP": width, "SPLITS": 8, "NORM": True, "WINDOW": False, **tile}
+    constants["sinks"] = None
     constants["PDL"] = capability >= 90
     made = compile_for(
         "blr.kernels.decode.attention.triton",
@@ -308,7 +314,7 @@ def test_int8_streams_through_shared_memory() -> None:
     tile = launch.stream_shape(4, 128, True)
     warps = tile.pop("num_warps")
     constants = {"G": 4, "DP": 128, "SPLITS": 32, "NORM": False, "WINDOW": False, **tile}
-    constants |= {"HALF": False, "PDL": True}
+    constants |= {"HALF": False, "PDL": True, "sinks": None}
     strides = dict.fromkeys(("scale_row", "scale_head"), "i32")
     signature = {**SIGNATURE, "k": "*i8", "v": "*i8", "k_scale": "*fp32", "v_scale": "*fp32", **strides}
     kernel = ("blr.kernels.decode.attention.streamed", "streamed_kernel")

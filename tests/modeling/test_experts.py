@@ -25,6 +25,7 @@ from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.runtime.decoder import Decoder, supports
 from blr.compressor.workspace.journal import Journal
+from blr.kernels.common.available import has_triton
 
 register()
 
@@ -63,6 +64,47 @@ def test_however_many_experts_a_token_chooses(choice: str, tmp_path: Path) -> No
     assert (load_written(int8)(IDS).logits - native).norm() < 0.05 * native.norm()
     low_rank = compress_to(tmp_path / "dense", tmp_path / "svd", method="svd", rank=4)
     assert load_written(low_rank)(IDS).logits.isfinite().all()
+
+
+_SMALL = {"vocab_size": 128, "d_model": 32, "num_experts": 4, "expert_capacity": 3}
+_SMALL |= {"decoder_start_token_id": 0}
+# Types of which an expert takes no more than some tokens of a text
+DROPPING: dict[str, dict[str, Any]] = {
+    "SwitchTransformers": {
+        **{"d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2},
+        **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    },
+    "NllbMoe": {
+        **{"encoder_layers": 2, "encoder_ffn_dim": 64, "encoder_attention_heads": 4},
+        **{"decoder_layers": 2, "decoder_ffn_dim": 64, "decoder_attention_heads": 4},
+        **{"encoder_sparse_step": 1, "decoder_sparse_step": 1, "max_position_embeddings": 64},
+    },
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_a_token_beyond_the_capacity_of_an_expert_passes_it_by(name: str, tmp_path: Path) -> None:
+    """Experts that are modules of their own are layers; their router is as it was."""
+    source, given = tmp_path / "dense", {"input_ids": IDS, "decoder_input_ids": IDS}
+    settings = {**_SMALL, **DROPPING[name]}
+    save_model(f"{name}Config", settings, f"{name}ForConditionalGeneration", source)
+    found = []
+    for way in ({"method": "svd", "cf": 1.5}, {"method": "dense", "quantize": "int8", "group": 32}):
+        output = compress_to(source, tmp_path / str(len(found)), **way)
+        layers = json.loads((output / "config.json").read_text())["blr"]["layers"]
+        assert any(".experts.expert_3." in layer for layer in layers)
+        assert not any(".router." in layer for layer in layers)
+        found.append(load_written(output)(**given).logits)
+        export(
+            output,
+            tmp_path / f"dense-{len(found)}",
+            ExportOptions("out", kind="dense"),
+            Progress(quiet=True),
+        )
+        dense = load_written(tmp_path / f"dense-{len(found)}")(**given).logits
+        assert (found[-1] - dense).norm() < 1e-4 * dense.norm()
+    native = load_written(source)(**given).logits
+    assert (found[1] - native).norm() < 0.05 * native.norm()
 
 
 def test_a_stack_is_compressed_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -127,7 +169,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen2-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen2-moe", "gpt-oss"])
 def test_an_export_decodes_its_experts(name: str, way: str, tmp_path: Path) -> None:
     """By the runtime, one row and several: the tokens that transformers gives without a cache. With one
     it multiplies a token with packed weights by an operator that rounds otherwise."""
@@ -143,6 +185,26 @@ def test_an_export_decodes_its_experts(name: str, way: str, tmp_path: Path) -> N
     for rows in (1, 2):
         found = ours.generate(IDS[:rows], max_new_tokens=12)
         assert found == expected[:rows, IDS.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("way", ["dense", *WAYS])
+def test_sinks_biases_and_clamped_gates_are_decoded(way: str, tmp_path: Path) -> None:
+    """64 tokens, beyond the sliding window, of a model that they make a difference to."""
+    config, settings, name = MORE["gpt-oss"]
+    source, changed = tmp_path / "dense", {"max_position_embeddings": 128, "swiglu_limit": 0.5}
+    save_model(config, {**settings, **changed}, name, source)
+    tensors = load_file(source / "model.safetensors")
+    tensors = {n: t * (16 if n.endswith(("bias", "sinks")) else 2) for n, t in tensors.items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    output = source if way == "dense" else compress_to(source, tmp_path / "out", **WAYS[way])
+    model, whole = load_written(output), {"attention_mask": torch.ones_like(IDS), "pad_token_id": 0}
+    asked = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "use_cache": False}
+    expected = model.generate(IDS, **whole, **asked)[:, IDS.shape[1] :].tolist()
+    assert len(set(expected[0])) > 5
+    assert Decoder(model, context=128, batch=2, ops="torch").generate(IDS, max_new_tokens=64) == expected
+    if has_triton():
+        by_kernels = Decoder(model, context=128, ops="triton").generate(IDS[:1], max_new_tokens=8)
+        assert by_kernels == [expected[0][:8]]
 
 
 def test_a_run_that_is_killed_amid_experts_ends_with_the_same_bytes(

@@ -16,8 +16,9 @@ from running import Invoke
 
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.cli.summary import check_lines
+from blr.compressor.cli.making import check_lines
 from blr.compressor.commands import evaluate
+from blr.compressor.commands.text_scores import text_scores
 from blr.compressor.loading import streamed
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.output import loss
@@ -38,8 +39,9 @@ def judged(folder: Path, text: Path, found: dict[str, Any]) -> float:
     part = (found["tokens"], found["first"])
     tokenizer, window = load_tokenizer(folder), found["window"]
     ids = evaluate.read_tokens(text, tokenizer, *part)
-    how = window, window, 4, Progress(quiet=True), beginning_of(tokenizer)
-    return evaluate.perplexity(model, ids, *how).perplexity
+    beginning = beginning_of(tokenizer)
+    scored = text_scores(model, ids, window, window, 4, Progress(quiet=True), beginning)
+    return evaluate.perplexity(scored, window, beginning).perplexity
 
 
 @pytest.fixture(scope="module")

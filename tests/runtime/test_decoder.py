@@ -31,7 +31,7 @@ from blr.kernels.decode.attention.rounded import pack, unpack
 register()
 
 METHODS = {"svd": {}, "monarch": {"blocks": 4}, "blast": {"blocks": 4, "rounds": 2}, "ks": {}}
-MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe")
+MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss")
 FAMILIES = ("llama", "llama-tied", "mistral", "qwen2", "qwen3", *MIXTURES)
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
 

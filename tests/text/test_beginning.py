@@ -24,6 +24,7 @@ from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.commands.evaluate import _pool, perplexity, read_tokens
 from blr.compressor.commands.heal import heal
+from blr.compressor.commands.text_scores import text_scores
 from blr.compressor.fitting import engine
 from blr.compressor.fitting.block_passes import Batch
 from blr.compressor.fitting.refit import Finishing
@@ -135,7 +136,7 @@ def test_perplexity_is_that_of_the_text_behind_the_beginning(
     folder, beginning = made(around), BEGINNINGS[around]
     model = load_model(folder, "AutoModelForCausalLM", dtype="float32", device="cpu")
     ids = read_tokens(text, load_tokenizer(folder), 100)
-    found = perplexity(model, ids, 16, stride, 4, QUIET, beginning)
+    found = perplexity(text_scores(model, ids, 16, stride, 4, QUIET, beginning), 16, beginning)
     losses, p = dict[int, float](), len(beginning)
     for start in range(0, 100, min(stride, 16 - p)):
         row = torch.cat([torch.tensor(beginning, dtype=torch.long), ids[start : start + 16 - p]])

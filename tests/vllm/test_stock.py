@@ -24,7 +24,7 @@ from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
-from blr.compressor.exporting.drafts import elsewhere
+from blr.compressor.exporting.files import elsewhere
 
 register()
 

@@ -8,11 +8,11 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base.errors import BlrError, InputError, kind_of_error
@@ -80,51 +80,35 @@ def slots(device: str, jobs: int) -> list[dict[str, str]]:
     return [{VISIBLE: name} for _ in range(jobs) for name in names] or [{} for _ in range(jobs)]
 
 
-class Started(NamedTuple):
-    """A chain whose command runs, and the slot that it has."""
-
-    chain: PointChain
-    process: subprocess.Popen[bytes]
-    place: dict[str, str]
-
-
-class Pool:
-    """Runs chains of commands, one chain at a time in each of `places` (as of `slots`)."""
-
-    def __init__(self, places: Sequence[dict[str, str]]) -> None:
-        self.places = list(places)
-
-    def run(self, chains: Sequence[PointChain]) -> None:
-        """All chains to their ends, in their order as slots become free."""
-        waiting, running = list(chains), list[Started]()
-        with ExitStack() as stack:
-            alive = stack.enter_context(lifeline())
-            stack.callback(_end, running)
+def run_chains(chains: Sequence[PointChain], places: Sequence[dict[str, str]]) -> None:
+    """Run all chains to their ends, in their order, one at a time in each of `places`."""
+    waiting, free = list(chains), list(places)
+    running: dict[subprocess.Popen[bytes], tuple[PointChain, dict[str, str]]] = {}
+    with lifeline() as alive:
+        try:
             while waiting or running:
-                while waiting and self.places:
-                    self._next(waiting.pop(0), self.places.pop(0), running, alive)
-                time.sleep(PAUSE)
-                for entry in [each for each in running if each.process.poll() is not None]:
-                    running.remove(entry)
-                    entry.chain.ended(entry.process.poll() or 0)
-                    self._next(entry.chain, entry.place, running, alive)
-
-    def _next(
-        self, chain: PointChain, place: dict[str, str], running: list[Started], alive: int
-    ) -> None:
-        if (command := chain.command()) is None:
-            self.places.append(place)
-        else:
-            running.append(Started(chain, start(command, place, alive), place))
+                ready = [(waiting.pop(0), free.pop(0)) for _ in range(min(len(waiting), len(free)))]
+                time.sleep(PAUSE * bool(running))
+                for process in [each for each in running if each.poll() is not None]:
+                    chain, place = running.pop(process)
+                    chain.ended(process.returncode)
+                    ready.append((chain, place))
+                for chain, place in ready:
+                    if (command := chain.command()) is None:
+                        free.append(place)
+                    else:
+                        running[start(command, place, alive)] = chain, place
+        finally:
+            _end(running)
 
 
-def _end(running: list[Started]) -> None:
-    """Kill the commands that still run when the pool ends with an error."""
-    for entry in running:
-        entry.process.kill()
-        entry.chain.stopped()
+def _end(running: Mapping[subprocess.Popen[bytes], tuple[PointChain, object]]) -> None:
+    """Kill the commands that still run when an error ends the sweep."""
+    for process, (chain, _) in running.items():
+        process.kill()
+        chain.stopped()
     until = time.monotonic() + LAST
-    while any(each.process.poll() is None for each in running) and time.monotonic() < until:
+    while any(process.poll() is None for process in running) and time.monotonic() < until:
         time.sleep(PAUSE)
 
 

@@ -182,11 +182,10 @@ class Folder:
             if not (known and _is_plain(path)):
                 ownership.in_the_way(path, OTHERS)
         output = self.output(name)
-        if os.path.lexists(output) and (os.path.islink(output) or not self._is_own(name, digest)):
+        if os.path.lexists(output) and (
+            os.path.islink(output) or not is_made(output, digest, self.common)
+        ):
             ownership.in_the_way(output, OTHERS)
-
-    def _is_own(self, name: str, digest: str, common: dict[str, object] | None = None) -> bool:
-        return is_made(self.output(name), digest, self.common if common is None else common)
 
     def _clear(self, earlier: SweepNote) -> None:
         """Remove what an earlier sweep has made. Raises OutputError, before that, for anything else."""
@@ -209,10 +208,8 @@ class Folder:
         """Outputs that an earlier sweep made or began. Raises OutputError for others."""
         found = sorted({output_of(path) for path in (self.path / OUTPUTS).glob("*")})
         for path in found:
-            digest = earlier.made.get(path.name)
-            own = not os.path.lexists(path) or (
-                not os.path.islink(path) and self._is_own(path.name, digest or "", earlier.common)
-            )
+            digest, begun = earlier.made.get(path.name, ""), not os.path.lexists(path)
+            own = begun or (not os.path.islink(path) and is_made(path, digest, earlier.common))
             if not digest or not own:
                 ownership.in_the_way(path, OTHERS)
         return found
@@ -226,7 +223,7 @@ class Folder:
 
     def is_written(self, name: str) -> bool:
         """Whether the checkpoint of a point is there."""
-        return self._is_own(name, self.made.get(name, ""))
+        return is_made(self.output(name), self.made.get(name, ""), self.common)
 
     def _found(self) -> SweepNote | None:
         """The sweep in this folder; None if it is empty."""

@@ -138,7 +138,6 @@ def _series(
 
 
 def _commands(result: dict[str, Any], *, frontier: bool) -> str:
-    """The commands of the points on the frontier, or of all others."""
     order = {name: n for n, name in enumerate(result["frontier"])}
     points = [point for point in result["points"] if (point["name"] in order) == frontier]
     points.sort(key=lambda point: order.get(point["name"], 0))

@@ -54,6 +54,7 @@ def decode_attention(
     q_gain: Tensor | None = None,
     k_gain: Tensor | None = None,
     eps: float = 0.0,
+    sinks: Tensor | None = None,
     window: int | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
     bucket: int,
@@ -92,7 +93,7 @@ def decode_attention(
     options |= {"NORM": q_gain is not None, "WINDOW": window is not None}
     options |= {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
     after = (
-        *(cos, sin, cos.stride(0), *gains, eps, pos, start, scale * log2(e), out, out.stride(0)),
+        *(cos, sin, cos.stride(0), *gains, sinks, eps, pos, start, scale * log2(e), out, out.stride(0)),
         *(workspace["partial"], workspace["state"], workspace["counter"]),
         *(kv_heads, sequences, width, cos.shape[1], window or 0, chunk),
     )

@@ -19,6 +19,7 @@ def decode_attention(
     q_gain: Tensor | None = None,
     k_gain: Tensor | None = None,
     eps: float = 0.0,
+    sinks: Tensor | None = None,
     window: int | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
@@ -33,6 +34,7 @@ def decode_attention(
         pos: [B] int64, the slot of the new token. start: [B] int64, the first slot in use.
         scale: of the scores. window: slots that a query sees, itself included.
         q_gain, k_gain: [D] of an RMS norm over each head, before the rotation; eps: its epsilon.
+        sinks: [Hq], for each head the score of a slot more, whose value is zero.
 
     Returns:
         [B, Hq·D].
@@ -63,7 +65,10 @@ def decode_attention(
     scores = query @ keys.transpose(2, 3) * scale
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
     values = values.masked_fill(~seen[:, None, :, None], 0)
-    return (scores.softmax(-1) @ values).flatten(1)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, kv_heads, -1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink), -1)
+    return (scores.softmax(-1)[..., :length] @ values).flatten(1)
 
 
 def rms(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:

@@ -8,8 +8,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.decode.attention.triton import (
+    before_slots,
     finish,
     heads_ready,
+    renewed,
     rotation,
     scores_of,
     stretch,
@@ -47,19 +49,10 @@ def operand(tile, DOT: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def renewed(score, top, total, sums):
-    """Maxima, weights of the scores, and totals and sums [GP, VP] shrunk to the new maxima."""
-    higher = tl.maximum(top, tl.max(score, 1))
-    p = tl.exp2(score - higher[:, None])
-    shrink = tl.exp2(top - higher)
-    return higher, p, total * shrink + tl.sum(p, 1), sums * shrink[:, None]
-
-
-@triton.jit
 def streamed_kernel(
     qkv, qkv_row, k, v, cache_row, cache_head, k_scale, v_scale, scale_row, scale_head,
-    cos, sin, table_row, q_gain, k_gain, eps, pos, start, scale, out, out_row, partial, state, counter,
-    kv_heads, sequences, D, R, window, chunk,
+    cos, sin, table_row, q_gain, k_gain, sinks, eps, pos, start, scale, out, out_row,
+    partial, state, counter, kv_heads, sequences, D, R, window, chunk,
     G: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, NORM: tl.constexpr, WINDOW: tl.constexpr, DOT: tl.constexpr,
     HALF: tl.constexpr, PDL: tl.constexpr,
@@ -94,8 +87,7 @@ def streamed_kernel(
     q = heads_ready(qkv, head * G + group, group < G, d, D, R, c, s, q_gain, eps, NORM) * scale
     if DOT:
         q = operand(q, DOT, HALF)
-    top = tl.full([GP], float("-inf"), tl.float32)
-    total = tl.zeros([GP], tl.float32)
+    top, total = before_slots(sinks, head * G + tl.minimum(group, G - 1), split == last, GP)
     sums = tl.zeros([GP, DP], tl.float32)
     old = tl.minimum(stop, here)
     for tile in tl.range(begin, old, BN, num_stages=STAGES):

@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MIN_CHUNK = tl.constexpr(32)  # slots of a split at least
 FEWEST = tl.constexpr(4)  # splits of the smallest bucket
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -52,6 +53,15 @@ def weighted(p, value, DOT: tl.constexpr):
     if DOT:
         return tl.dot(p.to(value.dtype), value, input_precision="ieee")
     return tl.sum(p[:, :, None] * value.to(tl.float32)[None, :, :], 1)
+
+
+@triton.jit
+def renewed(score, top, total, sums):
+    """Maxima, weights of the scores, and totals and sums [GP, VP] shrunk to the new maxima."""
+    higher = tl.maximum(top, tl.max(score, 1))
+    p = tl.exp2(score - higher[:, None])
+    shrink = tl.exp2(top - higher)
+    return higher, p, total * shrink + tl.sum(p, 1), sums * shrink[:, None]
 
 
 @triton.jit
@@ -135,58 +145,20 @@ def rotation(cos, sin, turn, d, R):
 
 
 @triton.jit
-def attend_split(
-    qkv, k, v, key, value, c, s, q_gain, k_gain, eps, scale, out, partial, state, counter,
-    head, kv_heads, split, here, begin, stop, first, last, D, R,
-    G: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
-    NORM: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """One split of one head of one row, from the first tile of its keys and values on.
-
-    qkv, out: of the row. k, v, partial, state, counter: of the head. key, value: [BN, DP] from slot
-    `begin` on. c, s: of `rotation`. begin, stop, first, last: of `stretch`.
-    """
-    d = tl.arange(0, DP)
-    lane = tl.arange(0, BN)
-    group = tl.arange(0, GP)
-    one = tl.arange(0, 1)
-    q = heads_ready(qkv, head * G + group, group < G, d, D, R, c, s, q_gain, eps, NORM) * scale
-    keys = qkv + kv_heads * G * D
-    new_k = heads_ready(keys, head + one, one < 1, d, D, R, c, s, k_gain, eps, NORM)
-    values = keys + (kv_heads + head + one[:, None]) * D + d[None, :]
-    new_v = tl.load(values, mask=(d < D)[None, :], other=0.0)
-    new_k = new_k.to(k.dtype.element_ty)
-    new_v = new_v.to(v.dtype.element_ty)
-    if split == last:
-        at = here * D + one[:, None] + d[None, :]
-        tl.store(k + at, new_k, mask=(d < D)[None, :])
-        tl.store(v + at, new_v, mask=(d < D)[None, :])
+def before_slots(sinks, at, counted, GP: tl.constexpr):
+    """Maxima and totals [GP] of heads before they see a slot: those of their sinks in the one split
+    where these are `counted`, else of nothing."""
     top = tl.full([GP], float("-inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
-    sums = tl.zeros([GP, DP], tl.float32)
-    for tile in range(begin, stop, BN):
-        slots = tile + lane
-        next_key = cache_tile(k, slots + BN, tl.minimum(stop, here), d, D)
-        next_value = cache_tile(v, slots + BN, tl.minimum(stop, here), d, D)
-        new = (slots == here)[:, None]
-        key = tl.where(new, new_k, key)
-        value = tl.where(new, new_v, value)
-        score = tl.where((slots < stop)[None, :], scores_of(q, key, DOT), float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        p = tl.exp2(score - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(p, 1)
-        sums = sums * shrink[:, None] + weighted(p, value, DOT)
-        top = higher
-        key = next_key
-        value = next_value
-    out += head * G * D
-    finish(sums, top, total, out, partial, state, counter, group, split, first, last, d, D, G, SPLITS)
+    if sinks is not None:
+        top = tl.where(counted, tl.load(sinks + at).to(tl.float32) * LOG2_E, top)
+        total = tl.where(counted, total + 1, total)
+    return top, total
 
 
 @triton.jit
 def attention_kernel(
-    qkv, qkv_row, k, v, cache_row, cache_head, cos, sin, table_row, q_gain, k_gain, eps,
+    qkv, qkv_row, k, v, cache_row, cache_head, cos, sin, table_row, q_gain, k_gain, sinks, eps,
     pos, start, scale, out, out_row, partial, state, counter,
     kv_heads, sequences, D, R, window, chunk,
     G: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
@@ -210,7 +182,8 @@ def attention_kernel(
     base = (row % sequences).to(tl.int64) * cache_row + head.to(tl.int64) * cache_head
     k += base
     v += base
-    slots = begin + tl.arange(0, BN)
+    lane = tl.arange(0, BN)
+    slots = begin + lane
     key = cache_tile(k, slots, tl.minimum(stop, here), d, D)
     value = cache_tile(v, slots, tl.minimum(stop, here), d, D)
     c, s = rotation(cos, sin, (here - zero).to(tl.int64) * table_row, d, R)
@@ -220,8 +193,33 @@ def attention_kernel(
     out += row.to(tl.int64) * out_row
     partial += tl.program_id(0).to(tl.int64) * SPLITS * G * D
     state += tl.program_id(0) * SPLITS * 2 * G
-    attend_split(
-        qkv, k, v, key, value, c, s, q_gain, k_gain, eps, scale, out, partial, state,
-        counter + tl.program_id(0), head, kv_heads, split, here, begin, stop, first, last, D, R,
-        G, GP, DP, BN, SPLITS, NORM, DOT,
-    )  # fmt: skip
+    counter += tl.program_id(0)
+    group = tl.arange(0, GP)
+    one = tl.arange(0, 1)
+    q = heads_ready(qkv, head * G + group, group < G, d, D, R, c, s, q_gain, eps, NORM) * scale
+    keys = qkv + kv_heads * G * D
+    new_k = heads_ready(keys, head + one, one < 1, d, D, R, c, s, k_gain, eps, NORM)
+    values = keys + (kv_heads + head + one[:, None]) * D + d[None, :]
+    new_v = tl.load(values, mask=(d < D)[None, :], other=0.0)
+    new_k = new_k.to(k.dtype.element_ty)
+    new_v = new_v.to(v.dtype.element_ty)
+    if split == last:
+        at = here * D + one[:, None] + d[None, :]
+        tl.store(k + at, new_k, mask=(d < D)[None, :])
+        tl.store(v + at, new_v, mask=(d < D)[None, :])
+    top, total = before_slots(sinks, head * G + tl.minimum(group, G - 1), split == last, GP)
+    sums = tl.zeros([GP, DP], tl.float32)
+    for tile in range(begin, stop, BN):
+        slots = tile + lane
+        next_key = cache_tile(k, slots + BN, tl.minimum(stop, here), d, D)
+        next_value = cache_tile(v, slots + BN, tl.minimum(stop, here), d, D)
+        new = (slots == here)[:, None]
+        key = tl.where(new, new_k, key)
+        value = tl.where(new, new_v, value)
+        score = tl.where((slots < stop)[None, :], scores_of(q, key, DOT), float("-inf"))
+        top, p, total, sums = renewed(score, top, total, sums)
+        sums += weighted(p, value, DOT)
+        key = next_key
+        value = next_value
+    out += head * G * D
+    finish(sums, top, total, out, partial, state, counter, group, split, first, last, d, D, G, SPLITS)

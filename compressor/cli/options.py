@@ -1,35 +1,119 @@
-"""Options of commands, made of docstrings and of the fields of settings (`recipe/option`), and those
-that several commands share."""
+"""Options of commands: made of docstrings and of the fields of settings (`recipe/option`), shared by
+several commands, and what their values may be.
+
+Wrong values are refused before anything is read. Beside the ranges that options state, callbacks refuse
+what such ranges let pass (NaN) and what no library below holds (integers of hundreds of digits).
+"""
 
 import inspect
 import json
+import os
+import re
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
 from dataclasses import fields
 from enum import StrEnum
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
+from typer.core import TyperCommand
 from typer.models import ArgumentInfo
 
-from blr.compressor.base.device import check_device
-from blr.compressor.base.quoting import printable_all
-from blr.compressor.cli import values
+from blr.compressor.base.device import COMPUTED, check_device
+from blr.compressor.base.errors import UsageError
+from blr.compressor.base.quoting import is_numeral, printable_all
 from blr.compressor.recipe.eval_settings import EvalSettings
+from blr.compressor.recipe.heal_settings import MINUTES
 from blr.compressor.recipe.option import Option, described, options_of
 from blr.compressor.recipe.run_settings import RunSettings
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.workspace.shards import parse_size
 
+MOST = 2**31 - 1
+COLDEST = 1e-4  # a temperature below it takes logits out of the range of float32
+SEEDS = range(-(2**63), 2**64)  # what torch takes
+
+
+def check_name(param: typer.CallbackParam, value: str | None) -> str | None:
+    """Of a model or folder; an empty one, of a variable that is not set, would be the current folder."""
+    if value is None:
+        return None
+    if not value:
+        raise UsageError(
+            f"{param.opts[0]} is empty: expected a name or a path; check the variable it came from"
+        )
+    return os.path.expanduser(value)
+
+
+def expanded(value: Any) -> Any:
+    """A path, or several, with ``~`` expanded, which shells leave as it is in ``--output=~/x``."""
+    if isinstance(value, list | tuple):
+        return [expanded(one) for one in value]
+    return value if value is None else type(value)(os.path.expanduser(value))
+
+
+def _checked(is_right: Callable[[Any], bool], expected: str) -> Callable[..., object]:
+    """A callback that refuses values other than `expected`; None passes."""
+
+    def check(param: typer.CallbackParam, value: object) -> object:
+        if value is not None and not is_right(value):
+            shown = f"{value:g}" if isinstance(value, float) else str(value)[:40]
+            raise UsageError(f"{param.opts[0]} is {shown}: expected {expected}")
+        return value
+
+    return check
+
+
+check_count = _checked(lambda n: abs(n) <= MOST, f"at most {MOST}")
+check_number = _checked(isfinite, "a finite number")
+check_probability = _checked(lambda p: 0 < p <= 1, "a probability above 0, up to 1")
+check_temperature = _checked(  # 0 for greedy decoding, or what logits can be divided by
+    lambda t: t == 0 or (isfinite(t) and t >= COLDEST), f"0, or a finite number of at least {COLDEST:g}"
+)
+check_seed = _checked(lambda n: n in SEEDS, "an integer of 64 bits")
+check_factor = _checked(lambda cf: isfinite(cf) and cf > 1, "a compression factor over 1")
+check_dtype = _checked(COMPUTED.__contains__, f"one of {', '.join(COMPUTED)}")
+check_gpu_name = _checked(  # under which a table is kept
+    lambda name: re.fullmatch(r"[A-Za-z0-9][\w-]{0,63}", name, re.ASCII) is not None,
+    "a name of letters, digits, _ and -",
+)
+
+
+def listed(value: str) -> tuple[str, ...]:
+    """Names with commas between."""
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+VALUES = {"--heal": f"{MINUTES:g}"}  # by option, its value where none follows
+
+
+class OptionalValues(TyperCommand):
+    """A command that takes the options of `VALUES` without a number, too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, completed(args))
+
+
+def completed(args: list[str]) -> list[str]:
+    """`args` with a value for every option of `VALUES` that no number follows."""
+    found = []
+    for n, arg in enumerate(args):
+        follows = args[n + 1] if n + 1 < len(args) else ""
+        bare = arg in VALUES and not is_numeral(follows)
+        found.append(f"{arg}={VALUES[arg]}" if bare else arg)
+    return found
+
+
 Command = Callable[..., None]
-CHECKS = {int: values.count, float: values.number, Path: values.place, list[Path]: values.place}
+CHECKS = {int: check_count, float: check_number, Path: expanded, list[Path]: expanded}
 NAMED_CHECKS: dict[tuple[str, object], object] = {  # by name and type, of what is more than its type
-    **{("seed", int): values.seed, ("device", str): check_device, ("teacher", str): values.name},
-    **{("max_shard_size", int): parse_size, ("train", list[str]): values.listed},
-    **{("data", list[str]): values.place, ("calibration", str): values.place},
-    **{("temperature", float): values.temperature, ("top_p", float): values.probability},
-    **{("cf", float): values.factor, ("gpu_name", str): values.gpu_name},
+    **{("seed", int): check_seed, ("device", str): check_device, ("teacher", str): check_name},
+    **{("max_shard_size", int): parse_size, ("train", list[str]): listed},
+    **{("data", list[str]): expanded, ("calibration", str): expanded},
+    **{("temperature", float): check_temperature, ("top_p", float): check_probability},
+    **{("cf", float): check_factor, ("gpu_name", str): check_gpu_name},
 }
 ADVANCED = "Advanced"  # title of the panel of options that a first user does not need
 TYPED = {"max_shard_size": "5GB"}  # defaults as one would type them
@@ -125,19 +209,16 @@ class Format(StrEnum):
     json = "json"
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        callback=values.name,
-        help="A checkpoint folder, a hub id (owner/name) or a short name (llama-7b).",
-    ),
-]
-Checkpoint = Annotated[
-    str, typer.Argument(callback=values.name, help="A checkpoint folder or a hub id.")
-]
-Output = Annotated[str, typer.Argument(callback=values.name, help="A folder that blr wrote.")]
+def named(said: str) -> Any:
+    """An argument of typer that names a model or folder."""
+    return typer.Argument(callback=check_name, help=said)
+
+
+Model = Annotated[str, named("A checkpoint folder, a hub id (owner/name) or a short name (llama-7b).")]
+Checkpoint = Annotated[str, named("A checkpoint folder or a hub id.")]
+Output = Annotated[str, named("A folder that blr wrote.")]
 OutputFolder = Annotated[
-    Path, typer.Option("--output", "-o", callback=values.place, help="Write this folder.")
+    Path, typer.Option("--output", "-o", callback=expanded, help="Write this folder.")
 ]
 FormatOption = Annotated[Format, typer.Option("--format", help="Print text, or one JSON object.")]
 Device = Annotated[str, typed(EvalSettings, "device")]
@@ -158,7 +239,6 @@ Offline = Annotated[bool, typed(RunSettings, "offline", "--offline")]
 Trust = Annotated[bool, typed(EvalSettings, "trust_remote_code", "--trust-remote-code")]
 Revision = Annotated[str | None, typed(RunSettings, "revision")]
 Restart = Annotated[bool, typed(RunSettings, "restart", "--restart")]
-Blocks = Annotated[int | None, typed(Recipe, "blocks")]
 
 
 def print_result(result: dict[str, object], text: Any, format: Format) -> None:

@@ -1,13 +1,13 @@
-"""`blr bench`: times of layers and models beside dense and other implementations.
+"""Commands that time kernels and models on this machine: bench and tune.
 
-The options of every command are the fields of its settings in `blr.bench.options` (scripts/bench).
+The options of each are the fields of its settings in `blr.bench.options` (scripts/bench).
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,15 +16,21 @@ from blr.bench.options import (
     LayerOptions,
     MemoryOptions,
     PrefillOptions,
+    TuneOptions,
     of_text,
 )
 from blr.bench.results import BenchReport, check_output, publish
 from blr.bench.shapes import layer_work
-from blr.compressor.cli import values
-from blr.compressor.cli.from_fields import Format, FormatOption, Quiet, setting_options, taking
-
-if TYPE_CHECKING:
-    from blr.compressor.base.progress import Progress
+from blr.compressor.base.progress import Progress
+from blr.compressor.cli.options import (
+    Format,
+    FormatOption,
+    Quiet,
+    expanded,
+    setting_options,
+    taking,
+)
+from blr.compressor.cli.streams import report_now
 
 bench_app = typer.Typer(
     help="Time layers and models against dense and other implementations.",
@@ -32,19 +38,8 @@ bench_app = typer.Typer(
 )
 OutputOption = Annotated[
     Path | None,
-    typer.Option("--output", "-o", callback=values.place, help="Write results.json here."),
+    typer.Option("--output", "-o", callback=expanded, help="Write results.json here."),
 ]
-
-
-def begun(output: Path | None, quiet: bool) -> Progress:
-    """The progress of a run whose results have a place; torch may be imported now."""
-    from blr.compressor.base.progress import Progress
-
-    if output is not None:
-        check_output(output)
-    progress = Progress(quiet)
-    progress.loading()
-    return progress
 
 
 def finish(report: BenchReport, code: int, output: Path | None, format: Format) -> None:
@@ -66,7 +61,10 @@ def add_command(name: str, settings: type, said: str) -> None:
         asked = of_text(settings, options)
         if isinstance(asked, LayerOptions):
             layer_work(asked, cpu=False)  # what is wrong is told before torch is imported
-        progress = begun(output, quiet)
+        if output is not None:
+            check_output(output)
+        progress = Progress(quiet)
+        progress.loading()
         run = getattr(import_module(f"blr.bench.{name}"), f"run_{name}")
         report, code = run(asked, progress)
         finish(report, code, output, format)
@@ -79,3 +77,29 @@ add_command("layers", LayerOptions, "Time layers: dense, plain torch, torch.comp
 add_command("decode", DecodeOptions, "Time decoding: transformers compiled, and our runtime.")
 add_command("prefill", PrefillOptions, "Time prompts in transformers, in bf16 and fp8.")
 add_command("memory", MemoryOptions, "Measure memory of a forward pass: dense, low-rank and ours.")
+
+
+Table = Annotated[
+    Path | None,
+    typer.Option(
+        *("--output", "-o"),
+        callback=expanded,
+        help="Write this YAML file.",
+        show_default="~/.cache/blr/tuned/GPU.yaml, which is read first",
+    ),
+]
+
+
+@taking(setting_options(TuneOptions))
+def tune(
+    output: Table = None, quiet: Quiet = False, format: FormatOption = Format.text, **options: object
+) -> None:
+    """Time the kernels on this GPU, and write the table by which layers choose them."""
+    asked: TuneOptions = of_text(TuneOptions, options)
+    from blr.bench.tune import Interrupted, run_tune
+
+    try:
+        run_tune(asked, output, quiet, format is Format.json)
+    except Interrupted as stop:
+        report_now(stop.said, stop.code)
+        raise typer.Exit(stop.code) from None
