@@ -58,7 +58,7 @@ def test_every_format_is_multiplied_as_it_is_dequantized(
 
     torch.manual_seed(0)
     s, options = quantized(torch.randn(tokens, K), 7, form), {"gain": torch.rand(K), "eps": 1e-5}
-    grouped([s], **options, config=[{"BQ": 8}])
+    grouped([s], **options, config={"BQ": 8})
     assert near(s.y, replace(s, x=s.x.double()).product(**options))
 
 
@@ -71,7 +71,7 @@ def test_full_tiles_need_no_masks(form: tuple[int, ...]) -> None:
     s = quantized(torch.randn(1, 512), 8, form)
     shape = {"BR": 8, "BQ": form_of(*form).quads(512), "num_warps": 1}
     assert quantized_tile(s, complete(shape, 1), None).FULL
-    grouped([s], config=[shape])
+    grouped([s], config=shape)
     assert near(s.y, replace(s, x=s.x.double()).product(None, 0.0))
 
 
@@ -85,7 +85,7 @@ def test_products_of_bytes_are_as_exact_as_half_precision(form: tuple[int, ...])
     x[:, 7] = 100
     s, options = quantized(x, 7, form), {"gain": torch.rand(328), "eps": 1e-5}
     s = replace(s, scale=s.scale.half())
-    grouped([s], **options, config=[{"BQ": 8, "BYTES": 1}])
+    grouped([s], **options, config={"BQ": 8, "BYTES": 1})
     expected = replace(s, x=x.double()).product(**options)
     assert float((s.y - expected).norm() / expected.norm()) < TOLERANCES[torch.float16] / 10
 

@@ -96,6 +96,7 @@ def test_they_compile(capability: int, width: int) -> None:
     }
     for name, own in more.items():
         found = compile_for(
+            "blr.kernels.training.distance",
             name,
             {**signature, **own},
             constants,

@@ -60,6 +60,7 @@ def test_a_loss_in_parts_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_compiles(capability: int) -> None:
     signature = {"student": "*bf16", "teacher": "*bf16", "lost": "*fp32", "gradient": "*bf16"}
     found = compile_for(
+        "blr.kernels.training.divergence",
         "divergence_kernel",
         {**signature, "width": "i32"},
         {"BLOCK": kernel.BLOCK},

@@ -77,6 +77,10 @@ def grouped(*arguments: Any, **options: Any) -> None:
     grouped(*arguments, **options)
 
 
+def dual(*pair: Segment, **options: Any) -> None:
+    grouped(pair, **options)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -113,8 +117,6 @@ def test_norm_of_the_input(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "norm"])
 def test_dual_stage(normed: bool, tokens: int, dtype: torch.dtype) -> None:
-    from blr.kernels.decode.gemv.launch import dual
-
     generator = torch.Generator().manual_seed(tokens)
     gate, up = (segment("dense" if normed else "blocks", tokens, dtype, generator) for _ in range(2))
     if not normed:  # another rank than the gate's
@@ -154,8 +156,6 @@ SIGNATURE = {
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_token_has_the_same_sums_beside_others(name: str, dtype: torch.dtype) -> None:
     """Bit for bit, with a norm, added, or of a pair: a draft's tokens are checked in one launch."""
-    from blr.kernels.decode.gemv.launch import dual
-
     generator = torch.Generator().manual_seed(1)
     s = segment(name, 11, dtype, generator)
     gain = torch.randn(s.x.shape[1], generator=generator)

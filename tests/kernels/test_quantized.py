@@ -164,7 +164,7 @@ def multiplied(
     if residual is not None:
         y.copy_(residual)
     s = segments.QuantizedSegment(x, packed, scale, bits, K, y, bias, part=part)
-    grouped([s], gain=gain, eps=eps, add=residual is not None, config=[config])
+    grouped([s], gain=gain, eps=eps, add=residual is not None, config=config)
     return y
 
 
@@ -234,7 +234,7 @@ def test_mixing_stage_with_any_tile(bits: int, config: dict[str, int]) -> None:
 
     x, packed, scale, _, K, s = _mixing(bits, 2, torch.float32, blocks=6, ranks=5, K=300)
     stage = segments.QuantizedSegment(x, packed, scale, bits, K, torch.empty(2, 30), mix=s)
-    grouped([stage], config=[config])
+    grouped([stage], config=config)
     assert _near(stage.y, replace(stage, x=x.double()).product(None, 0.0), torch.float32)
 
 
@@ -322,12 +322,12 @@ def test_norm_is_over_the_inputs_of_all_blocks(bits: int, tokens: int) -> None:
 @BITS
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_gated_pair_in_one_launch(bits: int, tokens: int) -> None:
-    from blr.kernels.decode.quantized.launch import dual
+    from blr.kernels.decode.quantized.launch import grouped
 
     gain = torch.rand(200)
     made = _segments(bits, tokens, [(1, 19, 200, None)] * 2)
     options = {"activation": "silu", "gain": gain, "eps": 1e-5}
-    _against_reference(lambda: dual(*made, **options), lambda: segments.dual(*made, **options), made)
+    _against_reference(lambda: grouped(made, **options), lambda: segments.dual(*made, **options), made)
     assert not made[1].y.isnan().any()
 
 
@@ -337,12 +337,12 @@ def test_gated_pair_in_one_launch(bits: int, tokens: int) -> None:
 @pytest.mark.parametrize("widths", [(400, 30), (30, 400)], ids=["wide-gate", "wide-up"])
 def test_gated_pair_of_different_ranks(bits: int, tokens: int, widths: tuple[int, int]) -> None:
     """Several blocks; a rank far below the other's; more chunks than one; a bias on one side only."""
-    from blr.kernels.decode.quantized.launch import dual
+    from blr.kernels.decode.quantized.launch import grouped
 
     made = _segments(bits, tokens, [(2, 5, width, None) for width in widths])
     made[0] = replace(made[0], bias=None)
     _against_reference(
-        lambda: dual(*made, activation="gelu_tanh", BQ=8),
+        lambda: grouped(made, activation="gelu_tanh", config={"BQ": 8}),
         lambda: segments.dual(*made, activation="gelu_tanh"),
         made,
     )
@@ -382,4 +382,4 @@ def test_dense_and_quantized_stages_side_by_side() -> None:
     for s in made:
         assert _near(s.y, 1 + s.product(None, 0.0).double(), torch.float32)
     with pytest.raises(ValueError, match="weights of 0/0 and 4/128 bits"):
-        either.dual(made[0], int4[0], activation="silu")
+        either.grouped([made[0], int4[0]], activation="silu")

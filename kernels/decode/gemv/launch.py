@@ -132,7 +132,7 @@ def product(
     y = torch.empty(len(x), w.shape[0] * w.shape[1], dtype=dtype, device=x.device)
     s = Segment(x if x.stride(1) == 1 else x.contiguous(), w, y, bias, part=part)
     if len(x):
-        grouped([s], pdl=pdl, config=[{**stage_tile(w.shape[2]), **config}])
+        grouped([s], pdl=pdl, config={**stage_tile(w.shape[2]), **config})
     return y
 
 
@@ -153,7 +153,7 @@ def mix_strides(mix: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if mix is None else mix.stride()
 
 
-def run_grouped(
+def run_stages(
     kernel: TritonKernel,
     stages: list[Any],
     tiles: list[Any],
@@ -162,40 +162,18 @@ def run_grouped(
     eps: float,
     **constants: object,
 ) -> None:
-    """One to three stages by `kernel`, a `grouped_kernel` of plain or of quantized weights."""
+    """One to three stages by `kernel`, a `grouped_kernel` of plain or of quantized weights, or by a
+    `dual_kernel` gate and up, whose activation is among the constants."""
     blocks = [1 if tile.MIX else s.blocks for s, tile in zip(stages, tiles, strict=True)]
     programs = [b * -(-s.rows // t.BR) for b, s, t in zip(blocks, stages, tiles, strict=True)]
+    norm = (stages[0].x if gain is None else gain, eps)
+    if "ACT" in constants:
+        run_kernel(kernel, (programs[0],), *stages, *norm, T0=tiles[0], T1=tiles[1], **constants)
+        return
     ends = [*accumulate(programs)]
-    run_kernel(
-        kernel,
-        (ends[-1],),
-        *three(stages),
-        *(ends[0], ends[min(1, len(ends) - 1)]),
-        *(stages[0].x if gain is None else gain, eps),
-        COUNT=len(stages),
-        **numbered("T", tiles),
-        **constants,
-    )
-
-
-def run_pair(
-    kernel: TritonKernel,
-    stages: list[Any],
-    tiles: list[Any],
-    *,
-    gain: Tensor | None,
-    eps: float,
-    **constants: object,
-) -> None:
-    """Gate and up by `kernel`, a `dual_kernel` of plain or of quantized weights."""
-    first = stages[0]
-    run_kernel(
-        kernel,
-        (first.blocks * -(-first.rows // tiles[0].BR),),
-        *(*stages, first.x if gain is None else gain, eps),
-        **{"T0": tiles[0], "T1": tiles[1]},
-        **constants,
-    )
+    given = (*three(stages), ends[0], ends[min(1, len(ends) - 1)], *norm)
+    constants |= {"COUNT": len(stages), **numbered("T", tiles)}
+    run_kernel(kernel, (ends[-1],), *given, **constants)
 
 
 def three(found: Sequence[Any], other: object = None) -> list[Any]:
@@ -235,70 +213,43 @@ def grouped(
     gain: Tensor | None = None,
     eps: float = 0.0,
     add: bool = False,
+    activation: str = "",
     pdl: bool = False,
-    config: Sequence[dict[str, int]] | None = None,
+    config: dict[str, int] | None = None,
 ) -> None:
     """`segments.grouped` in one launch.
 
     Args:
         segments: one to three, with columns of stride 1; of more than `TOKENS` tokens, or several that
             are mixed, several launches.
-        add: to what the results hold; of none that is mixed.
-        config: BR, BK and num_warps of each segment in place of `tile_shape`'s; the launch has the
-            most warps of any.
+        add: to what the results hold; of none that is mixed. activation: of a pair of as many rows, as
+            of `segments.dual`.
+        config: BR, BK and num_warps of every segment in place of `tile_shape`'s; the launch has the most
+            warps of any.
     """
-    from blr.kernels.decode.gemv.triton import grouped_kernel
+    from blr.kernels.decode.gemv.triton import dual_kernel, grouped_kernel
 
-    most = TOKENS if all(s.mix is None for s in segments) else 1
-    if len(segments[0].x) > most:
+    tokens, most = len(segments[0].x), TOKENS if all(s.mix is None for s in segments) else 1
+    if tokens > most:
+        more: dict[str, Any] = {"gain": gain, "eps": eps, "add": add, "activation": activation}
         for some in tokens_of(segments, most):
-            grouped(some, gain=gain, eps=eps, add=add, pdl=pdl, config=config)
+            grouped(some, pdl=pdl, config=config, **more)
         return
-    chosen = [segment_shape(s, gain) for s in segments]
-    shapes = [{**shape, **(config[i] if config else {})} for i, shape in enumerate(chosen)]
+    chosen = _pair_shapes(segments, gain) if activation else [segment_shape(s, gain) for s in segments]
+    shapes = [{**shape, **(config or {})} for shape in chosen]
     warps = max(shape["num_warps"] for shape in shapes)
-    shapes = [{**s, "BR": rows_of({**s, "num_warps": warps}, len(segments[0].x))} for s in shapes]
-    run_grouped(
-        grouped_kernel,
+    heights = [rows_of({**shape, "num_warps": warps}, tokens) for shape in shapes]
+    heights = [min(heights)] * 2 if activation else heights
+    options: dict[str, Any] = {"gain": gain, "eps": eps, "num_warps": warps, **launch_options(pdl)}
+    options |= {"ACT": activation} if activation else {"ADD": add}
+    run_stages(
+        dual_kernel if activation else grouped_kernel,
         [stage(s) for s in segments],
-        [_tile(s, shape, gain) for s, shape in zip(segments, shapes, strict=True)],
-        gain=gain,
-        eps=eps,
-        ADD=add,
-        num_warps=warps,
-        **launch_options(pdl),
-    )
-
-
-def dual(
-    gate: Segment,
-    up: Segment,
-    *,
-    activation: str,
-    gain: Tensor | None = None,
-    eps: float = 0.0,
-    pdl: bool = False,
-) -> None:
-    """`segments.dual` in one launch, of more than `TOKENS` tokens in several."""
-    from blr.kernels.decode.gemv.triton import dual_kernel
-
-    if len(up.x) > TOKENS:
-        for one, two in tokens_of((gate, up), TOKENS):
-            dual(one, two, activation=activation, gain=gain, eps=eps, pdl=pdl)
-        return
-    shapes = _pair_shapes(gate, up, gain)
-    warps, wide = (max(shape[name] for shape in shapes) for name in ("num_warps", "BK"))
-    rows = min(shape["BR"] for shape in shapes)
-    rows = rows_of({"BR": rows, "BK": wide, "num_warps": warps}, len(up.x))
-    run_pair(
-        dual_kernel,
-        [stage(gate), stage(up)],
-        [_tile(s, {**shape, "BR": rows}, gain) for s, shape in zip((gate, up), shapes, strict=True)],
-        gain=gain,
-        eps=eps,
-        ACT=activation,
-        num_warps=warps,
-        **launch_options(pdl),
+        [
+            _tile(s, rows, shape["BK"], gain)
+            for s, rows, shape in zip(segments, heights, shapes, strict=True)
+        ],
+        **options,
     )
 
 
@@ -326,15 +277,14 @@ def segment_shape(segment: Segment, gain: Tensor | None) -> dict[str, int]:
     return tile_shape(rows, width, norm=norm_kind(segment.x, width, gain), **sizes)
 
 
-def _pair_shapes(gate: Segment, up: Segment, gain: Tensor | None) -> list[dict[str, int]]:
+def _pair_shapes(pair: Sequence[Segment], gain: Tensor | None) -> list[dict[str, int]]:
     """As `segment_shape`, of both of a pair: `pair_tile`'s, else four rows at most."""
-    shapes = [segment_shape(segment, gain) for segment in (gate, up)]
-    chosen = {} if gain is not None else pair_tile(max(gate.w.shape[2], up.w.shape[2]))
-    rows = min(chosen.get("BR", 4), power_of_two(gate.w.shape[1]))
+    shapes = [segment_shape(segment, gain) for segment in pair]
+    chosen = {} if gain is not None else pair_tile(max(s.shape[2] for s in pair))
+    rows = min(chosen.get("BR", 4), power_of_two(pair[0].shape[1]))
     return [{**shape, **chosen, "BR": rows} for shape in shapes]
 
 
-def _tile(s: Segment, shape: dict[str, int], gain: Tensor | None) -> Tile:
+def _tile(s: Segment, rows: int, columns: int, gain: Tensor | None) -> Tile:
     mix = 0 if s.mix is None else power_of_two(s.mix.shape[0])
-    norm = norm_kind(s.x, s.w.shape[2], gain)
-    return Tile(shape["BR"], shape["BK"], norm, s.bias is not None, mix, len(s.x))
+    return Tile(rows, columns, norm_kind(s.x, s.shape[2], gain), s.bias is not None, mix, len(s.x))

@@ -9,7 +9,6 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from blr.kernels.decode.gemv.launch import dual as plain_dual
 from blr.kernels.decode.gemv.launch import gate, tokens_of
 from blr.kernels.decode.gemv.launch import grouped as plain_grouped
 from blr.kernels.decode.gemv.segments import PLAIN, AnySegment, QuantizedSegment, Run, Segment, in_turn
@@ -46,11 +45,8 @@ def stages(
         halves = [replace(s, y=part) for s, part in zip(segments, both.chunk(2, 1), strict=True)]
         last = partial(gate, both, y, activation=activation, pdl=options.get("pdl", False))
         return partial(in_turn, [stages(halves, **options), last])
-    if activation:
-        last = partial(dual, *segments, activation=activation, **options)
-    else:
-        last = partial(grouped, segments, add=add, **options)
-    return partial(in_turn, [*_firsts(segments, options), last])
+    run = partial(grouped, segments, add=add, activation=activation, **options)
+    return partial(in_turn, [*_firsts(segments, options), run])
 
 
 def pays_twice(segments: Sequence[AnySegment]) -> bool:
@@ -67,25 +63,22 @@ def _long(s: AnySegment) -> bool:
     return (s.bits == 4 and s.shape[2] >= LONG) or s.correction is not None
 
 
-def grouped(segments: Sequence[AnySegment], *, add: bool = False, **options: Unpack[Norm]) -> None:
+def grouped(
+    segments: Sequence[AnySegment], *, add: bool = False, activation: str = "", **options: Unpack[Norm]
+) -> None:
     """`segments.grouped` of either kind, of z that are there; neighbours of a format in one launch. add:
-    to what the results hold."""
+    to what the results hold. activation: `segments.dual` of two, of one format.
+
+    Raises ValueError for a pair of two formats.
+    """
+    if activation and len({*map(_format, segments)}) > 1:
+        bits = " and ".join(f"{bits}/{group}" for bits, group in sorted(map(_format, segments)))
+        raise ValueError(f"dual: weights of {bits} bits/group (16: dense); both must be of one kind")
     for (bits, _), found in groupby(segments, key=_format):
         launch: Callable[..., None] = plain_grouped
         if bits != PLAIN:
             from blr.kernels.decode.quantized.launch import grouped as launch
-        launch(list(found), add=add, **options)
-
-
-def dual(one: AnySegment, up: AnySegment, *, activation: str, **options: Unpack[Norm]) -> None:
-    """`segments.dual` of two segments of one kind. Raises ValueError for two of different kinds."""
-    if _format(one) != _format(up):
-        bits = " and ".join(f"{bits}/{group}" for bits, group in sorted(map(_format, (one, up))))
-        raise ValueError(f"dual: weights of {bits} bits/group (16: dense); both must be of one kind")
-    launch: Callable[..., None] = plain_dual
-    if one.bits != PLAIN:
-        from blr.kernels.decode.quantized.launch import dual as launch
-    launch(one, up, activation=activation, **options)
+        launch(list(found), add=add, activation=activation, **options)
 
 
 def _format(s: AnySegment) -> tuple[int, int]:

@@ -15,8 +15,7 @@ from blr.kernels.decode.gemv.launch import (
     mix_strides,
     norm_kind,
     power_of_two,
-    run_grouped,
-    run_pair,
+    run_stages,
     tokens_of,
 )
 from blr.kernels.decode.gemv.segments import QuantizedSegment
@@ -221,73 +220,37 @@ def grouped(
     gain: Tensor | None = None,
     eps: float = 0.0,
     add: bool = False,
+    activation: str = "",
     pdl: bool = False,
-    config: Sequence[dict[str, int]] | None = None,
+    config: dict[str, int] | None = None,
 ) -> None:
-    """`segments.grouped` in one launch.
+    """`segments.grouped` in one launch a token.
 
     Args:
-        segments: one to three of the same bits, with columns of stride 1; of several tokens one launch
-            each.
-        add: to what the results hold; of none that is mixed.
-        config: BR, BQ and num_warps of each segment in place of `tile_shape`'s; the launch has the
-            most warps of any.
+        segments: one to three of one format, with columns of stride 1.
+        add: to what the results hold; of none that is mixed. activation: of a pair of as many rows, as
+            of `segments.dual`.
+        config: BR, BQ and num_warps of every segment in place of `tile_shape`'s; the launch has the most
+            warps of any.
     """
-    from blr.kernels.decode.quantized.triton import grouped_kernel
+    from blr.kernels.decode.quantized.triton import dual_kernel, grouped_kernel
 
-    _check_format(segments)
     total = sum(s.packed.shape[0] * s.packed.shape[1] for s in segments)
-    shapes = [
-        {**_segment_shape(s, total), **(config[i] if config else {})} for i, s in enumerate(segments)
-    ]
+    if activation:
+        widest = max(segments, key=lambda s: s.K)
+        shapes = [{**_segment_shape(widest, total), "BYTES": 0, **(config or {})}] * 2
+    else:
+        shapes = [{**_segment_shape(s, total), **(config or {})} for s in segments]
     warps = max(shape["num_warps"] for shape in shapes)
-    tiles = _tiles(segments, shapes, warps, gain)
-    options: dict[str, Any] = {"gain": gain, "eps": eps, "ADD": add, "num_warps": warps}
-    options |= launch_options(pdl)
+    tiles = [
+        quantized_tile(s, complete(shape, warps), gain)
+        for s, shape in zip(segments, shapes, strict=True)
+    ]
+    options: dict[str, Any] = {"gain": gain, "eps": eps, "num_warps": warps, **launch_options(pdl)}
+    options |= {"ACT": activation} if activation else {"ADD": add}
+    kernel = dual_kernel if activation else grouped_kernel
     for token in tokens_of(segments):
-        run_grouped(grouped_kernel, [stage(s) for s in token], tiles, **options)
-
-
-def dual(
-    gate: QuantizedSegment,
-    up: QuantizedSegment,
-    *,
-    activation: str,
-    gain: Tensor | None = None,
-    eps: float = 0.0,
-    pdl: bool = False,
-    **config: int,
-) -> None:
-    """`segments.dual` in one launch a token; config: BR, BQ, num_warps in place of `tile_shape`'s."""
-    from blr.kernels.decode.quantized.triton import dual_kernel
-
-    _check_format((gate, up))
-    total = 2 * gate.packed.shape[0] * gate.packed.shape[1]
-    shape = {**_segment_shape(max(gate, up, key=lambda s: s.K), total), "BYTES": 0, **config}
-    warps = shape["num_warps"]
-    tiles = _tiles((gate, up), [shape, shape], warps, gain)
-    options: dict[str, Any] = {"gain": gain, "eps": eps, "ACT": activation, "num_warps": warps}
-    options |= launch_options(pdl)
-    for token in tokens_of((gate, up)):
-        run_pair(dual_kernel, [stage(s) for s in token], tiles, **options)
-
-
-def _tiles(
-    segments: Sequence[QuantizedSegment],
-    shapes: Sequence[dict[str, int]],
-    warps: int,
-    gain: Tensor | None,
-) -> list[QuantizedTile]:
-    """Tiles of segments in a launch of `warps`."""
-    pairs = zip(segments, shapes, strict=True)
-    return [quantized_tile(s, complete(shape, warps), gain) for s, shape in pairs]
-
-
-def _check_format(segments: Sequence[QuantizedSegment]) -> None:
-    """Raise ValueError for segments of different formats."""
-    found = {(s.bits, s.group) for s in segments}
-    if len(found) != 1:
-        raise ValueError(f"grouped gemv: segments of {sorted(found)}; one launch takes one format")
+        run_stages(kernel, [stage(s) for s in token], tiles, **options)
 
 
 def _segment_shape(s: QuantizedSegment, total: int) -> dict[str, int]:

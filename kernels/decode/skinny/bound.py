@@ -20,7 +20,7 @@ from blr.kernels.decode.gemv.segments import (
     Segment,
     in_turn,
 )
-from blr.kernels.decode.skinny.launch import Order, PartialSums, dual, fits, grouped
+from blr.kernels.decode.skinny.launch import Order, PartialSums, fits, grouped
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,8 @@ def stages(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
         return _corrected_after(segments, how)
     before, ready = _inputs(segments, how)
     options: dict[str, Any] = {"order": how.order, "pdl": how.pdl, "like": how.like}
-    if how.activation:
-        one, up = ready
-        run = partial(dual, one, up, how.workspace, activation=how.activation, **options)
-    else:
-        run = partial(grouped, ready, how.workspace, add=how.add, **options)
-    return partial(in_turn, [*before, run])
+    options |= {"add": how.add, "activation": how.activation}
+    return partial(in_turn, [*before, partial(grouped, ready, how.workspace, **options)])
 
 
 def _all_of(runs: Sequence[Run | None]) -> Run | None:

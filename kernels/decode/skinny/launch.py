@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,6 +178,7 @@ def grouped(
     workspace: PartialSums,
     *,
     add: bool = False,
+    activation: str = "",
     order: Order = None,
     pdl: bool = False,
     like: int | None = None,
@@ -187,96 +188,45 @@ def grouped(
 
     Args:
         segments: of 1 to 64 tokens. corrections: of z that are there, U in plain numbers.
-        add: to what the results hold. order: bits and group of the packed weights that read the results,
-            in the order of whose fields they are stored. like: tokens of a launch in which a token has
-            the same sums (None: of this one). config: of `tile_shape`, in its place.
+        add: to what the results hold. activation: of a pair of as many rows, as of `segments.dual`.
+        order: bits and group of the packed weights that read the results, in the order of whose fields
+            they are stored. like: tokens of a launch in which a token has the same sums (None: of this
+            one). config: of `tile_shape`, in its place.
 
     Raises:
         ValueError: too many tokens.
     """
-    from blr.kernels.decode.skinny.triton import grouped_kernel
+    from blr.kernels.decode.skinny.triton import dual_kernel, grouped_kernel
 
-    total = sum(s.shape[0] * s.shape[1] for s in segments)
-    shape = _shape(segments, total, like, config)
-    stages, tiles = [stage_of(s) for s in segments], [tile_of(s, shape, order) for s in segments]
-    ends = [*accumulate(map(_programs, stages, tiles))]
-    grouped_kernel[(ends[-1],)](
-        *three(stages),
-        *(ends[0], ends[min(1, len(ends) - 1)]),
-        *_room(segments, workspace, shape, ends[-1]),
-        COUNT=len(segments),
-        NP=token_slots(len(segments[0].x)),
-        **numbered("T", tiles),
-        ADD=add,
-        num_warps=shape["num_warps"],
-        **launch_options(pdl),
-    )
-
-
-def dual(
-    gate: AnySegment,
-    up: AnySegment,
-    workspace: PartialSums,
-    *,
-    activation: str,
-    order: Order = None,
-    pdl: bool = False,
-    like: int | None = None,
-    config: dict[str, int] | None = None,
-) -> None:
-    """`segments.dual` in one launch; arguments as of `grouped`."""
-    from blr.kernels.decode.skinny.triton import dual_kernel
-
-    pair, (blocks, rows, width) = (gate, up), gate.shape
-    shared = gate.x.data_ptr() == up.x.data_ptr() and gate.x.shape == up.x.shape
-    shape = _shape(pair, blocks * rows, like, config, 2, 1 if shared else 2)
-    stages, tiles = [stage_of(s) for s in pair], [tile_of(s, shape, order) for s in pair]
-    programs = _programs(stages[0], tiles[0])
-    dual_kernel[(programs,)](
-        *(*stages, *_room(pair, workspace, shape, programs, 2)),
-        NP=token_slots(len(up.x)),
-        T0=tiles[0],
-        T1=tiles[1],
-        TOGETHER=width == up.shape[2],
-        SHARED=shared,
-        ACT=activation,
-        num_warps=shape["num_warps"],
-        **launch_options(pdl),
-    )
-
-
-def _shape(
-    segments: Sequence[AnySegment], rows: int, like: int | None, config: dict[str, int] | None,
-    weights: int = 1, inputs: int = 1,
-) -> dict[str, int]:  # fmt: skip
-    """The sizes of a launch; weights, inputs: as of `fitted`. Raises ValueError for no tokens, or more
-    than 64."""
-    first, tokens = segments[0], len(segments[0].x)
+    one, other, tokens, pair = segments[0], segments[-1], len(segments[0].x), bool(activation)
     if not 1 <= tokens <= MOST:
         raise ValueError(f"skinny products: {tokens} tokens; they take 1 to {MOST}")
-    form, K = (first.bits, first.group), max(s.shape[2] for s in segments)
+    shared = not pair or (one.x.data_ptr() == other.x.data_ptr() and one.x.shape == other.x.shape)
+    form, slots, K = (one.bits, one.group), token_slots(tokens), max(s.shape[2] for s in segments)
+    rows = sum(s.shape[0] * s.shape[1] for s in segments[: 1 if pair else 3])
     shape = tile_shape(*form, rows, K, like or tokens) | (config or {})
-    return fitted(shape, form, token_slots(tokens), shared_limit(first.x.device), weights, inputs)
-
-
-def _room(
-    segments: Sequence[AnySegment], workspace: PartialSums, shape: dict[str, int], programs: int,
-    stages: int = 1,
-) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-    """Where programs leave the sums of `stages` that they share, counters, and the tokens."""
-    tokens = len(segments[0].x)
-    areas = stages * programs * shape["BR"] * token_slots(tokens) if shape["SPLIT"] > 1 else 1
-    return *workspace.take(areas, programs, segments[0].x.device), tokens
+    limit = shared_limit(one.x.device)
+    shape = fitted(shape, form, slots, limit, 1 + pair, 1 if shared else 2)
+    stages, tiles = [stage_of(s) for s in segments], [tile_of(s, shape, order) for s in segments]
+    counts = (s.blocks * -(-s.rows // t.BR) * t.SPLIT for s, t in zip(stages, tiles, strict=True))
+    ends = [*accumulate(counts)]
+    programs = ends[0] if pair else ends[-1]
+    areas = (1 + pair) * programs * shape["BR"] * slots if shape["SPLIT"] > 1 else 1
+    room = (*workspace.take(areas, programs, one.x.device), tokens)
+    options: dict[str, Any] = {"NP": slots, "num_warps": shape["num_warps"], **launch_options(pdl)}
+    if pair:
+        options |= {"T0": tiles[0], "T1": tiles[1], "SHARED": shared, "ACT": activation}
+        options |= {"TOGETHER": one.shape[2] == other.shape[2]}
+        dual_kernel[(programs,)](*stages, *room, **options)
+        return
+    given = (*three(stages), ends[0], ends[min(1, len(ends) - 1)], *room)
+    options |= {"COUNT": len(segments), "ADD": add, **numbered("T", tiles)}
+    grouped_kernel[(programs,)](*given, **options)
 
 
 def token_slots(tokens: int) -> int:
     """The number of tokens that the kernel for `tokens` is compiled for: 8, 16, 32 or 64."""
     return max(power_of_two(tokens), 8)
-
-
-def _programs(stage: SkinnyStage, tile: SkinnyTile) -> int:
-    """Programs of a stage."""
-    return int(stage.blocks * -(-stage.rows // tile.BR) * tile.SPLIT)
 
 
 def stage_of(s: AnySegment) -> SkinnyStage:

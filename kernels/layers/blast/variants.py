@@ -27,10 +27,9 @@ def gemv(
     pdl = supports_pdl(x.device)
     z = torch.empty(x.shape[0], V.shape[0] * V.shape[2], dtype=torch.float32, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
-    first = config.get("first")
     if x.shape[0]:
         segment = Segment(x, V.transpose(1, 2), z, mix=S)
-        grouped([segment], pdl=pdl, config=[first] if first else None)
+        grouped([segment], pdl=pdl, config=config.get("first"))
     return stage(z, U, bias, dtype=x.dtype, pdl=pdl, **config.get("second", {}))
 
 
