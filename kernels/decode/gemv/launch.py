@@ -242,15 +242,10 @@ def grouped(
     heights = [min(heights)] * 2 if activation else heights
     options: dict[str, Any] = {"gain": gain, "eps": eps, "num_warps": warps, **launch_options(pdl)}
     options |= {"ACT": activation} if activation else {"ADD": add}
-    run_stages(
-        dual_kernel if activation else grouped_kernel,
-        [stage(s) for s in segments],
-        [
-            _tile(s, rows, shape["BK"], gain)
-            for s, rows, shape in zip(segments, heights, shapes, strict=True)
-        ],
-        **options,
-    )
+    sizes = zip(segments, heights, shapes, strict=True)
+    tiles = [_tile(s, rows, shape["BK"], gain) for s, rows, shape in sizes]
+    kernel = dual_kernel if activation else grouped_kernel
+    run_stages(kernel, [stage(s) for s in segments], tiles, **options)
 
 
 def gate(both: Tensor, y: Tensor, *, activation: str, pdl: bool = False) -> None:

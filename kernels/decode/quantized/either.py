@@ -72,8 +72,8 @@ def grouped(
     Raises ValueError for a pair of two formats.
     """
     if activation and len({*map(_format, segments)}) > 1:
-        bits = " and ".join(f"{bits}/{group}" for bits, group in sorted(map(_format, segments)))
-        raise ValueError(f"dual: weights of {bits} bits/group (16: dense); both must be of one kind")
+        kinds = " and ".join(f"{bits}/{group}" for bits, group in sorted(map(_format, segments)))
+        raise ValueError(f"dual: weights of {kinds} bits/group (16: dense); both must be of one kind")
     for (bits, _), found in groupby(segments, key=_format):
         launch: Callable[..., None] = plain_grouped
         if bits != PLAIN:

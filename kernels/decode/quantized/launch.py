@@ -242,10 +242,8 @@ def grouped(
     else:
         shapes = [{**_segment_shape(s, total), **(config or {})} for s in segments]
     warps = max(shape["num_warps"] for shape in shapes)
-    tiles = [
-        quantized_tile(s, complete(shape, warps), gain)
-        for s, shape in zip(segments, shapes, strict=True)
-    ]
+    sizes = zip(segments, shapes, strict=True)
+    tiles = [quantized_tile(s, complete(shape, warps), gain) for s, shape in sizes]
     options: dict[str, Any] = {"gain": gain, "eps": eps, "num_warps": warps, **launch_options(pdl)}
     options |= {"ACT": activation} if activation else {"ADD": add}
     kernel = dual_kernel if activation else grouped_kernel
