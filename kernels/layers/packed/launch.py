@@ -220,15 +220,9 @@ def few_product(
             *(tokens, rows, steps, 0 if v is None else len(v)),
         ),
         {
-            "BITS": bits,
-            "GROUP": group,
-            "ASM": instructions(bits, curved, NAMES[x.dtype], False),
-            "NP": slots,
-            "SPLIT": split,
-            "EACH": each,
-            "BIAS": bias is not None,
-            "RANKS": whole_ranks(0 if v is None else len(v)),
-            "PARTS": 1 if z is None else len(z),
+            **{"BITS": bits, "GROUP": group, "ASM": instructions(bits, curved, NAMES[x.dtype], False)},
+            **{"NP": slots, "SPLIT": split, "EACH": each, "BIAS": bias is not None},
+            **{"RANKS": whole_ranks(0 if v is None else len(v)), "PARTS": 1 if z is None else len(z)},
         },
         num_warps=4,
         **({} if z is None else {"launch_pdl": True}),
@@ -256,7 +250,6 @@ def fused_product(
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
     made = prepare(x, bits, group, v, tiles if tile.SPLIT > 1 else 0, pdl=True)
     z = y if made.z is None else made.z
-    name = NAMES[x.dtype]
     launch(
         product_kernel,
         (tiles * tile.SPLIT,),
@@ -267,18 +260,14 @@ def fused_product(
             *(tokens, rows, K, 0 if v is None else len(v)),
         ),
         {
-            "BITS": bits,
-            "GROUP": group,
-            "ASM": instructions(bits, curved, name),
-            "BR": tile.BR,
-            "NP": tile.NP,
-            "SPLIT": tile.SPLIT,
-            "STAGES": tile.STAGES,
-            "WARPS": tile.num_warps,
-            "BIAS": bias is not None,
+            **{"BITS": bits, "GROUP": group, "ASM": instructions(bits, curved, NAMES[x.dtype])},
+            **{"BR": tile.BR, "NP": tile.NP, "SPLIT": tile.SPLIT, "STAGES": tile.STAGES},
+            **{"WARPS": tile.num_warps, "BIAS": bias is not None},
             "FULL": steps_of(K, bits, group) * 512 // PLANES[bits][0] == -(-K // group) * group,
-            "RANKS": whole_ranks(0 if v is None else len(v)),
-            "PARTS": 1 if made.z is None else len(made.z),
+            **{
+                "RANKS": whole_ranks(0 if v is None else len(v)),
+                "PARTS": 1 if made.z is None else len(made.z),
+            },
             "WAIT": 0 if not made.launched else 2 if made.x is x else 1,
         },
         num_warps=tile.num_warps,
