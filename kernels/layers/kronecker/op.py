@@ -23,7 +23,7 @@ from blr.kernels.layers.kronecker.reference import kronecker_linear as reference
 
 
 def kronecker_linear(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
-    """`reference.kronecker_linear` by the fastest known way; fastest with factors stored [a, d, b, c]."""
+    """`reference.kronecker_linear` by the fastest known way: with factors stored [a, d, b, c]."""
     x, bias, *given = autocast((x, bias, *factors))
     y = apply(_LINEAR, rows(x), given, bias)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
