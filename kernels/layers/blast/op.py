@@ -16,8 +16,8 @@ from blr.kernels.common.dispatch import Variant
 from blr.kernels.common.registration import Context
 from blr.kernels.common.tables import Shape
 from blr.kernels.common.watching import is_unwatched
-from blr.kernels.layers.blast.cpu import blast_linear as on_cpu
 from blr.kernels.layers.blast.reference import blast_linear as reference
+from blr.kernels.layers.blast.reference import cpu_linear as on_cpu
 from blr.kernels.layers.structured import StructureOperator
 
 

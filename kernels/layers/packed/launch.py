@@ -13,7 +13,6 @@ from blr.kernels.common.launching import launch
 from blr.kernels.common.replay import Launches
 from blr.kernels.decode.gemv.segments import Correction, Narrow, QuantizedSegment, Segment
 from blr.kernels.decode.quantized.formats import PLANES
-from blr.kernels.layers.packed.counters import zero_counters
 from blr.kernels.layers.packed.unpacking import instructions, pieces_of
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -26,6 +25,11 @@ FEW = {(4, 128), (4, 64), (3, 128), (2, 128)}  # bits and groups of `few_product
 FEW_ROWS = 64  # of its program
 RANKS = 64  # of a correction that a product adds
 SHARED = 226 << 10  # bytes of shared memory that the rings of a program may take
+
+CAPTURED = 1 << 20  # numbers on a device for all that graphs capture; 4 MiB
+COUNTERS = 1 << 12  # of a launch
+_streams: dict[tuple[int, int], Tensor] = {}
+_captured: dict[int, Tensor] = {}
 
 
 class ProductTile(NamedTuple):
@@ -275,3 +279,30 @@ def fused_product(
         **({"launch_pdl": True} if made.launched else {}),
     )
     return y
+
+
+def zero_counters(device: torch.device, count: int) -> Tensor | None:
+    """`count` zeros in int32 for the next launch on the current stream of a GPU, which leaves zeros.
+
+    Launches of a stream share theirs; one that a CUDA graph captures, which may run beside others, has
+    its own.
+
+    None for more than `COUNTERS`, and while a graph is captured where none were prepared or are left.
+    """
+    if count > COUNTERS:
+        return None
+    number = device.index if device.index is not None else torch.cuda.current_device()
+    if torch.cuda.is_current_stream_capturing():
+        left = _captured.get(number)
+        count = -(-count // 4) * 4  # the next ones begin at a multiple of 16 bytes
+        if left is None or len(left) < count:
+            return None
+        _captured[number] = left[count:]
+        return left[:count]
+    if number not in _captured:
+        _captured[number] = torch.zeros(CAPTURED, dtype=torch.int32, device=device)
+    key = number, torch.cuda.current_stream(device).cuda_stream
+    found = _streams.get(key)
+    if found is None:
+        found = _streams[key] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    return found
