@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blr.kernels.decode.gemv.triton import activate, bias_of, store_rows
+from blr.kernels.decode.gemv.triton import activate, bias_of, input_chunk, store_rows
 from blr.kernels.decode.quantized.bytes import MAGIC, TOP, four_products, packed_bytes
 from blr.kernels.decode.quantized.triton import correction, row_sums, run_segment, stage_start
 from blr.kernels.decode.quantized.words import column_at
@@ -98,7 +98,7 @@ def inverse_rms(x, K, eps):
     square = tl.zeros([AT_ONCE], tl.float32)
     for start in range(0, K, AT_ONCE):
         at = start + tl.arange(0, AT_ONCE)
-        v = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
+        v = input_chunk(x, at, K)
         square += v * v
     return tl.rsqrt(tl.sum(square, 0) / K + eps)
 
@@ -106,10 +106,8 @@ def inverse_rms(x, K, eps):
 @triton.jit
 def some_inputs(x, gain, column, K, NORM: tl.constexpr):
     """Inputs at columns, times their gain if NORM, in float32, zero outside."""
-    v = tl.load(x + column, mask=column < K, other=0.0).to(tl.float32)
-    if NORM:
-        v *= tl.load(gain + column, mask=column < K, other=0.0).to(tl.float32)
-    return v
+    v = input_chunk(x, column, K)
+    return v * input_chunk(gain, column, K) if NORM else v
 
 
 @triton.jit
