@@ -15,87 +15,60 @@ PROGRAMS = 132  # that one turn of the multiprocessors takes
 ADDED = 32  # tokens times parts up to which the second product adds the parts of the first
 PARTED = 64  # columns of a tile whose inputs come in parts, all of which are in shared memory
 RANKS = 4  # of a program that mixes
-Config = dict[str, Any]
 
 
-def lowrank(
-    x: Tensor,
-    U: Tensor,
-    V: Tensor,
-    bias: Tensor | None = None,
-    *,
-    first: Config | None = None,
-    second: Config | None = None,
-    add: str = "",
-) -> Tensor:
+def lowrank(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
     """Two launches; the first product in as many parts of its columns as fill the GPU.
 
     Args:
         x: [n, i]. U: [o, r], V: [i, r], fastest with unit strides over r and i. bias: [o] or None.
-        first, second: tiles of the products, as `tile_shape`.
-        add: where parts are added: "second" product or "between"; default: by their number.
+        config: `first` and `second`, tiles of the products, as `tile_shape`. `add`, where parts are
+            added: "second" product or "between"; default: by their number.
 
     Returns:
         [n, o].
     """
     n, pdl = len(x), supports_pdl(x.device)
     down, up = _columns(V.t().unsqueeze(0)), _columns(U.unsqueeze(0))
-    config = {**tile_shape(down, n), **(first or {})}
-    parts = config["SPLIT"]
+    first = {**tile_shape(down, n), **config.get("first", {})}
+    parts = first["SPLIT"]
     z = _room(1, V.shape[1], n, torch.float32 if parts > 1 else x.dtype, x, parts)
-    product(_tokens(x, 1), down, z[:, 0], pdl=pdl, **config)
-    if parts > 1 and (add or ("second" if parts * n <= ADDED else "between")) == "between":
+    product(_tokens(x, 1), down, z[:, 0], pdl=pdl, **first)
+    usual = "second" if parts * n <= ADDED else "between"
+    if parts > 1 and config.get("add", usual) == "between":
         z = _add_parts(z, x.dtype, pdl)
-    return _last(z, up, bias, x, pdl, second)
+    return _last(z, up, bias, x, **config)
 
 
-def monarch(
-    x: Tensor,
-    U: Tensor,
-    V: Tensor,
-    bias: Tensor | None = None,
-    *,
-    first: Config | None = None,
-    second: Config | None = None,
-) -> Tensor:
+def monarch(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
     """Two launches; the first stores in the order that the second reads. Arguments as `lowrank`."""
     part = V.shape[2] // V.shape[0]
-    return _last(_first(x, V, first, part=part), _columns(U), bias, x, supports_pdl(x.device), second)
+    return _last(_first(x, V, **config, part=part), _columns(U), bias, x, **config)
 
 
 def blast(
-    x: Tensor,
-    U: Tensor,
-    S: Tensor,
-    V: Tensor,
-    bias: Tensor | None = None,
-    *,
-    first: Config | None = None,
-    second: Config | None = None,
+    x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any
 ) -> Tensor:
     """Three launches: V, the mix, U. Arguments as `lowrank`, S [b, b, r]."""
-    pdl = supports_pdl(x.device)
-    z = _first(x, V, first)
-    _mix(z, S, pdl)
-    return _last(z, _columns(U), bias, x, pdl, second)
+    z = _first(x, V, **config)
+    _mix(z, S, supports_pdl(x.device))
+    return _last(z, _columns(U), bias, x, **config)
 
 
-def _first(x: Tensor, V: Tensor, config: Config | None, **more: int) -> Tensor:
+def _first(x: Tensor, V: Tensor, *, part: int | None = None, **config: Any) -> Tensor:
     """z [1, b, r, slots] of V [b, p, r]."""
     blocks, _, rank = V.shape
-    z = _room(blocks, rank, len(x), x.dtype, x)
-    config = {**(config or {}), "SPLIT": 1, **more}
-    product(_tokens(x, blocks), _columns(V.mT), z.flatten(1, 2), pdl=supports_pdl(x.device), **config)
+    z, pdl = _room(blocks, rank, len(x), x.dtype, x), supports_pdl(x.device)
+    tile = {**config.get("first", {}), "SPLIT": 1}
+    product(_tokens(x, blocks), _columns(V.mT), z.flatten(1, 2), part=part, pdl=pdl, **tile)
     return z
 
 
-def _last(
-    z: Tensor, w: Tensor, bias: Tensor | None, x: Tensor, pdl: bool, config: Config | None
-) -> Tensor:
+def _last(z: Tensor, w: Tensor, bias: Tensor | None, x: Tensor, **config: Any) -> Tensor:
     """y [n, B·R] of the last product, w [B, R, K] of z [P, B, K, n]."""
     y = torch.empty(len(x), w.shape[0] * w.shape[1], dtype=x.dtype, device=x.device)
-    usual = {"BK": PARTED} if len(z) > 1 else {}
-    product(z, w, y.t().unsqueeze(0), bias, pdl=pdl, **{**usual, **(config or {}), "SPLIT": 1})
+    tile = {**({"BK": PARTED} if len(z) > 1 else {}), **config.get("second", {}), "SPLIT": 1}
+    product(z, w, y.t().unsqueeze(0), bias, pdl=supports_pdl(x.device), **tile)
     return y
 
 
