@@ -32,25 +32,10 @@ def offset(index, stride, WIDE: tl.constexpr):
 
 @triton.jit
 def permute_kernel(
-    features,
-    blocks,
-    bias,
-    n,
-    a,
-    m,
-    fn,
-    ff,
-    bl,
-    bn,
-    bm,
-    D: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    BD: tl.constexpr,
-    GATHER: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    features, blocks, bias, n, a, m, fn, ff, bl, bn, bm, D: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
-):
+):  # fmt: skip
     """features[n, i·m·D + k·D + l] and blocks[i·D + l, n, k]: the second from the first or back."""
     TILES_D: tl.constexpr = (D + BD - 1) // BD
     FLAT: tl.constexpr = D == BD
@@ -129,14 +114,7 @@ def launch(features: Tensor, blocks: Tensor, bias: Tensor | None, d: int, **conf
     config = {**tile_of(n, m, d, features.element_size()), "num_warps": 4, **config}
     tiles = cdiv(d, config["BD"]) * cdiv(m, config["BM"]) * cdiv(n, config["BN"])
     permute_kernel[(tiles * a,)](
-        features,
-        blocks,
-        bias,
-        n,
-        a,
-        m,
-        *features.stride(),
-        *blocks.stride(),
+        *(features, blocks, bias, n, a, m, *features.stride(), *blocks.stride()),
         D=d,
         HAS_BIAS=bias is not None,
         WIDE=wide(config, features, blocks, d),

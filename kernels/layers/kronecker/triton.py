@@ -23,30 +23,10 @@ def far(index, stride):
 
 @triton.jit
 def decode_kernel(
-    x,
-    w,
-    bias,
-    y,
-    n,
-    a,
-    b,
-    c,
-    xn,
-    xf,
-    yn,
-    yf,
-    wa,
-    wb,
-    wc,
-    wd,
-    L: tl.constexpr,
-    N: tl.constexpr,
-    BB: tl.constexpr,
-    BC: tl.constexpr,
-    EVEN_B: tl.constexpr,
-    EVEN_C: tl.constexpr,
+    x, w, bias, y, n, a, b, c, xn, xf, yn, yf, wa, wb, wc, wd, L: tl.constexpr, N: tl.constexpr,
+    BB: tl.constexpr, BC: tl.constexpr, EVEN_B: tl.constexpr, EVEN_C: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-):
+):  # fmt: skip
     """y[n, a·b·L] = x[n, a·c·L] Kᵀ with w [a, b, c, L] for n ≤ N rows on CUDA cores: w is read once,
     products are summed over c at the end."""
     tiles_b = tl.cdiv(b, BB)
