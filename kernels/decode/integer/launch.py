@@ -4,7 +4,7 @@ as words of bytes, and one for the rows."""
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,16 +41,10 @@ REGISTER_FILE = 1 << 16  # of a multiprocessor
 REGISTERS = 128  # of a thread at most in four bits
 
 
-class Inputs(NamedTuple):
-    """One token's inputs as products read them.
-
-    words: [PLACES · 2, quads, 4] int32, of each place the high bytes, then the low ones. sums: [2,
-    quads] float32, what a product of integers is multiplied with, and what is taken from it before.
-    quads: a power of two, zero where a row has none.
-    """
-
-    words: Tensor
-    sums: Tensor
+# One token's inputs as products read them: words [PLACES · 2, quads, 4] int32, of each place the high
+# bytes, then the low ones; sums [2, quads] float32, what a product of integers is multiplied with, and
+# what is taken from it before. Quads are a power of two, zero where a row has none.
+Inputs = tuple[Tensor, Tensor]
 
 
 def taken(segments: Sequence[QuantizedSegment]) -> bool:
@@ -103,7 +97,7 @@ def byte_stages(
         return partial(_loop, segments, gain, eps, add, activation, pdl)
     s = segments[0]
     words = torch.empty(2 * PLACES, _lanes(s), 4, dtype=torch.int32, device=s.x.device)
-    inputs = Inputs(words, torch.empty(2, _lanes(s), dtype=torch.float32, device=s.x.device))
+    inputs = words, torch.empty(2, _lanes(s), dtype=torch.float32, device=s.x.device)
     fill = partial(_fill, s, firsts, inputs, gain, eps, pdl)
     return partial(in_turn, [fill, partial(_multiply, segments, inputs, add, activation, pdl)])
 
