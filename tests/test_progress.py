@@ -243,7 +243,7 @@ def test_a_resumed_run_counts_layers_alone_and_its_bars_are_numbered(
     tiny: Path, tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Own text, statistics and refits are in the journal, too."""
-    fit, count, bars = sequential.fit_weighted, [0], []
+    fit, count, bars = sequential.fit_together, [0], []
 
     def stopping(*given: Any) -> Any:
         count[0] += 1
@@ -252,7 +252,7 @@ def test_a_resumed_run_counts_layers_alone_and_its_bars_are_numbered(
         return fit(*given)
 
     command = ("compress", tiny, *CALIBRATED, "--refit", "1", "--finish", "1", "-o", tmp_path / "out")
-    monkeypatch.setattr(sequential, "fit_weighted", stopping)
+    monkeypatch.setattr(sequential, "fit_together", stopping)
     assert invoke(*command)[0] == CapabilityError.exit_code
     shown = Progress._named
     monkeypatch.setattr(Progress, "_named", lambda *a: bars.append(shown(*a)) or bars[-1])

@@ -17,14 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from blr.compressor.base.device import device_name
-from blr.compressor.base.errors import CapabilityError, OutputError
+from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.processes import Processes
 from blr.compressor.base.progress import READING, Progress
 from blr.compressor.checkpoint.extras import METRICS
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.healing import output as written
-from blr.compressor.healing.additions import check_takes_additions, growth
 from blr.compressor.healing.data import (
     Author,
     Data,
@@ -35,23 +34,29 @@ from blr.compressor.healing.data import (
     reading_of,
     text_digests,
 )
-from blr.compressor.healing.sharding import Sharding, check_shardable, wants_sharding
 from blr.compressor.healing.state import State
-from blr.compressor.healing.student_and_teacher import TrainedPair, load_pair, load_teacher, task_of
+from blr.compressor.healing.student_and_teacher import (
+    Sharding,
+    TrainedPair,
+    check_shardable,
+    load_pair,
+    load_teacher,
+    task_of,
+    wants_sharding,
+)
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.healing.teacher import check_teacher, first_loss, recorded_digest
 from blr.compressor.healing.tracking import Tracking, check_tracker
-from blr.compressor.healing.trained_parameters import check_has_kinds
+from blr.compressor.healing.trained_parameters import check_has_kinds, check_takes_additions, growth
 from blr.compressor.healing.trainer import StatePlace, Trainer
 from blr.compressor.output.check import OutputCheck
 from blr.compressor.output.files import FolderContents
 from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.planning.forecast_healing import GpuGroup, disk_bytes, predicted, words
 from blr.compressor.planning.roofline import find_gpu
-from blr.compressor.recipe.heal_settings import HealOptions, check_options, healing_steps
+from blr.compressor.recipe.settings import HealOptions, check_options, healing_steps
 from blr.compressor.text.own import OwnText, write_own_text
 from blr.compressor.workspace.journal import canonical_json, headers_digest, layer_key, versions
-from blr.compressor.workspace.manifest import read_manifest
 from blr.compressor.workspace.scan import scan_source
 from blr.compressor.workspace.shards import assign_shards
 from blr.compressor.workspace.workspace import Workspace
@@ -258,10 +263,7 @@ class HealRun(FolderRun):
         }
 
     def facts(self, read: str) -> dict[str, object]:
-        try:
-            earlier = read_manifest(self.checkpoint.source.folder)
-        except OutputError:  # one without its manifest
-            earlier = {}
+        earlier = self.checkpoint.manifest
         healed = {"name": self.options.source_name, "revision": self.options.revision}
         facts = {
             "source": earlier.get("source", healed),

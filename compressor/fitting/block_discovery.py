@@ -1,9 +1,7 @@
 """Learns by running a model's blocks what its table in `configs/` does not say.
 
 For every family: to which residual stream a layer's output is added. For a family without a table also
-what a block returns beside its states, and which of its layers read the same tensor. Such a family is
-checked first: on a short text, running block after block must give the same states and logits as
-running the whole model.
+what a block returns beside its states, and which of its layers read the same tensor.
 """
 
 from __future__ import annotations
@@ -44,12 +42,11 @@ Handing = Callable[[Tensor], object]  # turns hidden states into what a block re
 
 
 def check_blocks(model: BlockModel, ids: Tensor) -> None:
-    """Check on tokens `ids` [1, w] that running the blocks of `model` one by one gives what the model
-    gives, and learn what they return. Raises CapabilityError if not."""
-    arguments = {"input_ids": ids[:, :PROBE].to(model.device)}
+    """Check on tokens `ids` [1, w] that running the blocks of `model` one by one gives the states and
+    logits that the model gives, and learn what they return. Raises CapabilityError if not."""
     try:
         with torch.no_grad():
-            _check(model, arguments)
+            _check(model, {"input_ids": ids[:, :PROBE].to(model.device)})
     except torch.OutOfMemoryError:
         raise
     except FAILURES as error:
@@ -77,11 +74,10 @@ def _check(model: BlockModel, arguments: dict[str, Tensor]) -> None:
         whole = model.run(arguments)
     if count != len(model):
         _refuse(model, f"are {len(model)}, but {count} are run")
-    if not model.model.can_generate():
-        return
-    model.plain = model.plain and _alike(model.logits(state), whole.logits)
-    if not _alike(model.logits(state), whole.logits):
-        _refuse(model, "are followed by what their states alone do not tell")
+    if model.model.can_generate():
+        model.plain = model.plain and _alike(model.logits(state), whole.logits)
+        if not _alike(model.logits(state), whole.logits):
+            _refuse(model, "are followed by what their states alone do not tell")
 
 
 def logits_behind(model: BlockModel, hidden: Tensor) -> Tensor:
@@ -119,7 +115,6 @@ def _handing(model: BlockModel, arguments: dict[str, Tensor]) -> Handing:
 
 
 def _alike(mine: Tensor, wanted: object, tolerance: float = TOLERANCE) -> bool:
-    """Whether two tensors are equal up to a `tolerance` relative to the second one's norm."""
     if not isinstance(wanted, Tensor) or mine.shape != wanted.shape:
         return False
     return bool((mine - wanted).norm() <= tolerance * wanted.norm())
@@ -158,18 +153,15 @@ def with_residuals(block: nn.Module, groups: list[Group], batch: Batch) -> list[
 
 class _Seen:
     """What one run of a block shows: the `inputs` of its modules in order; for each of its `layers` the
-    number of its input, and its output; the block's `output`. All tensors are kept, so that ids stay
-    unique."""
+    number of its input, and its output; the block's `output`. Tensors are kept: ids stay unique."""
 
     def __init__(self, block: nn.Module, names: set[str], batch: Batch) -> None:
         self.inputs: list[tuple[str, Tensor]] = []
         self.layers: list[tuple[str, int, Tensor]] = []
         modules = {name: module for name, module in block.named_modules() if name}
+        layers = {name: modules[name] for name in names}
         state = batch.hidden.detach().requires_grad_(torch.is_grad_enabled())
-        with (
-            watched(modules, self._enter),
-            watched({name: modules[name] for name in names}, leave=self._leave),
-        ):
+        with watched(modules, self._enter), watched(layers, leave=self._leave):
             self.output = run_block(block, state, batch)
 
     def _enter(self, name: str, given: object) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
 
 from blr.compressor.planning.training_sizes import KEPT_SHARE
 
@@ -38,10 +39,10 @@ class Batch:
     idle: int = 0
 
     def given(self, block: nn.Module) -> Arguments:
-        """Fresh copies of the block's arguments beside its states: a block may write to them."""
+        """The block's arguments beside its states, in fresh containers: a block may write to them."""
         kind = self.kinds[getattr(block, NUMBER)] if len(self.arguments) > 1 else 0
-        found: Arguments = _fresh(self.arguments[kind])
-        return found
+        # transformers' own containers are no dicts
+        return tree_map(lambda x: copy.copy(x) if isinstance(x, Mapping) else x, self.arguments[kind])
 
     def rows(self, values: Tensor) -> Tensor:
         """The rows [n, d] that belong to real tokens, of `values` [m, w, d], [m w, d] or [m, 1, w, d];
@@ -65,15 +66,6 @@ class Batch:
         return int(self.mask.sum())
 
 
-def _fresh(value: object) -> Any:
-    """`value` in containers of its own, with the same tensors."""
-    if isinstance(value, tuple | list):
-        return type(value)(map(_fresh, value))
-    if isinstance(value, dict):
-        return {name: _fresh(each) for name, each in value.items()}
-    return copy.copy(value) if isinstance(value, Mapping) else value  # transformers' own are no dicts
-
-
 def distinct(given: list[Arguments]) -> tuple[tuple[Arguments, ...], tuple[int, ...]]:
     """The different ones among the blocks' arguments, and for every block the number of its own."""
     found, kinds = list[Arguments](), list[int]()
@@ -86,17 +78,15 @@ def distinct(given: list[Arguments]) -> tuple[tuple[Arguments, ...], tuple[int, 
 
 def same(one: Any, other: Any) -> bool:
     """Whether two arguments are equal, tensors inside of them included."""
-    if one is other:
-        return True
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.shape == other.shape and bool(torch.equal(one, other))
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return isinstance(one, bool | int | float | str) and one == other
+    (mine, form), (theirs, other_form) = tree_flatten(one), tree_flatten(other)
+    return form == other_form and all(map(_equal, mine, theirs))
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.shape == other.shape and torch.equal(one, other))
+    alike = type(one) is type(other) and isinstance(one, bool | int | float | str)
+    return one is other or (alike and one == other)
 
 
 def window_rows(batch: Batch, windows: Tensor) -> Batch:
@@ -105,21 +95,16 @@ def window_rows(batch: Batch, windows: Tensor) -> Batch:
     if len(windows) == count:
         return batch
 
-    def cut(value: Any, alone: Any) -> Any:
-        if type(value) is not type(alone):
+    def cut(value: object, alone: object) -> object:
+        if not (isinstance(value, Tensor) and isinstance(alone, Tensor) and value.dim() and alone.dim()):
             return value
-        if isinstance(value, Tensor):
-            if not value.dim() or not alone.dim() or len(value) != count * len(alone):
-                return value  # shared by all windows
-            each = value.unflatten(0, (count, len(alone)))
-            return each[windows.to(value.device)].flatten(0, 1)
-        if isinstance(value, tuple | list):
-            return type(value)(map(cut, value, alone))
-        if isinstance(value, dict):
-            return {key: cut(item, alone.get(key)) for key, item in value.items()}
-        return value
+        if len(value) != count * len(alone):
+            return value  # shared by all windows
+        each = value.unflatten(0, (count, len(alone)))
+        return each[windows.to(value.device)].flatten(0, 1)
 
-    return replace(batch, arguments=cut(batch.arguments, batch.alone), mask=batch.mask[windows])
+    arguments = tree_map(cut, batch.arguments, batch.alone)
+    return replace(batch, arguments=arguments, mask=batch.mask[windows])
 
 
 def alike(batches: Sequence[Batch]) -> list[bool]:

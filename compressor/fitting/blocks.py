@@ -1,8 +1,6 @@
 """Loads and runs a model one block at a time, so that only one block's weights are in memory.
 
-The model is built without weights. What lies before its first block (embeddings, position tables) is
-loaded and run once; then each block is loaded, used and dropped. This works for any architecture whose
-blocks take hidden states as their first argument. `configs/*.yaml` names the blocks, or they are found.
+The model is built without weights. `configs/*.yaml` names the blocks, or they are found.
 """
 
 import copy
@@ -19,26 +17,9 @@ from blr.compressor.base.device import moved
 from blr.compressor.base.errors import CapabilityError, InputError
 from blr.compressor.base.processes import Processes
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.fitting.block_discovery import (
-    PROBE,
-    Handing,
-    check_blocks,
-    found_groups,
-    logits_behind,
-    with_residuals,
-)
-from blr.compressor.fitting.block_passes import (
-    NUMBER,
-    Arguments,
-    Batch,
-    Named,
-    Positional,
-    Reached,
-    distinct,
-    home,
-    in_place_of,
-    parted,
-)
+from blr.compressor.fitting import block_discovery as discovery
+from blr.compressor.fitting import block_passes as passes
+from blr.compressor.fitting.block_passes import NUMBER, Arguments, Batch
 from blr.compressor.loading.loader_names import merged_names, renamed
 from blr.compressor.loading.native import meta_model, quiet_transformers
 from blr.compressor.loading.streamed import Parts
@@ -73,9 +54,9 @@ class BlockModel:
         self.names = self._loaded_names()  # name in the model -> stored tensor
         self.path = module_names(self.model, [family.blocks])[family.blocks]
         self.blocks: nn.ModuleList = self.model.get_submodule(self.path)
-        self.handing: Handing = lambda hidden: hidden
+        self.handing: discovery.Handing = lambda hidden: hidden
         self.sample: Batch | None = None
-        self.width = PROBE
+        self.width = discovery.PROBE
         self.plain = bool(family.groups) or bool(self._behind())
         self._groups: dict[int, list[Group]] = {}
         self.stacks: dict[str, dict[str, list[str]]] = {}  # as of `stacks_apart`
@@ -125,11 +106,11 @@ class BlockModel:
         if self.sample is None:
             return groups + experts
         if number not in self._groups:
-            self._groups[number] = (
-                with_residuals(block, groups, self.sample)
-                if self.family.groups
-                else found_groups(block, self._listed(number, names), self.sample)
-            )
+            if self.family.groups:
+                found = discovery.with_residuals(block, groups, self.sample)
+            else:
+                found = discovery.found_groups(block, self._listed(number, names), self.sample)
+            self._groups[number] = found
         return self._groups[number] + experts
 
     def _listed(self, number: int, names: set[str]) -> set[str]:
@@ -150,7 +131,7 @@ class BlockModel:
                 arguments["attention_mask"] = mask.to(self.device)
             batch = self.batch(arguments, mask.bool())
             size = STATES * tokens * batch.hidden.shape[-1] * batch.hidden.element_size()
-            place = place or home(size, self.device)
+            place = place or passes.home(size, self.device)
             owned = processes is None or processes.owns(n)
             kept = batch.hidden.to(place) if owned else torch.empty(0)
             batches.append(replace(batch, hidden=kept, student=kept, idle=calibration.idle))
@@ -159,17 +140,16 @@ class BlockModel:
     def _learn(self, ids: Tensor) -> None:
         """Learn from a window of tokens [1, w] what the family's table does not say of its blocks."""
         if not self.family.groups:
-            check_blocks(self, ids)
+            discovery.check_blocks(self, ids)
             self.width = ids.shape[1]
             return
-        few = ids[:, :PROBE]
-        every = torch.ones(few.shape, dtype=torch.bool)
-        self.sample = self.batch({"input_ids": few.to(self.device)}, every)
+        few = ids[:, : discovery.PROBE].to(self.device)
+        self.sample = self.batch({"input_ids": few}, torch.ones(few.shape, dtype=torch.bool))
 
     def batch(self, arguments: dict[str, Tensor], mask: Tensor) -> Batch:
         """The batch that enters the first block for `arguments`; `mask` [m, w]: real tokens."""
         hidden, given = self._entering(arguments)
-        found, kinds = distinct(given)
+        found, kinds = passes.distinct(given)
         least = int(mask.sum(1).argmin())  # transformers may drop the mask of a full window
         by_itself = {name: values[least : least + 1] for name, values in arguments.items()}
         one = self._entering(by_itself)[1] if len(mask) > 1 else given
@@ -186,13 +166,15 @@ class BlockModel:
         """The states that enter the first block, and for every block its other arguments."""
         kept: list[tuple[Tensor, Arguments]] = []
 
-        def passed(number: int, entering: Tensor, positional: Positional, named: Named) -> object:
-            kept.append(parted(positional, named))
+        def passed(
+            number: int, entering: Tensor, positional: passes.Positional, named: passes.Named
+        ) -> object:
+            kept.append(passes.parted(positional, named))
             if len(kept) == len(self.blocks):
-                raise Reached
+                raise passes.Reached
             return self.handing(entering)  # blocks hand their states on as they are
 
-        with in_place_of(self.blocks, passed), suppress(Reached):
+        with passes.in_place_of(self.blocks, passed), suppress(passes.Reached):
             self.run(arguments)
         return kept[0][0], [given for _, given in kept]
 
@@ -200,7 +182,7 @@ class BlockModel:
         """Logits [..., v] of final hidden states [..., d], through the last norm, OPT's projection, the
         head, its scale and its cap."""
         if not self.plain:
-            return logits_behind(self, hidden)
+            return discovery.logits_behind(self, hidden)
         for part in self._behind():
             hidden = part(hidden)
         found: Tensor = self.model.get_output_embeddings()(hidden)

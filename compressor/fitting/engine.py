@@ -1,14 +1,12 @@
-"""Runs a calibrated compression: reads the text, measures sensitivities, plans ranks, fits block after
-block."""
+"""Runs a calibrated compression: reads text, measures sensitivities, plans ranks, fits the blocks."""
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from blr.compressor.base.errors import CapabilityError
@@ -19,13 +17,11 @@ from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.regular import read_start
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.blocks import Batch, BlockModel
-from blr.compressor.fitting.factorize import Result, Work, factorize_layers
+from blr.compressor.fitting.factorize import Result, Work, factorize_layers, is_whole
 from blr.compressor.fitting.refit import finish_blocks, finish_epochs
-from blr.compressor.fitting.routing import few_tokens
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
 from blr.compressor.fitting.student import FitRun
-from blr.compressor.fitting.weighted import is_whole
 from blr.compressor.loading.load import load_computing
 from blr.compressor.loading.native import family_of
 from blr.compressor.planning.plan import Plan
@@ -39,11 +35,10 @@ from blr.compressor.planning.training_sizes import (
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.own import ROOM, OwnText, write_own_text
 from blr.compressor.text.reading import (
-    OWN,
-    Beginning,
     Calibration,
     beginning_of,
     begun,
+    is_own,
     packed_calibration,
     read_calibration,
 )
@@ -209,33 +204,31 @@ def with_own_text(
     work: Work, tokenizer: PreTrainedTokenizerBase, seq_len: int, text: Calibration | None
 ) -> Calibration:
     """Windows of `seq_len` tokens, of which the model writes the share `mix`, or all without a `text`.
-    For that the whole model is loaded once; what it wrote is kept in the journal."""
-    samples = work.recipe.samples
+    They leave out the random token that a sample began with, where the context has room."""
+    samples, processes = work.recipe.samples, work.processes
     count = samples if text is None else max(1, round(work.recipe.mix * samples))
+    model = load_computing(work.source.folder, "AutoModelForCausalLM", work.target)
+    length = min(seq_len + ROOM, context_of(model.config.to_dict()))
+    digests = {name: work.source.sha256(entry) for name, entry in work.source.entries.items()}
+    author = hashlib.sha256(canonical_json(digests)).hexdigest()
+    wanted = OwnText(count * length, length, work.recipe.seed, author)
+    share = processes.rank, processes.count
+    rows = write_own_text(model, tokenizer, wanted, work.journal, work.progress, share, processes.wait)
     beginning = beginning_of(tokenizer)
-    parts = [_write(work, tokenizer, seq_len, count, beginning)]
+    parts = [begun(rows[:count, len(beginning) + length - seq_len :], beginning).long()]
     if text is not None and count < samples:
         parts.insert(0, torch.cat(text.ids)[: samples - count])
     return packed_calibration(interleaved(parts), beginning)
 
 
-def _write(
-    work: Work, tokenizer: PreTrainedTokenizerBase, seq_len: int, count: int, beginning: Beginning
-) -> Tensor:
-    """Let the model write windows [count, seq_len], which start as the tokenizer starts a text. They
-    leave out the random token that a sample began with, where the context has room."""
-    folder, device = work.source.folder, work.target
-    model = load_computing(folder, "AutoModelForCausalLM", device)
-    length = min(seq_len + ROOM, context_of(model.config.to_dict()))
-    digests = {name: work.source.sha256(entry) for name, entry in work.source.entries.items()}
-    author = hashlib.sha256(canonical_json(digests)).hexdigest()
-    wanted = OwnText(count * length, length, work.recipe.seed, author)
-    processes = work.processes
-    share = processes.rank, processes.count
-    rows = write_own_text(model, tokenizer, wanted, work.journal, work.progress, share, processes.wait)
-    return begun(rows[:count, len(beginning) + length - seq_len :], beginning).long()
-
-
-def is_own(name: str) -> bool:
-    """Whether `name` asks for text that the model writes: it is "self", and no file has that name."""
-    return name == OWN and not Path(name).exists()
+def few_tokens(plan: Plan, results: Mapping[str, Result]) -> list[str]:
+    """A note if experts had fewer tokens than their inputs have numbers."""
+    counts = {p: results[p.layer.module][1].get("tokens") for p in plan.layers if p.layer.stack}
+    known = [(n, p.spec.in_features) for p, n in counts.items() if isinstance(n, int)]
+    few, none = sum(count < width for count, width in known), sum(not count for count, _ in known)
+    if not few:
+        return []
+    return [
+        f"{few} of {len(known)} layers of experts had fewer tokens than inputs, {none} had none: they "
+        "are fitted to tokens of other experts as well; more text (--samples) fits them better"
+    ]

@@ -1,11 +1,11 @@
-"""Factorizes the planned layers. Each finished layer is kept in the journal; processes share the layers
-out."""
+"""Factorizes planned layers, which processes share out; the journal keeps each finished one."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,25 +21,35 @@ from blr.compressor.base.quoting import first_line
 from blr.compressor.base.threads import on_one_thread
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.fitting.rounding import plain_fit, round_layer
-from blr.compressor.planning.forecast_time import predicted_cost
-from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
+from blr.compressor.fitting.moments import Moments
+from blr.compressor.fitting.rounding import is_latent, plain_fit, round_layer, round_layers
+from blr.compressor.planning.forecast import predicted_cost
+from blr.compressor.planning.layers import Layer
+from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import FitOptions, relative_error
-from blr.compressor.structures.linalg import recorded_fallbacks
-from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.restore import restored
-from blr.compressor.structures.specs import DenseSpec, Spec
+from blr.compressor.structures.blast import is_shared
+from blr.compressor.structures.linalg import (
+    add_ridge,
+    balance,
+    cholesky,
+    recorded_fallbacks,
+    solve_upper,
+)
+from blr.compressor.structures.packing import restored
+from blr.compressor.structures.specs import BlastSpec, DenseSpec, KroneckerSpec, LowRankSpec, Spec
 from blr.compressor.workspace.journal import Journal, layer_key
 from blr.kernels.common.available import kernels_on
 from blr.kernels.fp8.reference import is_number
 
 ALGORITHM = 14  # to be raised when results change, so that older journals are not used
 SMALL = 1 << 20  # weights of a layer that a CPU fits on one thread: two gain nothing for 576 × 1536
-# Relative variance that BLAST's solver assumes of each term of a product, by bits of its factors:
-# it keeps terms from cancelling. Without packing it costs nothing (LOG, 2026-11-22); for 4 bits and
-# fewer it is what compensation leaves (LOG, 2026-11-23).
+# Relative variance that BLAST's solver assumes of each term of a product, by bits of its factors: it
+# keeps terms from cancelling. For 4 bits and fewer it is what compensation leaves.
 NOISE = {None: 5e-4, 8: 1e-3, 4: 0.005, 3: 0.02, 2: 0.1}
+CPU_ROUNDS = 40  # default of BLAST on a CPU: 100 take twice the time for 3% of perplexity
+OUTPUT_RIDGE = 1e-3  # added to the output metric, relative to its mean diagonal
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,7 @@ class Work:
 
 
 Result = tuple[dict[str, TensorEntry], dict[str, object]]  # stored factors by suffix, record
+Kept = tuple[dict[str, Tensor], dict[str, object]]  # the same before they are stored
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,8 @@ class LayerJob:
     def key(self, weight: str, prefix: str = "") -> str:
         """The journal's key for the factors of a weight with the SHA-256 `weight`; `prefix` is the
         digest of whatever else they depend on."""
+        device = self.device
+        threads = torch.get_num_threads() if device.type == "cpu" else None
         return layer_key(
             prefix=prefix,
             weight=weight,
@@ -125,13 +138,8 @@ class LayerJob:
             options=[self.planned.solver, self.planned.rounds, self.recipe.seed, self.recipe.dtype],
             module=self.layer.module,
             algorithm=[ALGORITHM, __version__, torch.__version__],
-            machine=machine(self.device),
+            machine=[device.type, threads, kernels_on(device)],  # what changes the bits of results
         )
-
-
-def machine(device: torch.device) -> list[object]:
-    """The properties of a machine that change the bits of results."""
-    return [device.type, torch.get_num_threads() if device.type == "cpu" else None, kernels_on(device)]
 
 
 def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
@@ -178,26 +186,21 @@ def _kept(work: Work, job: LayerJob, key: str) -> Result:
     return {suffix: factors[suffix] for suffix in job.planned.spec.stored()}, record
 
 
-def factorize(weight: Tensor, job: LayerJob) -> tuple[dict[str, Tensor], dict[str, object]]:
+def factorize(weight: Tensor, job: LayerJob) -> Kept:
     """Fit one layer to its stored `weight`: its factors as stored, on the CPU, and its record."""
     work = moved(weight, job.device, working_dtype(job.device))
     work = work.mT.contiguous() if job.layer.transposed else work
-    spec, notes = job.planned.spec, list[str]()
+    if job.planned.spec.structure == DenseSpec.structure:
+        work = work.to(weight.dtype)  # as an export rounds it
     with recorded_fallbacks() as fallbacks:
-        if spec.quantized:
-            # dense weights in their own dtype, as an export rounds them
-            exact = work.to(weight.dtype) if spec.structure == DenseSpec.structure else work
-            dtype = job.stored_dtype(weight)
-            found = round_layer(exact, spec, None, dtype, plain_fit(job.options))
-        else:
-            fit = STRUCTURES[spec.structure].factorizer().fit(work, spec, None, job.options)
-            found, notes = fit.tensors, fit.notes
-    return keep_factors(job, weight, found, {"notes": [*notes, *fallbacks]})
+        given = None, job.stored_dtype(weight), plain_fit(job.options)
+        found = round_layer(work, job.planned.spec, *given)
+    return keep_factors(job, weight, found, {"notes": fallbacks})
 
 
 def keep_factors(
     job: LayerJob, weight: Tensor, factors: Mapping[str, Tensor], record: dict[str, object]
-) -> tuple[dict[str, Tensor], dict[str, object]]:
+) -> Kept:
     """Round fitted factors to the dtype they are stored in, on the CPU, and add type, spec, error and
     bits a weight to the layer's `record`. Packed factors stay as they are."""
     spec, dtype = job.planned.spec, job.stored_dtype(weight)
@@ -238,3 +241,131 @@ def check_range(tensors: dict[str, Tensor]) -> None:
                 f"factor {name} is not finite in {tensor.dtype}; "
                 "store the factors as --dtype float32 or bfloat16, or --exclude the layer"
             )
+
+
+def output_root(information: Tensor, groups: int = 1) -> Tensor:
+    """The upper Cholesky factor [o, o] of the outputs' Fisher information [o, o], or of its diagonal
+    blocks by group of rows, with a small ridge."""
+    parts = information.unflatten(0, (groups, -1)).unflatten(2, (groups, -1))
+    own = torch.block_diag(*(parts[g, :, g] for g in range(groups)))
+    return cholesky(add_ridge(own, OUTPUT_RIDGE)).mT
+
+
+class WeightedFit:
+    """One layer to fit in the norm of its inputs' `moments` and of its outputs' `metric` (as
+    `metric_for` gives it, or None)."""
+
+    def __init__(self, job: LayerJob, weight: Tensor, moments: Moments, metric: Tensor | None) -> None:
+        work = moved(weight, job.device, torch.float64)
+        work = work.mT.contiguous() if job.layer.transposed else work
+        self.job, self.weight, self.moments = job, weight, moments
+        self.target = moments.target(work)
+        self.metric = None if metric is None else metric.to(job.device, torch.float64)
+
+    @cached_property
+    def root(self) -> Tensor | None:
+        """The root of the cost of errors in the outputs, of a layer without groups."""
+        return None if self.metric is None else output_root(self.metric)
+
+    def fit(self, matrix: Tensor, spec: Spec) -> dict[str, Tensor]:
+        """The factors of a plain structure."""
+        return _fit(self.job, spec, matrix, self.moments.metric.gram, self.metric)
+
+    def kept(self, found: Mapping[str, Tensor], notes: list[str]) -> Kept:
+        """What is stored of fitted factors, with those before rounding, and the record."""
+        job, dtype, target = self.job, self.job.stored_dtype(self.weight), self.target
+        tensors, record = keep_factors(job, self.weight, found, {"notes": notes})
+        latents = {n: t.to("cpu", dtype).contiguous() for n, t in found.items() if is_latent(n)}
+        moved = {n: t.to(target.device) for n, t in tensors.items()}
+        back = restored(job.planned.spec, moved, target.dtype)
+        record["weighted_error"] = relative_error(target, back, self.moments.metric.gram)
+        if self.moments.tokens is not None:
+            record["tokens"] = self.moments.tokens
+        return tensors | latents, record
+
+
+def fit_together(fits: Sequence[WeightedFit]) -> list[Kept]:
+    """Fit layers of one spec, shape and dtype. Returns of each what is stored, with the numbers before
+    rounding, on the CPU; and the record, in which `weighted_error` is the relative error of the
+    outputs."""
+    job, dtype = fits[0].job, fits[0].job.stored_dtype(fits[0].weight)
+    with layer_errors(job), recorded_fallbacks() as fallbacks:
+        given = [fit.target for fit in fits], job.planned.spec, [fit.moments.metric for fit in fits]
+        found = round_layers(*given, dtype, [fit.fit for fit in fits], partial(_fit_stack, fits))
+        return [fit.kept(each, fallbacks) for fit, each in zip(fits, found, strict=True)]
+
+
+def _fit_stack(fits: Sequence[WeightedFit], matrices: Tensor, spec: Spec) -> dict[str, Tensor]:
+    """Low rank of the `matrices` [n, o, i] of layers of one shape."""
+    shape = cast(LowRankSpec, spec)
+    grams = torch.stack([fit.moments.metric.gram for fit in fits])
+    roots = [fit.root for fit in fits if fit.root is not None]
+    if roots:
+        return _fit_low_rank(matrices, shape, grams, torch.stack(roots))
+    dtype = fitting_dtype(matrices.device)
+    return lowrank.fit(matrices.to(dtype), shape, grams.to(dtype)).tensors
+
+
+def _fit_low_rank(target: Tensor, spec: LowRankSpec, gram: Tensor, root: Tensor) -> dict[str, Tensor]:
+    """Low rank of [..., o, i] where errors in outputs cost what their `root` [..., o, o] says."""
+    found = lowrank.fit(root @ target, spec, gram).tensors
+    left = found["U"]
+    # U [G, o/G, r] of groups of rows is all of [o, r]
+    rows = left.flatten(0, 1) if spec.groups > 1 and spec.side == "out" else left
+    solved = solve_upper(root, rows).view_as(left)
+    return dict(zip("UV", balance(solved, found["V"]), strict=True))
+
+
+def _fit(
+    job: LayerJob, spec: Spec, target: Tensor, gram: Tensor, metric: Tensor | None
+) -> dict[str, Tensor]:
+    """Fit the target with outputs weighted by `metric`, then take the weights out of the factors. Low
+    rank takes the whole metric in closed form, each group of output rows its own block of it. Others
+    take its diagonal [o], which scales rows."""
+    if metric is not None and isinstance(spec, LowRankSpec):
+        root = output_root(metric, spec.groups if spec.side == "out" else 1)
+        return _fit_low_rank(target, spec, gram, root)
+    dtype, options = fitting_dtype(job.device), job.options
+    if isinstance(spec, BlastSpec) and job.device.type == "cpu" and options.rounds is None:
+        options = replace(options, rounds=CPU_ROUNDS)
+    fit = plain_fit(options, gram)
+    if metric is None:
+        return fit(target.to(dtype), spec)
+    rows = metric.sqrt() + OUTPUT_RIDGE
+    return divide_rows(fit((rows[:, None] * target).to(dtype), spec), spec, rows.to(dtype))
+
+
+def metric_for(spec: Spec, information: Tensor) -> Tensor:
+    """The part of the Fisher information of its outputs that a fit takes: all of [o, o] or the diagonal
+    [o]. `information` may be a diagonal already."""
+    if is_whole(spec):
+        return information if information.dim() == 2 else torch.diag(information)
+    return information.diagonal() if information.dim() == 2 else information
+
+
+def is_whole(spec: Spec) -> bool:
+    """Whether a fit takes all of the Fisher information of its outputs; low rank does."""
+    return spec.fitted().structure == LowRankSpec.structure
+
+
+def fitted_together(job: LayerJob) -> bool:
+    """Whether the layer is so large that processes fit it together, instead of sharing out layers."""
+    spec = job.planned.spec.fitted()
+    if not isinstance(spec, BlastSpec) or job.planned.solver == "precgd":
+        return False
+    return is_shared(spec, fitting_dtype(job.device).itemsize)
+
+
+def fitting_dtype(device: torch.device) -> torch.dtype:
+    """float64 on a CPU. On a GPU float32, for there float64 can be 64 times as slow."""
+    return torch.float64 if device.type == "cpu" else torch.float32
+
+
+def divide_rows(tensors: dict[str, Tensor], spec: Spec, rows: Tensor) -> dict[str, Tensor]:
+    """Factors of ``diag(rows)⁻¹ W'`` from factors of W'; `rows` is [o]."""
+    if isinstance(spec, KroneckerSpec):
+        a, b, _, d = spec.patterns[0]
+        first = tensors["factors.0"] / rows.view(a, b, 1, d)
+        return {**tensors, "factors.0": first}
+    left = tensors["U"]
+    return {**tensors, "U": left / rows.view(*left.shape[:-1], 1)}

@@ -1,19 +1,6 @@
 """Refits one block towards the dense block's output, and all blocks together in the last pass.
 
-A refit trains all factors of one block. It reads the states that the compressed blocks before it give
-and should return those of the dense model. The error is weighted by the Fisher information of the
-block's output, so that training does not spend itself on what the loss does not feel. Each tensor moves
-at a rate relative to its own size. The best epoch on held-back windows is kept, the start included, so
-a refit never makes that error larger. Block-wise reconstruction is that of BRECQ (arXiv 2102.05426).
-
-A refit leaves an error in every block's output, and only behind the last block it shows which of it
-matters. So the last pass moves factors, packed weights, scales and norms of all blocks against KL(dense
-‖ compressed) of the next token on the calibration's text. The dense logits follow from the final states
-that the fit has carried along, without a second model. An end-to-end pass after blocks is
-EfficientQAT's idea (arXiv 2407.11062).
-
-A step is one batch. A large batch is split into parts, whose gradients are added in order: processes
-share out the parts, and the result does not depend on how many processes there are.
+Processes share out the parts of a batch; the result does not depend on how many processes there are.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +27,7 @@ from blr.compressor.planning.training_sizes import (
     refit_parts,
 )
 from blr.compressor.structures.latent import Trained
-from blr.compressor.structures.linalg import cholesky
+from blr.compressor.structures.linalg import add_ridge, cholesky
 from blr.compressor.workspace.journal import layer_key
 from blr.kernels.training.losses import divergence_sum
 
@@ -54,10 +41,13 @@ FINISH = 5  # to be raised when the last pass's results change
 
 
 class Refitting(TrainingLoop):
-    """Trains the parameters `trained` of `block` in place. The `student` states of `batches` enter it;
-    `targets` are the dense outputs [m, w, d] of this process's batches, by number; `metric` is the
-    Fisher information [d, d] of the output (None: plain squares); `rate` is relative to a tensor's root
-    mean square."""
+    """Trains the parameters `trained` of `block` in place, as BRECQ (arXiv 2102.05426) does. A step is
+    one batch. The best epoch on held-back windows is kept, the start included.
+
+    The `student` states of `batches` enter the block; `targets` are the dense outputs [m, w, d] of this
+    process's batches, by number; `metric` is the Fisher information [d, d] of the output, which weights
+    the error (None: plain squares); `rate` is relative to a tensor's root mean square.
+    """
 
     def __init__(
         self,
@@ -91,17 +81,14 @@ class Refitting(TrainingLoop):
         order, count = torch.Generator().manual_seed(seed), len(self.train_on)
         drawn = [torch.randperm(count, generator=order).tolist() for _ in range(epochs)]
         self.order, self.advance = [self.train_on[n] for epoch in drawn for n in epoch], advance
-        self._want_gradients(True)
+        for parameter in self.parameters:
+            parameter.requires_grad_()
         self.what.publish()
         self.consider()
         before = self.state.best
         self.train()
-        self._want_gradients(False)
+        self.block.requires_grad_(False)
         return before, self.state.best
-
-    def _want_gradients(self, wanted: bool) -> None:
-        for parameter in self.parameters:
-            parameter.requires_grad_(wanted)
 
     def is_over(self) -> bool:
         return self.state.step == len(self.order)
@@ -127,12 +114,10 @@ class Refitting(TrainingLoop):
     def judge(self) -> float:
         """The mean error of the held-back batches, each computed by the process that owns it."""
         mine = {}
-        for n in self.held:
-            if self.processes.owns(n):
+        with tensor_cores(self.device):
+            for n in filter(self.processes.owns, self.held):
                 batch = self.batches[n]
-                with tensor_cores(self.device):
-                    lost = self._loss(batch, batch.student, self.targets[n], batch.tokens)
-                mine[n] = float(lost)
+                mine[n] = float(self._loss(batch, batch.student, self.targets[n], batch.tokens))
         found = self.processes.merged(mine)
         return sum(found[n] for n in self.held) / len(self.held)
 
@@ -146,11 +131,12 @@ class Refitting(TrainingLoop):
 
         def part(at: int) -> dict[str, Tensor]:
             if parts > 1 or not self._replayed(n, student, target):
-                self._part(batch, student, target, windows[at], batch.tokens)
-            found = [(p, p.grad) for p in self.parameters]
-            return {
-                "all": torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in found])
-            }
+                rows = windows[at].to(student.device) if parts > 1 else slice(None)
+                forget(self.parameters)
+                some = window_rows(batch, windows[at])
+                self._loss(some, student[rows], target[rows], batch.tokens).backward()
+            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            return {"all": torch.cat([gradient.flatten() for gradient in found])}
 
         total = sum_in_order(self.processes, parts, part, ["all"])["all"]
         sizes = [parameter.numel() for parameter in self.parameters]
@@ -161,15 +147,6 @@ class Refitting(TrainingLoop):
         """The number of parts in which a batch is taken, by the amount of work for each expert."""
         trained = sum(parameter.numel() for parameter in self.parameters)
         return refit_parts(batch.mask.numel(), trained / self.experts, len(batch.mask))
-
-    def _part(self, batch: Batch, student: Tensor, target: Tensor, windows: Tensor, tokens: int) -> None:
-        """Leave the gradients of the error of some windows of a batch in the parameters."""
-        part = window_rows(batch, windows)
-        if part is not batch:
-            rows = windows.to(student.device)
-            student, target = student[rows], target[rows]
-        forget(self.parameters)
-        self._loss(part, student, target, tokens).backward()
 
     def _replayed(self, n: int, student: Tensor, target: Tensor) -> bool:
         """Compute a batch's gradients by a CUDA graph; False where that is not possible."""
@@ -211,17 +188,14 @@ def factor_at(step: int, steps: int, warm_up: int) -> float:
 def _root(metric: Tensor) -> Tensor:
     """The lower Cholesky factor of the metric with a small ridge, in float32."""
     metric = metric.double() / metric.diagonal().mean().clamp_min(1e-30)
-    identity = torch.eye(len(metric), dtype=metric.dtype, device=metric.device)
-    return cholesky(metric + RIDGE * identity).float()
+    return cholesky(add_ridge(metric, RIDGE)).float()
 
 
 def finish_blocks(run: FitRun, starts: list[Batch]) -> None:
     """Train the run's students together, keep the result in the journal, and take it into the run's
     results. `starts` enter the first block; `run.batches` hold what leaves the last dense one."""
     work, settings = run.work, [run.finish, FINISH]
-    keys = [
-        layer_key(finish=settings, prefix=run.prefix, block=student.index) for student in run.students
-    ]
+    keys = [layer_key(finish=settings, prefix=run.prefix, block=s.index) for s in run.students]
 
     def train() -> Errors:
         trained = [part for student in run.students for part in student.trained]
@@ -236,7 +210,8 @@ def finish_blocks(run: FitRun, starts: list[Batch]) -> None:
 
 
 class Finishing(Refitting):
-    """Trains what is `trained` in all blocks together; its errors are nats a token."""
+    """Trains what is `trained` in all blocks together (EfficientQAT, arXiv 2407.11062): KL(dense ‖
+    compressed) of the next token, in nats. Dense logits follow from the final states `targets`."""
 
     def __init__(
         self, run: FitRun, trained: list[Trained], starts: list[Batch], targets: dict[int, Tensor],

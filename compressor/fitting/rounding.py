@@ -1,22 +1,11 @@
 """Turns a weight into what is stored of it in few bits: dense, structured, or dense with a correction.
 
-With the inputs' Gram matrix, dense weights are rounded with error compensation (GPTQ, or `float8.py`),
-and int8 factors in a norm weighted by its diagonal; without it each number goes to the nearest level of
-scales that are searched for. With 4 bits or fewer, in float8, the factor U of W = U Zᵀ
-comes last: it is solved for by least squares, given the weight and the rounded Z, and rounded with
-compensation. So each term makes up for what others lost. Factors in float8 are rotated first
-(`turning.py`), and V is rounded in the metric of what U cannot correct (`seen.py`).
-
-A correction starts from rounded weights Q and a structure S in turn, each fitted to what the other
-leaves: LoftQ (arXiv 2310.08659), here in the metric of the inputs, with factors rounded as they are
-stored. Beside integers the results hold the numbers before rounding (`latent_name`), from which
-training goes on.
+Beside integers, results hold the numbers before rounding (`latent_name`), from which training goes on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,15 +13,20 @@ from torch import Tensor
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.modeling.layers import rows_at_once
 from blr.compressor.structures.balance import even_columns, turned
-from blr.compressor.structures.base import FitOptions, relative_error
+from blr.compressor.structures.base import Fit, FitOptions, relative_error
 from blr.compressor.structures.blast import from_low_rank
-from blr.compressor.structures.float8 import EASE, Costs, costs_of, round_fp8
-from blr.compressor.structures.gptq import compensation, gptq
+from blr.compressor.structures.gptq import (
+    EASE,
+    Costs,
+    compensation,
+    costs_of,
+    gptq,
+    round_fp8,
+    seen_by_v,
+)
 from blr.compressor.structures.linalg import solve_spd
-from blr.compressor.structures.packing import from_rows, pack_factor, to_matrix, unpack_factor
+from blr.compressor.structures.packing import from_rows, pack_factor, restored, to_matrix, unpack_factor
 from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.restore import restored
-from blr.compressor.structures.seen import seen_by_v
 from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,
@@ -81,7 +75,7 @@ class Metric:
         return costs_of(self.gram, self.ease)
 
 
-FitFactors = Callable[[Tensor, Spec], Mapping[str, Tensor]]
+FitFactors = Callable[[Tensor, Spec], dict[str, Tensor]]
 
 
 def stacked(metrics: Sequence[Metric]) -> Metric:
@@ -101,13 +95,13 @@ def is_latent(name: str) -> bool:
     return name.endswith(LATENT)
 
 
-def plain_fit(options: FitOptions | None = None, gram: Tensor | None = None) -> FitFactors:
+def plain_fit(options: FitOptions = FitOptions(), gram: Tensor | None = None) -> FitFactors:
     """A function that fits a structure to a matrix by the structure's own solver."""
 
-    def fit(weight: Tensor, spec: Spec) -> Mapping[str, Tensor]:
+    def fit(weight: Tensor, spec: Spec) -> dict[str, Tensor]:
         metric = None if gram is None else gram.to(weight)
-        solver = STRUCTURES[spec.structure].factorizer()
-        return solver.fit(weight, spec, metric, options or FitOptions()).tensors
+        found: Fit = STRUCTURES[spec.structure].factorizer().fit(weight, spec, metric, options)
+        return found.tensors
 
     return fit
 
@@ -116,27 +110,26 @@ def round_layer(
     weight: Tensor, spec: Spec, metric: Metric | None, dtype: torch.dtype, fit: FitFactors
 ) -> dict[str, Tensor]:
     """What is stored of a layer with the weight or target W [o, i], and its factors before rounding.
-    `metric` None: all errors cost the same; `dtype` is that of scales and unpacked numbers; `fit` gives
-    the factors of a plain structure. Raises NumericsError for scales that are not finite in `dtype`."""
+
+    With a `metric` dense weights are rounded with error compensation; without one all errors cost the
+    same, and each number goes to the nearest level. `dtype` is that of scales and unpacked numbers;
+    `fit` gives the factors of a plain structure. Raises NumericsError for scales that are not finite in
+    `dtype`.
+    """
     if isinstance(spec, CorrectedSpec):
         return _corrected(weight, spec, metric, dtype, fit)
     if (packing := spec.packing) is not None:
         plain = spec.plain
         factors = {"weight": weight} if plain.structure == DenseSpec.structure else fit(weight, plain)
-        factors = turned(plain, factors) if packing.fp8 else dict(factors)
-        return round_factors(factors, packing, metric, dtype)
+        return round_factors(turned(plain, factors) if packing.fp8 else factors, packing, metric, dtype)
     factors = fit(weight, spec)
     return {n: factor.to(dtype).contiguous() for n, factor in factors.items() if n in spec.shapes()}
 
 
 def round_layers(
-    weights: Sequence[Tensor],
-    spec: Spec,
-    metrics: Sequence[Metric],
-    dtype: torch.dtype,
-    fits: Sequence[FitFactors],
-    fit: FitFactors,
-) -> list[dict[str, Tensor]]:
+    weights: Sequence[Tensor], spec: Spec, metrics: Sequence[Metric], dtype: torch.dtype,
+    fits: Sequence[FitFactors], fit: FitFactors,
+) -> list[dict[str, Tensor]]:  # fmt: skip
     """`round_layer` of layers of one spec by the same launches, of which one fit has thousands, where
     `are_stacked`; `fit` is that of a stack of matrices."""
     if len(weights) == 1 or not are_stacked(spec):
@@ -149,13 +142,11 @@ def round_layers(
 def are_stacked(spec: Spec) -> bool:
     """Whether layers can be rounded as a stack: dense ones in few bits, also with low rank beside."""
     (_, base), *more = spec.parts()
-    few = base.packing is not None and base.plain.structure == DenseSpec.structure
-    low_rank = all(
-        added.plain.structure == LowRankSpec.structure and getattr(added.plain, "groups", 1) == 1
-        for _, added in more
-    )
-    packings = [part.packing for _, part in spec.parts()]
-    return few and low_rank and not any(packing.fp8 for packing in packings if packing is not None)
+    packings = [part.packing for _, part in spec.parts() if part.packing is not None]
+    if base.packing is None or base.structure != DenseSpec.structure or any(p.fp8 for p in packings):
+        return False
+    plain = [added.plain for _, added in more]
+    return all(isinstance(added, LowRankSpec) and added.groups == 1 for added in plain)
 
 
 def round_factors(
@@ -193,48 +184,55 @@ def quantize_factors(
     metric: Metric | None = None,
 ) -> Quantized:
     """Round the canonical `factors` of a structured layer; scales are in `scale_dtype`, or in each
-    factor's dtype. Raises NumericsError for scales that are not finite."""
-    tensors: dict[str, Tensor] = {}
-    errors: dict[str, float] = {}
-    latents: dict[str, Tensor] = {}
+    factor's dtype. Raises NumericsError for scales that are not finite.
+
+    With 4 bits or fewer, and in float8, the factor U of W = U Zᵀ comes last: it is solved for by least
+    squares, given the weight and the rounded Z, and rounded with compensation. So each term makes up
+    for what others lost.
+    """
+    found, structure = Quantized({}, {}, {}), STRUCTURES[spec.structure]
+    reconstruct = structure.factorizer().reconstruct
     exact = {name: factors[name].to(_work(factors[name])) for name in spec.shapes()}
     if spec.tiled:
         exact = even_columns(spec.of, exact)
-    product = STRUCTURES[spec.structure].factorizer().reconstruct(exact, spec.of)
-    back: dict[str, Tensor] = {}
-    is_solved = STRUCTURES[spec.structure].linear and (spec.fp8 or spec.bits in SOLVED)
-    solved = LAST if is_solved else None  # comes last
+    product, back = reconstruct(exact, spec.of), dict[str, Tensor]()
+    solved = LAST if structure.linear and (spec.fp8 or spec.bits in SOLVED) else None
     for name in sorted(spec.shapes(), key=lambda name: name == solved):
         dtype = scale_dtype or factors[name].dtype
         if name == solved:
             factor, stored = _solved(spec, back, product, metric, dtype)
         else:
-            factor = exact[name]
-            stored = _unsolved(spec, name, exact | back, metric, dtype)
+            factor, stored = exact[name], _unsolved(spec, name, exact | back, metric, dtype)
         back[name] = unpack_factor(spec, name, stored, product.dtype)
-        tensors |= stored
+        found.tensors.update(stored)
         if not spec.fp8:
-            latents[latent_name(name)] = factor  # scaled and solved again, as it was rounded
+            found.latents[latent_name(name)] = factor  # scaled and solved again, as it was rounded
         if spec.format_of(name):
-            errors[name] = relative_error(factor, back[name])
-    rounded = STRUCTURES[spec.structure].factorizer().reconstruct(back, spec.of)
-    errors[PRODUCT] = relative_error(product, rounded)
-    return Quantized(tensors, errors, latents)
+            found.errors[name] = relative_error(factor, back[name])
+    found.errors[PRODUCT] = relative_error(product, reconstruct(back, spec.of))
+    return found
 
 
 def _corrected(
     weight: Tensor, spec: CorrectedSpec, metric: Metric | None, dtype: torch.dtype, fit: FitFactors
 ) -> dict[str, Tensor]:
-    """Round a weight, or a stack of them, and fit its correction in turn, each to what is left; the best
-    round of each."""
+    """Round a weight, or a stack of them, and fit its correction in turn, each to what the other leaves
+    (LoftQ, arXiv 2310.08659, here in the metric of the inputs); the best round of each."""
     best, added = torch.full(weight.shape[:-2], torch.inf).to(weight), torch.zeros_like(weight)
     kept: dict[str, Tensor] = {}
     for _ in range(ROUNDS):
         base = round_layer(weight - added, spec.base, metric, dtype, fit)
-        made = _correction(weight, base, spec, metric, fit, dtype)
-        added, better = made.added, made.missed < best
-        best = torch.where(better, made.missed, best)
-        kept = {name: _chosen(better, t, kept.get(name, t)) for name, t in made.tensors.items()}
+        left = weight - restored(spec.base, base, weight.dtype)
+        correction = round_layer(left, spec.correction, metric, dtype, partial(_start, fit))
+        added = restored(spec.correction, correction, weight.dtype)
+        error = left - added
+        weighted = error if metric is None else error @ metric.gram.to(weight)
+        missed = (weighted * error).sum((-2, -1))
+        better = missed < best
+        best = torch.where(better, missed, best)
+        made = {f"base.{n}": t for n, t in base.items()}
+        made |= {f"correction.{n}": t for n, t in correction.items()}
+        kept = {name: _chosen(better, t, kept.get(name, t)) for name, t in made.items()}
     return kept
 
 
@@ -243,34 +241,7 @@ def _chosen(better: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(better.view(*better.shape, *[1] * (new.dim() - better.dim())), new, old)
 
 
-class Corrected(NamedTuple):
-    """A corrected layer: the plain weight of its correction, the squared error, and what is stored."""
-
-    added: Tensor
-    missed: Tensor
-    tensors: dict[str, Tensor]
-
-
-def _correction(
-    weight: Tensor,
-    base: dict[str, Tensor],
-    spec: CorrectedSpec,
-    metric: Metric | None,
-    fit: FitFactors,
-    dtype: torch.dtype,
-) -> Corrected:
-    """Fit a correction to what a rounded base leaves."""
-    left = weight - restored(spec.base, base, weight.dtype)
-    correction = round_layer(left, spec.correction, metric, dtype, partial(_start, fit))
-    added = restored(spec.correction, correction, weight.dtype)
-    error = left - added
-    weighted = error if metric is None else error @ metric.gram.to(weight)
-    missed = (weighted * error).sum((-2, -1))
-    named = {f"base.{n}": t for n, t in base.items()}
-    return Corrected(added, missed, named | {f"correction.{n}": t for n, t in correction.items()})
-
-
-def _start(fit: FitFactors, weight: Tensor, spec: Spec) -> Mapping[str, Tensor]:
+def _start(fit: FitFactors, weight: Tensor, spec: Spec) -> dict[str, Tensor]:
     """Factors from which a correction starts. BLAST starts from low rank, whose terms do not cancel."""
     if not isinstance(spec, BlastSpec):
         return fit(weight, spec)
@@ -336,14 +307,8 @@ def _by_compensation(
     matrix = matrix.float() if matrix.is_cuda else matrix
     if spec.fp8:
         return _float8(name, spec, matrix, metric.float8, dtype), matrix
-    return _compensated(matrix, metric.root.to(matrix), name, spec, dtype)
-
-
-def _compensated(
-    matrix: Tensor, root: Tensor, name: str, spec: QuantizedSpec, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The same with the root of the metric."""
-    found = gptq(matrix, root, spec.bits, spec.group, dtype, spec.curved, spec.superblocks)
+    grid = spec.bits, spec.group, dtype, spec.curved, spec.superblocks
+    found = gptq(matrix, metric.root.to(matrix), *grid)
     padded = torch.nn.functional.pad(found.levels, (0, -matrix.shape[-1] % spec.group))
     packed = pack(padded, spec.bits, spec.group)
     stored = dict(zip(stored_names(name), (packed, found.scale.to(dtype)), strict=True))

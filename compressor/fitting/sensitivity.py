@@ -1,11 +1,4 @@
-"""Measures how much each layer's output matters: Fisher information by one backward pass, block by
-block.
-
-For a decoder the loss is the cross entropy of tokens drawn from the model's own predictions: the true
-Fisher information needs no labels. For an encoder it is a random projection of the mean-pooled
-embedding, which gives the embedding's Gauss-Newton metric. Hidden states are kept between the forward
-and the backward sweep, so that only one block at a time is in memory. Processes have batches of their
-own; sums over batches are taken in the batches' order.
+"""Measures how much each layer's output matters: Fisher information by a backward pass through blocks.
 
 For a layer with weight W, input moments H and output gradients G = Σ g gᵀ, the eigenvalues of G^½ W H
 Wᵀ G^½ predict the loss that each further rank saves. FWSVD (arXiv 2207.00112) weights by the diagonal
@@ -26,7 +19,7 @@ from blr.compressor.base.progress import MEASURING
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, watched
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Work, layer_seed
-from blr.compressor.fitting.routing import with_floor
+from blr.compressor.fitting.moments import with_floor
 from blr.compressor.structures.linalg import cholesky, eigenvalues
 from blr.compressor.workspace.journal import layer_key
 
@@ -46,12 +39,9 @@ class Sensitivity:
 
 
 def measure(
-    work: Work,
-    model: BlockModel,
-    batches: list[Batch],
-    key: str,
+    work: Work, model: BlockModel, batches: list[Batch], key: str,
     whole: Callable[[str], bool] = lambda module: True,
-) -> Sensitivity:
+) -> Sensitivity:  # fmt: skip
     """Measure every compressible layer, or take it from the journal under `key`, which covers whatever
     it depends on. `whole` tells whether all of a module's G is kept; of others the diagonal is."""
     keys = [layer_key(key=key, block=index) for index in range(len(model))]
@@ -66,17 +56,13 @@ def measure(
 
 
 class SensitivitySweep:
-    """A forward and a backward sweep through the blocks. States and gradients are by number of batch;
-    what is found of block n is stored under `keys[n]`."""
+    """A forward and a backward sweep through the blocks, of which only one at a time is in memory.
+    States and gradients are by number of batch; what is found of block n is stored under `keys[n]`."""
 
     def __init__(
-        self,
-        work: Work,
-        model: BlockModel,
-        batches: list[Batch],
-        keys: list[str],
+        self, work: Work, model: BlockModel, batches: list[Batch], keys: list[str],
         whole: Callable[[str], bool],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.work, self.model, self.batches = work, model, batches
         self.keys, self.whole = keys, whole
         self.processes = work.processes
@@ -139,8 +125,7 @@ class SensitivitySweep:
             entering[n] = gradient.to(self.home)
             return found
 
-        asked = self.processes, len(self.batches), parts, kinds, torch.float64
-        sums = sum_in_order(*asked)
+        sums = sum_in_order(self.processes, len(self.batches), parts, kinds, torch.float64)
         for group in (group for group in groups if group.experts):
             alike = list(zip(*group.experts, strict=True))
             for keys in ([(n, "in") for n in alike[0]], *([(n, "out") for n in ns] for ns in alike)):
@@ -188,10 +173,8 @@ def _products(
     state.requires_grad_(True)
     with watched(modules, leave=tap), captured_inputs(block, heads) as inputs:
         run_block(block, state, batch).backward(gradient)
-    rows = {
-        (HIDDEN, "out"): gradient,
-        **{(name, "in"): given.detach() for name, given in inputs.items()},
-    }
+    rows = {(name, "in"): given.detach() for name, given in inputs.items()}
+    rows[HIDDEN, "out"] = gradient
     for name, result in results.items():
         assert result.grad is not None
         rows[name, "out"] = result.grad
@@ -205,6 +188,9 @@ def _products(
 
 
 def _loss(model: BlockModel, hidden: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
+    """Of a decoder the cross entropy of tokens drawn from its own predictions: the true Fisher
+    information needs no labels. Of an encoder a random projection of the mean-pooled embedding, which
+    gives the embedding's Gauss-Newton metric."""
     if not model.model.can_generate():
         mask = batch.mask.to(hidden.device)
         pooled = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)

@@ -1,16 +1,9 @@
 """Fits the blocks of a model in order, each to the inputs that the compressed blocks before it give.
 
-Inside a block, groups of layers that share an input are fitted in order of execution, so that every
-layer makes up for what earlier ones lost. Its target also corrects the drift of the residual stream. On
-request, all of the block is then refitted together: factors, packed weights, norms. Each finished layer
-and refit is kept in the journal, under a key that covers everything before it.
-
-Processes run their own batches through the blocks, share out the layers of a group, fit the largest
-together, and go on from what the journal then holds. The sequential targets are those of AA-SVD (arXiv
-2604.02119).
+Each finished layer and refit is kept in the journal, under a key that covers everything before it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
@@ -21,22 +14,21 @@ from torch import Tensor, nn
 from blr.compressor.base.device import tensor_cores
 from blr.compressor.base.processes import Processes, sum_in_order
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, run_until
-from blr.compressor.fitting.factorize import Result, keys_of, layer_seed
-from blr.compressor.fitting.refit import Errors, Refitting
-from blr.compressor.fitting.routing import Sums, expert_moments, routed
-from blr.compressor.fitting.sensitivity import HIDDEN
-from blr.compressor.fitting.student import FitRun, Student, train_and_keep
-from blr.compressor.fitting.weighted import (
-    Moments,
+from blr.compressor.fitting.factorize import (
+    Result,
     WeightedFit,
     fit_together,
-    fit_weighted,
     fitted_together,
+    keys_of,
+    layer_seed,
     metric_for,
-    products,
 )
-from blr.compressor.planning.experts import AT_ONCE
-from blr.compressor.planning.forecast_time import predicted_cost
+from blr.compressor.fitting.moments import Moments, Sums, expert_moments, products, routed
+from blr.compressor.fitting.refit import Errors, Refitting
+from blr.compressor.fitting.sensitivity import HIDDEN
+from blr.compressor.fitting.student import FitRun, Student, train_and_keep
+from blr.compressor.planning.forecast import predicted_cost
+from blr.compressor.planning.layers import AT_ONCE
 from blr.compressor.recipe.architectures import Group
 from blr.compressor.workspace.journal import layer_key
 
@@ -46,7 +38,12 @@ CACHE_BYTES = 4 << 30  # most bytes of a block's dense inputs that the CPU keeps
 
 
 def fit_blocks(run: FitRun) -> dict[str, Result]:
-    """Fit every planned layer inside the model's blocks. Returns factors and records by module name."""
+    """Fit every planned layer inside the model's blocks. Returns factors and records by module name.
+
+    Inside a block, groups of layers that share an input are fitted in order of execution, so that every
+    layer makes up for what earlier ones lost (the targets of AA-SVD, arXiv 2604.02119). Processes run
+    their own batches through the blocks, share out the layers of a group and fit the largest together.
+    """
     costs = {p.layer.module: predicted_cost(p.spec, calibrated=True) for p in run.plan.layers}
     with run.work.progress.layers(len(costs), costs=costs) as advance:
         for index in range(len(run.model)):
@@ -77,69 +74,59 @@ class BlockFit:
             self.run.students.append(self.student)
 
     def _fit_group(self, group: Group, advance: Callable[..., None]) -> None:
-        named = {name: self.student.module(name) for name in group.modules}
-        members = {name: module for name, module in named.items() if module in self.run.planned}
-        jobs = [self.run.job(module) for module in members.values()]
-        found = keys_of(self.run.work, jobs, self.run.prefix)
-        keys = dict(zip(members.values(), found, strict=True))
-        missing = set(self.run.work.missing(list(keys.values())))
+        run, named = self.run, {name: self.student.module(name) for name in group.modules}
+        members = {name: module for name, module in named.items() if module in run.planned}
+        found = keys_of(run.work, [run.job(module) for module in members.values()], run.prefix)
+        keys, lacking = dict(zip(members.values(), found, strict=True)), run.work.missing(found)
+        missing = {module for module, key in keys.items() if key in lacking}
         if members:
-            advance(*keys, there=[module for module, key in keys.items() if key not in missing])
-        if missing:
-            units = [unit for unit in self._units(keys, group) if missing.intersection(unit)]
-            wanted = {key for unit in units for key in unit}
-            self._fit({key: module for module, key in keys.items() if key in wanted}, units, group)
+            advance(*keys, there=[module for module in keys if module not in missing])
+        if units := [unit for unit in self._units(keys, group) if missing.intersection(unit)]:
+            self._fit(units, keys, group)
         for name, module in members.items():
             self.student.install(name, keys[module])
-        self.run.prefix = layer_key(prefix=self.run.prefix, done=sorted(keys.values()))
+        run.prefix = layer_key(prefix=run.prefix, done=sorted(found))
 
-    def _units(self, keys: dict[str, str], group: Group) -> list[list[str]]:
-        """The keys of a group's layers, by module, in units that are fitted by the same launches: on a
-        GPU some experts of a type. They do not depend on what is there, as the last bits may on them."""
+    def _units(self, modules: Iterable[str], group: Group) -> list[list[str]]:
+        """A group's layers in units that are fitted by the same launches: on a GPU some experts of a
+        type. They do not depend on what the journal has, as the last bits may on them."""
         number = ON_CPU if self.run.model.device.type == "cpu" else AT_ONCE
         alike: dict[object, list[str]] = {}
-        for module, key in keys.items():
+        for module in modules:
             planned = self.run.planned[module]
             kind = planned.layer.type, planned.spec, planned.layer.entry.dtype
-            alike.setdefault(kind if group.experts else key, []).append(key)
+            alone = not group.experts or fitted_together(self.run.job(module))
+            alike.setdefault(module if alone else kind, []).append(module)
         return [each[n : n + number] for each in alike.values() for n in range(0, len(each), number)]
 
-    def _fit(self, modules: dict[str, str], units: list[list[str]], group: Group) -> None:
-        """Make sure that the journal has the factors of `modules` (by key), the layers of `units`."""
+    def _fit(self, units: list[list[str]], keys: dict[str, str], group: Group) -> None:
+        """Make sure that the journal has the factors of the layers of `units`, under their `keys`."""
         work = self.run.work
         with work.progress.timed("inputs"):
             moments = self._moments(group)
-        metrics = {module: self._metric(module) for module in modules.values()}
+        jobs = {module: self.run.job(module) for unit in units for module in unit}
+        metrics = {module: self._metric(module) for module in jobs}
+        by_key = {keys[unit[0]]: unit for unit in units}
 
         def fit(key: str, processes: Processes | None = None) -> None:
-            module = modules[key]
-            job = replace(self.run.job(module), processes=processes)
-            weight = self.student.weight(module)
-            found = fit_weighted(job, weight, moments[module], metrics[module])
+            fits, unit = [], by_key[key]
+            for module in unit:
+                given = self.student.weight(module), moments.pop(module), metrics[module]
+                fits.append(WeightedFit(replace(jobs[module], processes=processes), *given))
+            found = fit_together(fits)
             if processes is None or processes.first:
-                work.journal.store(key, *found)
+                with ThreadPoolExecutor() as pool:  # a disk takes its time for each
+                    stored = [keys[module] for module in unit], *zip(*found, strict=True)
+                    list(pool.map(work.journal.store, *stored))
 
-        jobs = {key: self.run.job(module) for key, module in modules.items()}
-        together = [key for key, job in jobs.items() if fitted_together(job)]
-        for key in together:
+        specs = {key: jobs[unit[0]].planned.spec for key, unit in by_key.items()}
+        for key in [key for key, unit in by_key.items() if fitted_together(jobs[unit[0]])]:
             with work.progress.timed("fits by all"):
                 fit(key, work.processes)
-        parts = {unit[0]: unit for unit in units if unit[0] not in together}
-
-        def fit_part(first: str) -> None:
-            if len(parts[first]) == 1:
-                return fit(first)
-            names = [modules[key] for key in parts[first]]
-            given = [
-                (self.run.job(m), self.student.weight(m), moments.pop(m), metrics[m]) for m in names
-            ]
-            found = fit_together([WeightedFit(*each) for each in given])
-            with ThreadPoolExecutor() as pool:  # a disk takes its time for each
-                list(pool.map(work.journal.store, parts[first], *zip(*found, strict=True)))
-
+            del specs[key]
         with work.progress.timed("fits"):
-            work.share({first: jobs[first].planned.spec for first in parts}, fit_part, calibrated=True)
-        work.journal.await_all(list(jobs))
+            work.share(specs, fit, calibrated=True)
+        work.journal.await_all([keys[module] for module in jobs])
 
     def _metric(self, output: str) -> Tensor | None:
         """The cost of errors in an output, in the form that a layer's fit takes; None without
@@ -178,18 +165,16 @@ class BlockFit:
 
         kinds = [(kind, name) for kind in ("gram", "cross", "tokens") for name in heads]
         with tensor_cores(to):
-            asked = run.work.processes, len(run.batches), parts, kinds, torch.float64
-            return expert_moments(sum_in_order(*asked), heads)
+            sums = sum_in_order(run.work.processes, len(run.batches), parts, kinds, torch.float64)
+        return expert_moments(sums, heads)
 
     def _shared_moments(self, group: Group) -> Moments:
-        sequential = self.run.work.recipe.sequential
+        run, sequential = self.run, self.run.work.recipe.sequential
         drifts = sequential and group.residual is not None
         kinds = ["gram", *["cross"] * sequential, *["drift"] * drifts]
-
-        asked = self.run.work.processes, len(self.run.batches)
         parts = partial(self._products, group=group, sequential=sequential)
-        with tensor_cores(self.run.model.device):
-            sums = sum_in_order(*asked, parts, kinds, torch.float64)
+        with tensor_cores(run.model.device):
+            sums = sum_in_order(run.work.processes, len(run.batches), parts, kinds, torch.float64)
         return Moments(sums["gram"], sums.get("cross"), sums.get("drift"))
 
     def _products(self, n: int, group: Group, sequential: bool) -> dict[str, Tensor]:

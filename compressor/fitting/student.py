@@ -1,5 +1,4 @@
-"""A block whose layers are replaced by fitted ones: it can be trained, kept in the journal and
-restored."""
+"""A block whose layers are replaced by fitted ones: it can be trained, kept and restored."""
 
 from __future__ import annotations
 
@@ -22,12 +21,11 @@ from blr.compressor.fitting.factorize import (
     keep_factors,
     layer_errors,
 )
+from blr.compressor.fitting.moments import Moments, gram_of
 from blr.compressor.fitting.rounding import Metric
-from blr.compressor.fitting.routing import gram_of
 from blr.compressor.fitting.sensitivity import Sensitivity
 from blr.compressor.fitting.trainable_layers import Twin, compose_layers, make_twin
-from blr.compressor.fitting.weighted import Moments
-from blr.compressor.loading.training_kernels import fuse_trained
+from blr.compressor.modeling.fused import fuse_trained
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.training_sizes import WIDEST
 from blr.compressor.structures.latent import Plain, Trained
@@ -78,7 +76,7 @@ class Student:
         self.norms = self._norms()
 
     def _norms(self) -> dict[str, nn.Parameter]:
-        """The norms to train: they pay beside packed weights alone (LOG, 2026-11-21 and 22)."""
+        """The norms to train: they pay beside packed weights alone."""
         if not any(planned.spec.quantized for planned in self.run.plan.layers):
             return {}
         path = f"{self.run.model.path}.{self.index}"
@@ -123,8 +121,7 @@ class Student:
         held = {n.removeprefix(start): t.to(device) for n, t in found.items() if n.startswith(start)}
         twin = make_twin(spec, held, getattr(self.block.get_submodule(name), "bias", None))
         compose_layers(twin.module, WIDEST)
-        parent, _, leaf = name.rpartition(".")
-        setattr(self.block.get_submodule(parent), leaf, twin.module.requires_grad_(False))
+        self.block.set_submodule(name, twin.module.requires_grad_(False))
         self.twins[name] = twin
 
     def keep(self, key: str, facts: Mapping[str, object], metrics: dict[str, Metric]) -> None:

@@ -1,10 +1,4 @@
-"""Layers as they are trained: those in few bits as full numbers, others by their dense weight.
-
-Thousands of tokens share the factors. Composing the dense weight in every pass costs as much as r
-tokens; one product with it is then faster than a chain of small ones, and keeps nothing but its input
-for the backward pass. Low-rank layers are left as they are: they have two
-products of full size.
-"""
+"""Layers as they are trained: those in few bits as full numbers, others by their dense weight."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +10,9 @@ from torch.nn.functional import linear
 
 from blr.compressor.fitting.rounding import Metric, latent_name, round_factors
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.structures.latent import GroupPlace, Latent, Plain, Trained
-from blr.compressor.structures.packing import from_matrix, to_matrix
+from blr.compressor.structures.latent import GroupPlace, Latent, Plain, RoundedGrid, Trained
+from blr.compressor.structures.packing import factors_of, from_matrix, part_of, to_matrix
 from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.restore import factors_of, part_of
 from blr.compressor.structures.specs import DenseSpec, LowRankSpec, Spec, stored_names
 from blr.kernels.decode.quantized.reference import pack
 
@@ -50,20 +43,22 @@ class Twin:
     def stored(self, dtype: torch.dtype, metric: Metric | None = None) -> dict[str, Tensor]:
         """What is stored of the layer, as ``spec.stored()`` names it; unpacked numbers are in `dtype`.
         Factors in float8 are rounded only here, in the `metric` of the layer's inputs."""
+        found: dict[str, Tensor] = {}
         if self.spec.corrected:
-            halves = ((name, _half(self, name, part)) for name, part in self.spec.parts())
-            return {f"{n}.{k}": t for n, half in halves for k, t in half.stored(dtype).items()}
+            for half, spec in self.spec.parts():
+                twin = Twin(spec, self.module.get_submodule(half), part_of(self.parts, half))
+                found |= {f"{half}.{name}": tensor for name, tensor in twin.stored(dtype).items()}
+            return found
         if (packing := self.spec.packing) is not None and packing.fp8:
             factors = {name: part.parameter.detach().float() for name, part in self.parts.items()}
             return round_factors(factors, packing, metric, dtype)
-        found: dict[str, Tensor] = {}
         for name, part in self.parts.items():
             if isinstance(part, Plain):
                 found[name] = part.parameter.detach().to(dtype).contiguous()
-                continue
-            levels, scale = part.rounded()
-            packed = pack(levels, part.bits, part.group)
-            found |= dict(zip(stored_names(name), (packed, scale), strict=True))
+            else:
+                levels, scale = part.rounded()
+                packed = pack(levels, part.grid.bits, part.grid.group)
+                found |= dict(zip(stored_names(name), (packed, scale), strict=True))
         return found
 
     @torch.no_grad()
@@ -96,11 +91,6 @@ def make_twin(spec: Spec, tensors: Mapping[str, Tensor], bias: Tensor | None = N
     return Twin(spec, module, parts)
 
 
-def _half(twin: Twin, name: str, spec: Spec) -> Twin:
-    parts = {k.removeprefix(f"{name}."): p for k, p in twin.parts.items() if k.startswith(f"{name}.")}
-    return Twin(spec, twin.module.get_submodule(name), parts)
-
-
 def _plain_module(spec: Spec, factors: dict[str, Tensor]) -> nn.Module:
     plain = spec.plain
     with torch.device("meta"):
@@ -118,32 +108,22 @@ def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, 
         return Plain(parameter)
     place = GroupPlace(partial(to_matrix, packing, name), partial(from_matrix, packing, name))
     scale = tensors[stored_names(name)[1]]
-    latent = tensors.get(latent_name(name))
-    return Latent(
-        *(parameter, *form, place),
-        scale=scale,
-        latent=latent,
-        scale_dtype=scale.dtype,
-        curved=packing.curved,
-        superblocks=packing.superblocks,
-    )
+    grid = RoundedGrid(*form, scale.dtype, packing.curved, packing.superblocks)
+    return Latent(parameter, grid, place, scale, tensors.get(latent_name(name)))
 
 
 def compose_layers(model: nn.Module, widest: int | None = None) -> None:
     """Let the structured layers of `model` compute by their dense weights, except those whose inputs
-    and outputs together are over `widest`."""
+    and outputs together are over `widest`, and low rank. Composing the weight in every pass costs as
+    much as r tokens; one product with it is faster than a chain of small ones, and keeps nothing but
+    its input for the backward pass."""
     for module in model.modules():
-        if widest is not None and _width(module) > widest:
-            continue
-        if isinstance(module, Sum) or (
-            isinstance(module, StructuredLinear) and module.spec.structure != LowRankSpec.structure
-        ):
-            module.forward = partial(_forward, module)  # type: ignore[method-assign]
-
-
-def _width(module: nn.Module) -> int:
-    layer = module.correction if isinstance(module, Sum) else module
-    return layer.spec.in_features + layer.spec.out_features if isinstance(layer, StructuredLinear) else 0
+        layer = module.correction if isinstance(module, Sum) else module
+        if isinstance(layer, StructuredLinear):
+            low_rank = layer is module and layer.spec.structure == LowRankSpec.structure
+            width = layer.spec.in_features + layer.spec.out_features
+            if not low_rank and (widest is None or width <= widest):
+                module.forward = partial(_forward, module)  # type: ignore[method-assign,arg-type]
 
 
 def dense_weight(layer: StructuredLinear | Sum) -> Tensor:

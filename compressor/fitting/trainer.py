@@ -1,10 +1,4 @@
-"""The training loop of everything that is trained: one block's factors, all blocks, or a whole model.
-
-Every step moves the masters of the trained parameters by Adam. From time to time held-back text shows
-how good they are; the best so far, the start included, are kept and restored at the end. `refit.py`
-trains a block towards the dense block's outputs, and all blocks towards the dense model's predictions;
-`healing/trainer.py` trains a model towards its teacher.
-"""
+"""The training loop of everything that is trained: one block's factors, all blocks, or a whole model."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,8 +169,8 @@ class Best:
 
 
 class TrainingLoop:
-    """Trains `what` at `rates`. A subclass defines gradients, length and what is minimized. The best
-    masters are kept on `place`."""
+    """Trains `what` at `rates`. A subclass defines gradients, length and what is minimized on held-back
+    text. The best masters, the start included, are kept on `place` and restored at the end."""
 
     def __init__(
         self, what: TrainedSet, rates: Sequence[float], place: torch.device | str, fused: bool = False

@@ -1,26 +1,26 @@
 """Mixes the training text from several token streams, each with a fixed share of every batch."""
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from blr.compressor.base.errors import UsageError
+from blr.compressor.base.errors import InputError, UsageError
 from blr.compressor.base.quoting import printable
 from blr.compressor.checkpoint.context import context_of, of_text
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint
-from blr.compressor.healing.embedding import BRIEF, sentence_stream
+from blr.compressor.healing.objective import PADDING
 from blr.compressor.healing.student_and_teacher import EMBEDS, task_of
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
-from blr.compressor.recipe.heal_settings import MINUTES, SELF, HealOptions
+from blr.compressor.output.loss import Text, healing_text
+from blr.compressor.recipe.settings import MINUTES, SELF, HealOptions
 from blr.compressor.text.own import ROOM, OwnText
 from blr.compressor.text.reading import (
     Beginning,
@@ -40,20 +40,15 @@ from blr.compressor.text.windows import (
 )
 from blr.compressor.workspace.journal import canonical_json
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from blr.compressor.output.loss import Text
-
 CPU_BATCH, GPU_BATCH = 8, 64  # windows a step
 SHORTER = 4  # a batch has this many times as many sentences as windows
 CPU_OWN, GPU_OWN, MOST_OWN = 1 << 16, 1 << 22, 1 << 24  # tokens written by default, and at most
 READS = 4  # how often training may read them, if more than GPU_OWN are written
 SET_TOKENS, SET_SENTENCES = 1 << 24, 1 << 18  # read of a data set, which may have no end
-PACE, MOST_PACE = (
-    3e13,
-    5e5,
-)  # parameters times tokens a second that a GPU trains on; most tokens a second
+LEAST = 20  # different sentences that a text must have
+BRIEF = 100 * LEAST  # sentences of a data set that are read to see whether it has as many
+PACE = 3e13  # parameters times tokens a second that a GPU trains on
+MOST_PACE = 5e5  # tokens a second
 
 
 @dataclass(frozen=True)
@@ -116,9 +111,8 @@ class Reading:
         it will do. Raises InputError or HubError for one that will not."""
         found: dict[str, Stream] = {}
         for name in options.files:
-            found[_label(name, found)] = stream = self.kept.get(name) or self._stream(
-                name, options, briefly
-            )
+            stream = self.kept.get(name) or self._stream(name, options, briefly)
+            found[_label(name, found)] = stream
             check_known((stream.rows, stream.held), self.vocabulary, name)
             if not (briefly and is_dataset(name)):
                 self.kept[name] = stream
@@ -126,8 +120,6 @@ class Reading:
 
     def held(self, options: HealOptions, source: Source) -> Text | None:
         """The ends of the user's texts, which no training reads; None without a text."""
-        from blr.compressor.output.loss import healing_text
-
         return healing_text(self.texts(options), source, self.beginning)
 
     def _stream(self, name: str, options: HealOptions, briefly: bool) -> Stream:
@@ -177,6 +169,30 @@ def _check_encoder(options: HealOptions) -> None:
     ):
         if given is not None:
             raise UsageError(f"{option} is for decoders; {why}: leave it out")
+
+
+def sentence_stream(
+    documents: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    head: Sentences,
+    window: int,
+    seed: int,
+    name: str,
+) -> Stream:
+    """A text's distinct sentences as rows of `window` tokens at most. Raises InputError for few."""
+    texts = [document.strip() for document in documents if document.strip()]
+    texts = [text.lower() for text in texts] if head.lower else texts
+    texts = list(dict.fromkeys(texts))  # one that is held back is nowhere else
+    if len(texts) < LEAST:
+        raise InputError(
+            f"{name}: {len(texts)} different sentences, expected at least {LEAST}, one a line; "
+            "give more text"
+        )
+    found = tokenizer(texts, truncation=True, max_length=window, return_attention_mask=False)
+    rows = torch.full((len(texts), window), PADDING, dtype=torch.int32)
+    for row, ids in zip(rows, found["input_ids"], strict=True):
+        row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    return Stream(rows, window, seed)
 
 
 @dataclass(frozen=True)
@@ -272,11 +288,8 @@ def batch_windows(options: HealOptions, reading: Reading, gpu: bool, processes: 
 
 
 def text_digests(names: list[str]) -> list[str]:
-    """SHA-256 of every text, as `calibration_digest` makes it.
-
-    Raises InputError for a missing text, UsageError for one that is given twice, even under two names:
-    it would count as two texts.
-    """
+    """SHA-256 of every text, as `calibration_digest` makes it. Raises InputError for a missing text,
+    UsageError for one that is given twice, even under two names: it would count as two texts."""
     known: dict[str, str] = {}
     for name in names:
         digest = calibration_digest(name)

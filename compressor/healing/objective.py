@@ -1,37 +1,28 @@
-"""The loss of a decoder: the distance between the student's and the teacher's answers, summed over
-tokens.
-
-Logits are by far the largest tensors of a step. So they are made for a few thousand tokens at a time,
-and the gradients with respect to hidden states and head are computed at once; this is the idea of fused
-linear cross entropy (Liger, arXiv 2410.10989).
-"""
-
-from __future__ import annotations
+"""The losses of healing: the distance between student and teacher, of decoders and of encoders."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear, log_softmax
+from torch.nn.functional import cosine_similarity, cross_entropy, linear, log_softmax
+from transformers import PreTrainedModel
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.exhaustion import raise_exhausted
-from blr.compressor.healing.sharding import blocks_of
-from blr.compressor.healing.student_and_teacher import TrainedPair
+from blr.compressor.healing.student_and_teacher import TrainedPair, blocks_of
+from blr.compressor.loading.sentences import Sentences
 from blr.compressor.modeling.masks import unpacked
 from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.planning.training_sizes import CHUNK
-from blr.compressor.recipe.heal_settings import HIDDEN, HealOptions
+from blr.compressor.recipe.settings import HIDDEN, HealOptions
 from blr.kernels.common.registration import ContextOf
 from blr.kernels.training.losses import divergence_sum, relative_errors
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
-HELD_BATCH = 8  # held-back windows that are run at once
+HELD_BATCH, HELD_SENTENCES = 8, 32  # held-back windows and sentences that are run at once
+STATES_WEIGHT = 1.0  # default weight of an encoder's hidden states
+PADDING = -1  # fills rows of tokens behind the end of a sentence
 
 
 def kl(student: Tensor, teacher: Tensor | None, _: Tensor) -> Tensor:
@@ -140,7 +131,8 @@ class Replies:
 
 
 class _Chunked(torch.autograd.Function):
-    """Σ measure over rows in chunks, whose gradients are computed in the forward pass."""
+    """Σ measure over rows in chunks, whose gradients are computed in the forward pass (as Liger's fused
+    linear cross entropy, arXiv 2410.10989): logits are by far the largest tensors of a step."""
 
     @staticmethod
     def forward(
@@ -171,10 +163,8 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: ContextOf[list[torch.dtype | None]], g: Tensor) -> tuple[object, ...]:
-        found = [
-            None if x is None else (x * g).to(dtype)
-            for x, dtype in zip(ctx.saved_tensors, ctx.more, strict=True)
-        ]
+        kept = zip(ctx.saved_tensors, ctx.more, strict=True)
+        found = (None if x is None else (x * g).to(dtype) for x, dtype in kept)
         return (*found, None, None, None)
 
 
@@ -204,13 +194,11 @@ def summed(
         with torch.no_grad():
             return teacher[1].logits(teacher[0][at])
 
-    if not torch.is_grad_enabled():
-        parts = [
-            measure(head.logits(hidden[at]), theirs(at), targets[at])
-            for at in chunks(hidden, head.weight)
-        ]
-        return torch.stack(parts).sum()
-    return _Chunked.apply(hidden, head.weight, head.bias, theirs, targets, measure)
+    if torch.is_grad_enabled():
+        return _Chunked.apply(hidden, head.weight, head.bias, theirs, targets, measure)
+    places = chunks(hidden, head.weight)
+    parts = [measure(head.logits(hidden[at]), theirs(at), targets[at]) for at in places]
+    return torch.stack(parts).sum()
 
 
 def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tensor:
@@ -219,32 +207,9 @@ def missed_states(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tenso
     return torch.stack([relative_errors(mine, wanted).sum() for mine, wanted in pairs]).mean()
 
 
-@dataclass(frozen=True)
-class Merit:
-    """Nats a token on held-back windows: KL from the teacher, and the loss of student and teacher."""
-
-    kl: float
-    student: float
-    teacher: float
-
-    def judged(self, loss: str) -> float:
-        """The number that training minimizes: the divergence, or the loss on the text."""
-        return self.kl if loss == "kl" else self.student
-
-
-@dataclass(frozen=True)
-class DraftMerit(Merit):
-    """`Merit` of a draft, and the share of its tokens that the teacher rejects."""
-
-    variation: float
-
-    def judged(self, loss: str) -> float:
-        """The share rejected."""
-        return self.variation
-
-
 class Objective:
-    """The loss of windows [m, w], summed over tokens but the first `idle` of each."""
+    """The loss of windows [m, w], summed over tokens but the first `idle` of each. Training minimizes
+    the `figure` of its merit."""
 
     def __init__(self, pair: TrainedPair, options: HealOptions, probe: Tensor, idle: int = 0) -> None:
         self.student = Replies(pair.student, probe)
@@ -252,6 +217,7 @@ class Objective:
         self.options, self.device, self.idle = options, pair.device, idle
         top = kl if options.top_k is None else kl_of_top(options.top_k)
         self.measure = {"kl": top, "lm": lm, "variation": variation}[options.loss]
+        self.figure = "student" if options.loss == "lm" else options.loss
         self.weight = self._weight(probe)
         if options.compile:
             self.measure = torch.compile(self.measure, dynamic=False)
@@ -296,10 +262,12 @@ class Objective:
         return loss
 
     @torch.no_grad()
-    def merit(self, held: Tensor) -> Merit:
-        """The merit of windows `held` [h, w]. The teacher's hidden states are kept from call to call."""
-        drafts = self.options.loss == "variation"
-        totals = torch.zeros(3 + drafts, dtype=torch.float64)
+    def merit(self, held: Tensor) -> dict[str, float]:
+        """Figures of windows `held` [h, w], nats a token: "kl" from the teacher, the losses of "student"
+        and "teacher"; of drafts also "variation", the share of tokens that the teacher rejects. The
+        teacher's hidden states are kept from call to call."""
+        names = ["kl", "student", "teacher", *["variation"] * (self.figure == "variation")]
+        totals = torch.zeros(len(names), dtype=torch.float64)
         for n in range(0, len(held), HELD_BATCH):
             windows = held[n : n + HELD_BATCH].to(self.device)
             targets, head = self._targets(windows), self.student.head
@@ -313,16 +281,72 @@ class Objective:
             found = [
                 summed(hidden, head, wanted, targets, kl),
                 summed(hidden, head, None, targets, lm),
-                summed(wanted[0], self.teacher.head, None, targets, lm),
+                summed(*wanted, None, targets, lm),
             ]
-            found += [summed(hidden, head, wanted, targets, variation)] if drafts else []
+            if "variation" in names:
+                found.append(summed(hidden, head, wanted, targets, variation))
             totals += torch.stack(found).double().cpu()
-        figures = (totals / (held.shape[0] * self.scored(held.shape[1]))).tolist()
-        return DraftMerit(*figures) if drafts else Merit(*figures)
+        figures = totals / (held.shape[0] * self.scored(held.shape[1]))
+        return dict(zip(names, figures.tolist(), strict=True))
 
     def _predicting(self, hidden: Tensor) -> Tensor:
-        """The states that predict a token: [m, w, d] -> [m scored(w), d]."""
+        """[m, w, d] -> [m scored(w), d]."""
         return hidden[:, self.idle : -1].flatten(0, 1)
 
     def _targets(self, windows: Tensor) -> Tensor:
         return windows[:, 1 + self.idle :].flatten()
+
+
+class Embedding:
+    """The loss of an encoder, summed over sentences: 1 − cosine of the embeddings that `head` makes,
+    plus `weight` times the relative error of the blocks' outputs. Training minimizes the `figure` of its
+    merit."""
+
+    figure = "distance"
+
+    def __init__(self, pair: TrainedPair, head: Sentences, weight: float | None) -> None:
+        self.pair, self.head = pair, head
+        self.weight = STATES_WEIGHT if weight is None else weight
+
+    @staticmethod
+    def scored(window: int) -> int:
+        """The number of terms that a row adds to the loss: its one sentence."""
+        return 1
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The loss of `rows` [m, w] of token ids and padding; differentiable."""
+        distance, states = self._distances(rows)
+        return distance.sum() + self.weight * states.sum()
+
+    @torch.no_grad()
+    def merit(self, held: Tensor) -> dict[str, float]:
+        """Means over sentences: "distance" of the embeddings, and the error of the hidden "states"."""
+        parts = [self._distances(rows) for rows in held.split(HELD_SENTENCES)]
+        means = [torch.cat(found).double().mean().item() for found in zip(*parts, strict=True)]
+        return dict(zip(("distance", "states"), means, strict=True))
+
+    def _distances(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """For each sentence [m] the distance of its embedding and the error of its hidden states."""
+        ids, mask = self._inputs(rows)
+        ours = self._run(self.pair.student, ids, mask)
+        with torch.no_grad():
+            theirs = self._run(self.pair.teacher, ids, mask)
+        found, wanted = (self.head.embed(states[-1].float(), mask) for states in (ours, theirs))
+        real, missed = mask.float(), []  # ‖h − h'‖² / ‖h'‖², the mean over tokens and blocks
+        for mine, dense in zip(ours[1:], theirs[1:], strict=True):
+            missed.append((relative_errors(mine, dense) * real).sum(-1) / real.sum(-1))
+        return 1 - cosine_similarity(found, wanted, dim=-1), torch.stack(missed).mean(0)
+
+    def _inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids and their mask; on a CPU without columns that are padding in all rows."""
+        if rows.device.type == "cpu" and self.pair.device.type == "cpu":
+            rows = rows[:, : int((rows != PADDING).sum(1).max())]
+        rows = rows.to(self.pair.device, non_blocking=True)
+        mask = (rows != PADDING).long()
+        return rows.clamp_min(0), mask
+
+    @staticmethod
+    def _run(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of the embeddings and of every block."""
+        out = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+        return (*out.hidden_states[:-1], out.last_hidden_state)

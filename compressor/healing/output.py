@@ -1,8 +1,4 @@
-"""Writes what a healing run gives: the compressed checkpoint with its trained tensors, and a record of
-the run.
-
-Layers in float8 are rounded once all is trained, in the norm of the inputs that they then read.
-"""
+"""Writes what a healing run gives: the compressed checkpoint with its trained tensors, and a record."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -25,21 +21,20 @@ from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.fitting.block_passes import watched
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.trainable_layers import dense_weight
-from blr.compressor.healing.additions import extended, product_of, raised
-from blr.compressor.healing.card import healed_card
 from blr.compressor.healing.data import Reading
-from blr.compressor.healing.embedding import PADDING
+from blr.compressor.healing.objective import PADDING
 from blr.compressor.healing.student_and_teacher import TrainedPair, structured_layers
+from blr.compressor.healing.trained_parameters import extended, product_of, raised
 from blr.compressor.loading.vendor import code_files
 from blr.compressor.modeling.modeling_blr import GUARD, PREFIX, guard, module_names
 from blr.compressor.modeling.registry import auto_map, declared_keys
 from blr.compressor.output.check import Bar, OutputCheck
 from blr.compressor.output.files import carried_files, check_reload
-from blr.compressor.output.loss_messages import better_healing
+from blr.compressor.output.loss_messages import MARK, better_healing
 from blr.compressor.output.report import mean_errors, report_pages
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 from blr.compressor.structures.base import relative_error
-from blr.compressor.structures.restore import restored
+from blr.compressor.structures.packing import restored
 from blr.compressor.structures.spec import WIDTHS
 from blr.compressor.structures.specs import Spec
 from blr.compressor.workspace.journal import Journal
@@ -52,6 +47,35 @@ KEPT = ("recipe.yaml",)
 MAX_BYTES = 64 * 2**20
 # What code may raise for JSON of another form than it wrote
 UNLIKE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError)
+SECTION = """
+## Healed
+
+Trained for {steps:,} steps ({tokens:,} tokens of {texts}, on {device}) to answer
+as `{teacher}` does: {loss}, {parameters:,} parameters ({kinds}) at {rate:g} of their root mean square a
+step, seed {seed}. The state after step {best_step:,} was kept, the best by windows of the same texts
+that were not trained on; {table}
+"""
+FOOT = """
+Sizes, errors and what is unchanged stand above as they were before healing; `blr inspect` gives the
+present sizes and errors, and `metrics.jsonl` the course of the last training.
+"""
+LOSSES = {
+    "kl": "divergence of the next token's distribution",
+    "lm": "loss on the text",
+    "variation": "total variation between the next token's distributions",
+    "distance": "1 − cosine of the sentence embeddings, and errors of the hidden states",
+}
+STATES = " and {:g} times the relative squared error of the blocks' outputs"
+NATS = """in nats a token there:
+
+| held-back text | KL before | after | loss before | after | of the dense model |
+|---|---|---|---|---|---|
+"""
+COSINES = """there:
+
+| held-back text | 1 − cosine of embeddings before | after | error of hidden states before | after |
+|---|---|---|---|---|
+"""
 
 
 @torch.no_grad()
@@ -82,27 +106,22 @@ def read_inputs(pair: TrainedPair, rows: Tensor) -> dict[str, Tensor]:
     return {name: torch.cat(found) for name, found in parts.items() if any(map(len, found))}
 
 
+def _real(x: Tensor, mask: Tensor) -> Tensor:
+    """The rows [n, d] of the tokens in `mask` [m, w], on the CPU; all if there is not one for each."""
+    rows = x.flatten(0, -2)
+    return (rows[mask.flatten()] if len(rows) == mask.numel() else rows).cpu()
+
+
 def metric_of(inputs: Tensor, device: torch.device) -> Metric:
     """What errors in a layer's weight cost, by the inputs [n, i] that it reads."""
     x = inputs.to(device, torch.float64)
     return Metric(x.mT @ x / len(x))
 
 
-def _real(x: Tensor, mask: Tensor) -> Tensor:
-    """The rows [n, d] of the tokens in `mask` [m, w], on the CPU; all rows if there is not one for each
-    token."""
-    rows = x.flatten(0, -2)
-    return (rows[mask.flatten()] if len(rows) == mask.numel() else rows).cpu()
-
-
 def make_check(
-    checkpoint: Checkpoint,
-    teacher: Checkpoint,
-    reading: Reading,
-    options: HealOptions,
-    output: Path,
+    checkpoint: Checkpoint, teacher: Checkpoint, reading: Reading, options: HealOptions, output: Path,
     warn: Callable[[str], None],
-) -> OutputCheck:
+) -> OutputCheck:  # fmt: skip
     """The check of the output that healing writes."""
     reload = partial(check_reload, checkpoint.source)
     bar = Bar(output, better_healing(bool(options.files)), options.force, warn)
@@ -238,12 +257,9 @@ def check_told(checkpoint: Checkpoint) -> None:
 
 
 def small_files(
-    checkpoint: Checkpoint,
-    pair: TrainedPair | None,
-    packed: Packed,
-    facts: dict[str, Any],
+    checkpoint: Checkpoint, pair: TrainedPair | None, packed: Packed, facts: dict[str, Any],
     log: Sequence[Mapping[str, Any]],
-) -> dict[str, bytes | Path]:
+) -> dict[str, bytes | Path]:  # fmt: skip
     """Everything but weights and manifest: name to contents, or to the file to carry over. `pair` is
     None if all tensors stay as they are; `facts` are for the card."""
     folder = checkpoint.source.folder
@@ -322,3 +338,29 @@ def _update(data: dict[str, Any], records: dict[str, Any], specs: Mapping[str, S
             _grow(data, layer, spec)
     for kind in data["types"]:
         kind |= mean_errors(kind["type"], data["layers"])
+
+
+def healed_card(card: str, facts: dict[str, Any]) -> str:
+    """`card` with one more section at its end, about a run with these `facts` (`HealRun.told`)."""
+    texts = " and ".join(_label(name, "its own text") for name in facts["before"])
+    loss = LOSSES[facts["loss"]]
+    if facts["loss"] != "distance" and facts["hidden"]:
+        loss += STATES.format(facts["hidden"])
+    kinds, table = ", ".join(facts["train"]), _table(facts["before"], facts["after"])
+    section = SECTION.format(**{**facts, "loss": loss, "kinds": kinds, "texts": texts, "table": table})
+    return card.removesuffix(FOOT) + section + MARK + FOOT
+
+
+def _table(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> str:
+    encoder = "distance" in next(iter(before.values()))
+    columns = ("distance", "states") if encoder else ("kl", "student")
+    rows = []
+    for name, was in before.items():
+        numbers = [x for column in columns for x in (was[column], after[name][column])]
+        numbers += [] if encoder else [was["teacher"]]
+        rows.append(f"| {_label(name)} | " + " | ".join(f"{x:.4f}" for x in numbers) + " |")
+    return (COSINES if encoder else NATS) + "\n".join(rows)
+
+
+def _label(name: str, own: str = "own text") -> str:
+    return own if name == "self" else name

@@ -17,16 +17,16 @@ Moments = dict[str, Tensor]
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
-class _OfText(TypedDict):
+class _OfText(TypedDict):  # as of `Objective.merit`
     kl: float
     student: float
-    teacher: float  # `objective.Merit`
+    teacher: float
     variation: NotRequired[float]
 
 
-class _OfSentences(TypedDict):
+class _OfSentences(TypedDict):  # as of `Embedding.merit`
     distance: float
-    states: float  # `embedding.Nearness`
+    states: float
 
 
 Merits = dict[str, _OfText | _OfSentences]

@@ -1,35 +1,107 @@
-"""Loads the two models of a healing run: the dense teacher, and the student with its trained
-parameters."""
+"""Loads the two models of a healing run: the dense teacher, and the student that is trained."""
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from blr.compressor.base.errors import CapabilityError
+from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.processes import Processes
 from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.fitting.trainable_layers import Twin, compose_layers, make_twin
 from blr.compressor.fitting.trainer import TrainedSet
-from blr.compressor.healing.additions import add_products, attach, is_addition
-from blr.compressor.healing.sharding import Sharding, Slice
-from blr.compressor.healing.trained_parameters import StoredNames, choose, kind_of
+from blr.compressor.healing.trained_parameters import (
+    StoredNames,
+    add_products,
+    attach,
+    choose,
+    is_addition,
+    kind_of,
+)
 from blr.compressor.loading.load import load_computing, load_model
 from blr.compressor.loading.native import continues_text
 from blr.compressor.loading.sentences import Sentences
-from blr.compressor.loading.training_kernels import fuse_trained
+from blr.compressor.modeling.fused import fuse_trained
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import module_names
-from blr.compressor.recipe.heal_settings import KINDS
+from blr.compressor.recipe.settings import KINDS, HealOptions
 from blr.compressor.structures.balance import balanced
-from blr.compressor.structures.latent import Latent, Plain, Trained
+from blr.compressor.structures.latent import Latent, Plain, Trained, add_gradients
 
 GENERATES, EMBEDS = "AutoModelForCausalLM", "AutoModel"
+ACCELERATE = "ACCELERATE_USE_FSDP"  # set by `accelerate launch --use_fsdp`
+
+
+class Slice(Plain):
+    """This process's slice of a parameter of a block. The master shares the slice's memory."""
+
+    def __init__(self, parameter: Any) -> None:
+        super().__init__(parameter, parameter.to_local().detach().requires_grad_())
+        self.mesh: DeviceMesh = parameter.device_mesh
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the gradient to the master's. The backward pass leaves the mean over processes; the sum
+        is needed."""
+        if (found := self.parameter.grad) is not None:
+            assert isinstance(found, DTensor)
+            add_gradients([self.master], [found.to_local() * self.mesh.size()])
+            self.parameter.grad = None
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The whole tensor on the CPU, where each process gives its slice as `part`."""
+        parameter = self.parameter
+        placed = DTensor.from_local(
+            part.to(self.master.device), self.mesh, [Shard(0)],
+            run_check=False, shape=parameter.shape, stride=parameter.stride(),
+        )  # fmt: skip
+        return placed.full_tensor().cpu()
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This process's slice of a `whole` tensor."""
+        held = whole.to(self.master.device)
+        return distribute_tensor(held, self.mesh, [Shard(0)], src_data_rank=None).to_local()
+
+
+class Sharding:
+    """Divides models over `processes` (FSDP2, arXiv 2304.11277). Each keeps a slice of every tensor in
+    the blocks, in float32 with its moments, and a block is put together while it computes. What is
+    outside of the blocks is whole in every process."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.mesh = init_device_mesh(processes.device.type, (processes.count,))
+        self.device = processes.device
+
+    def shard(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+        """Leave each process its slices of `model`. Blocks compute in `dtype` (None: their own)."""
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        blocks = blocks_of(model)
+        for block in blocks:
+            fully_shard(block, mesh=self.mesh, mp_policy=policy)
+        inside = {id(p) for block in blocks for p in block.parameters()}
+        outside = {p for p in model.parameters() if id(p) not in inside}
+        # The root has no tensors of its own; it lets each block fetch the next one's early
+        fully_shard(model.base_model, mesh=self.mesh, mp_policy=policy, ignored_params=outside)
+        _move(model, self.device)
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if not isinstance(parameter, DTensor) and parameter.device != device:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 class TrainedPair(TrainedSet):
@@ -67,7 +139,7 @@ class TrainedPair(TrainedSet):
         return self.masters.get(self.first_names.get(name, name))
 
     def kinds(self) -> list[str]:
-        """The kinds (`heal_settings.KINDS`) of what is trained; additions have none."""
+        """The kinds (`settings.KINDS`) of what is trained; additions have none."""
         parts, names = parts_of(self.twins), [n for n in self.masters if not is_addition(n)]
         found = {"factors" if n in parts else kind_of(self.student, n) for n in names}
         return [kind for kind in KINDS if kind in found]
@@ -224,8 +296,7 @@ def take_twins(student: Any, folder: Path) -> dict[str, Twin]:
             stored_dtype = getattr(torch, TORCH_NAMES[entries[f"{stored}.{suffix}"].dtype])
             tensors[suffix] = tensor.to(stored_dtype)
         found[name] = make_twin(layer.described, tensors, layer.bias)
-        parent, _, leaf = name.rpartition(".")
-        setattr(student.get_submodule(parent), leaf, found[name].module)
+        student.set_submodule(name, found[name].module)
     return found
 
 
@@ -263,3 +334,44 @@ def _share(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
             continue
         if torch.equal(parameter, other):
             parameter.data = other.data
+
+
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The model's blocks: its longest list of modules."""
+    lists = [list(m) for m in model.modules() if type(m) is nn.ModuleList and len(m) > 1]
+    return max(lists, key=len, default=[])
+
+
+def checkpoint_blocks(model: PreTrainedModel) -> None:
+    """Let the backward pass keep only the blocks' inputs. transformers' own way needs training mode,
+    with its dropout."""
+    for block in blocks_of(model):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def compile_blocks(model: PreTrainedModel) -> None:
+    """Compile each of the model's blocks."""
+    torch._dynamo.config.cache_size_limit = 64  # ranks differ from block to block
+    for block in blocks_of(model):
+        block.compile(dynamic=False)
+
+
+def wants_sharding(options: HealOptions, processes: Processes) -> bool | None:
+    """Whether sharding is asked for; None: memory decides. Raises UsageError for one process."""
+    if options.fsdp and processes.count == 1:
+        raise UsageError("--fsdp shares a model out over processes; start several with --gpus N")
+    if processes.count == 1:
+        return False
+    asked = os.environ.get(ACCELERATE, "").lower() in ("1", "true", "yes")
+    return True if options.fsdp is None and asked else options.fsdp
+
+
+def check_shardable(student: Checkpoint, processes: Processes) -> None:
+    """Raise CapabilityError for a student or for processes that cannot be sharded."""
+    if packed := sum(spec.quantized for spec in student.specs.values()):
+        raise CapabilityError(
+            f"{student.source.folder}: {packed} layers are stored in few bits, which --fsdp does not "
+            "share out; heal with --no-fsdp, where every process holds the whole model"
+        )
+    if processes.device.type == "cuda" and processes.wire.type == "cpu":
+        raise CapabilityError("--fsdp needs a GPU a process; start as many processes as there are GPUs")

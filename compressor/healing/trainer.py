@@ -5,7 +5,7 @@ The passes of a step are made in parts that fit in memory, on a GPU as CUDA grap
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -19,12 +19,10 @@ from blr.compressor.base.progress import HEALING, Progress
 from blr.compressor.base.quoting import first_line
 from blr.compressor.fitting.trainer import CapturedPasses, TrainingLoop
 from blr.compressor.healing.data import Data
-from blr.compressor.healing.embedding import Embedding, Nearness
-from blr.compressor.healing.objective import Merit, Objective
-from blr.compressor.healing.sharding import checkpoint_blocks, compile_blocks
+from blr.compressor.healing.objective import Embedding, Objective
 from blr.compressor.healing.state import State, load_state, save_state
-from blr.compressor.healing.student_and_teacher import TrainedPair
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.healing.student_and_teacher import TrainedPair, checkpoint_blocks, compile_blocks
+from blr.compressor.recipe.settings import HealOptions
 from blr.compressor.workspace.journal import Journal
 
 EVALUATIONS = 10  # in a run, besides the first one
@@ -170,7 +168,7 @@ class Trainer(TrainingLoop):
     def _judged(self, merits: dict[str, Any]) -> float:
         """The number to minimize: the mean over all texts, each by its share of a batch. Raises
         NumericsError."""
-        parts = [p.windows * merits[p.name].judged(self.options.loss) for p in self.data.parts]
+        parts = [p.windows * merits[p.name][self.objective.figure] for p in self.data.parts]
         found = self.processes.agreed(sum(parts) / self.data.batch)[0]
         if not math.isfinite(found):
             raise NumericsError(
@@ -184,22 +182,21 @@ class Trainer(TrainingLoop):
         self._flush()
         self.merits = self._merits()
         found = self._judged(self.merits)
-        self._log({"held": _plain(self.merits)})
+        self._log({"held": _rounded(self.merits)})
         return found
 
     def consider(self) -> bool:
         better = super().consider()
         self.state.worse = 0 if better else self.state.worse + 1
         if better:
-            self.state.best_merits = _plain(self.merits)
+            self.state.best_merits = _rounded(self.merits)
         return better
 
     def judge_written(self) -> None:
         """Judge the pair after rounding; where it is no better than the start, record the start."""
         merits, before = self._merits(), self.state.before
-        start = {name: type(merit)(**before[name]) for name, merit in merits.items()}
-        if self.state.best_step and self._judged(merits) < self._judged(start):
-            self.state.best_merits = _plain(merits)
+        if self.state.best_step and self._judged(merits) < self._judged(before):
+            self.state.best_merits = _rounded(merits)
         else:
             self.state.best_step, self.state.best_merits = 0, before
 
@@ -265,8 +262,8 @@ class Meter:
         return loss, speed
 
 
-def _plain(merits: dict[str, Merit | Nearness]) -> Any:
-    return {name: {k: round(v, 6) for k, v in asdict(merit).items()} for name, merit in merits.items()}
+def _rounded(merits: dict[str, Any]) -> Any:
+    return {name: {k: round(v, 6) for k, v in merit.items()} for name, merit in merits.items()}
 
 
 def rounded_rates(rate: float, sizes: Iterable[float], shares: Iterable[float]) -> list[float]:

@@ -1,17 +1,6 @@
-"""Changes factors but not their product (up to rounding): to even sizes, or with mixed ranks.
+"""Changes factors but not their product (up to rounding): to even sizes, or with mixed ranks."""
 
-Adam moves every number of a tensor by a like amount, so that a component which is large in one factor
-and small in the other would be trained in one of them only: `balanced`.
-
-Where z = Vᵀx is rounded to floating point, every z_j errs by a share ε of its own size: the output by
-ε² Σ_j ‖u_j‖² E z_j². Fits give principal directions, with which that is ε² E‖y‖², as if the output
-itself were rounded. ``U R`` and ``V R`` have the same product for any rotation R, and a random one
-makes all ‖u_j‖ and all E z_j² about alike: ε² (Σ_j ‖u_j‖²) (Σ_j E z_j²) / r, which is less for factors
-of balanced sizes (`turned`). The least of all mixtures has sizes by the moments of the inputs; models
-gained nothing by that (scripts/log).
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
@@ -24,10 +13,9 @@ Tensors = dict[str, Tensor]
 
 
 def balanced(tensors: Tensors, spec: Spec) -> Tensors:
-    """Factors of the same product with even sizes."""
-    known: dict[str, Callable[[Tensors], Tensors]] = {
-        **{"svd": _lowrank, "monarch": _monarch, "blast": _blast, "ks": _chain}
-    }
+    """Factors of the same product with even sizes: Adam moves all numbers by a like amount, and would
+    train a component in one factor only that is large there and small in the other."""
+    known = {"svd": _lowrank, "monarch": _monarch, "blast": _blast, "ks": _chain}
     return known[spec.structure](tensors) if spec.structure in known else tensors
 
 
@@ -104,7 +92,13 @@ def even_columns(spec: Spec, factors: Tensors) -> Tensors:
 def turned(spec: Spec, factors: Mapping[str, Tensor]) -> Tensors:
     """Factors of the same product with the ranks of U and V mixed by a random rotation, one for all
     blocks of Monarch. Factors stay as they are in structures with couplings between ranks, or without
-    ranks."""
+    ranks.
+
+    Where z = Vᵀx is rounded to floating point, every z_j errs by a share ε of its own size: the output
+    by ε² Σ_j ‖u_j‖² E z_j². With the principal directions of fits that is ε² E‖y‖². A random rotation
+    makes all ‖u_j‖ and all E z_j² about alike: ε² (Σ_j ‖u_j‖²) (Σ_j E z_j²) / r, which is less for
+    factors of balanced sizes.
+    """
     if spec.structure not in ("svd", "monarch"):
         return dict(factors)
     rank = factors["U"].shape[-1] // (len(factors["U"]) if spec.structure == "monarch" else 1)

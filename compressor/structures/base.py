@@ -32,12 +32,10 @@ class FitOptions:
 
 @dataclass
 class Fit:
-    """The factors of one layer. tensors: by the names of the spec, in the dtype of the fit. notes:
-    fallbacks to record. losses: the weighted squared error at the start and after every round of an
-    iterative solver."""
+    """The factors of one layer. tensors: by the names of the spec, in the dtype of the fit. losses: the
+    weighted squared error at the start and after every round of an iterative solver."""
 
     tensors: dict[str, Tensor]
-    notes: list[str] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
 

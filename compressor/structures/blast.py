@@ -1,17 +1,6 @@
 """Fits BLAST, ``W_kl = U_k diag(S_kl) V_lᵀ``, in the norm of the calibration statistics.
 
-`varpro` (default) starts from the optimal low rank of the same norm with S = 1, so it is never
-worse than low rank at equal rank. U is always the exact minimizer for (S, V),
-``U_k = W_k H Z_kᵀ (Z_k H Z_kᵀ)⁻¹`` with ``Z_k = [diag(S_kl) V_lᵀ]_l``; S and V descend by
-preconditioned L-BFGS, every accepted step lowering tr((W−W')H(W−W')ᵀ).
-
-This alone ends in large terms that cancel each other, as canonical decompositions do, and rounding them
-loses more than the fit has gained. So the loss includes what rounding is expected to lose: with relative
-variance `noise` of a term u_kr s_klr v_lrᵀ, λ Σ_klr ‖u_kr s_klr v_lr‖², which is quadratic in U and the
-same however the size of a term is spread over its factors.
-
-`precgd` is the published solver. Structure: "Memory-Efficient Acceleration of Block Low-Rank Foundation
-Models", section 2.
+Structure: "Memory-Efficient Acceleration of Block Low-Rank Foundation Models", section 2.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,13 +17,7 @@ from blr.compressor.base.processes import OrderedSum, Processes, rounds
 from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import SPREAD_BYTES, Fit, FitOptions
 from blr.compressor.structures.descent import Apply, descend
-from blr.compressor.structures.linalg import (
-    definite,
-    inverse_spd,
-    mixed_gram,
-    solve_spd,
-    solve_tiled,
-)
+from blr.compressor.structures.linalg import definite, inverse_spd, mixed_gram, solve_spd, solve_tiled
 from blr.compressor.structures.precgd import STEPS, Factors, precgd
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec
 from blr.kernels.common.available import kernels_on
@@ -53,14 +36,16 @@ PAD = 1e-3  # value of V in ranks beyond min(o, i), which the low-rank start can
 
 
 def fit(
-    weight: Tensor,
-    spec: BlastSpec,
-    gram: Tensor | None = None,
-    options: FitOptions = FitOptions(),
+    weight: Tensor, spec: BlastSpec, gram: Tensor | None = None, options: FitOptions = FitOptions()
 ) -> Fit:
     """U [b, q, r], S [b, b, r], V [b, p, r] for `weight` [o, i] in the norm of `gram` [i, i], in the
-    dtype of `weight`. `options.solver` is "varpro" (default) or "precgd", which ignores `gram`;
-    `options.rounds` counts accepted steps."""
+    dtype of `weight`. `options.solver` is "varpro" (default) or "precgd", the published one, which
+    ignores `gram`; `options.rounds` counts accepted steps.
+
+    `varpro` starts from the optimal low rank of the same norm with S = 1, so it is never worse at equal
+    rank. U is always the exact minimizer for (S, V), ``U_k = W_k H Z_kᵀ (Z_k H Z_kᵀ)⁻¹`` with ``Z_k =
+    [diag(S_kl) V_lᵀ]_l``; S and V descend by preconditioned L-BFGS.
+    """
     if options.solver == "precgd":
         steps = STEPS if options.rounds is None else options.rounds
         return _named(precgd(weight, spec, steps, options.seed))
@@ -132,18 +117,16 @@ class Products(NamedTuple):
 class BlastProblem:
     """tr((W−W')H(W−W')ᵀ) + noise Σ ‖u_kr s_klr v_lr‖² as a function of theta = (S, V), U eliminated.
 
-    With H = None (identity) the normal matrices need only V_lᵀV_l and no product with H. Block rows are
-    taken some at a time, by `processes` in turn; what these add up is added in the rows' order.
+    The first term alone ends in large terms that cancel each other, and rounding them loses more than
+    the fit has gained: the second is what rounding is expected to lose. With H = None (identity) the
+    normal matrices need only V_lᵀV_l. Block rows are taken some at a time, by `processes` in turn; what
+    these add up is added in the rows' order.
     """
 
     def __init__(
-        self,
-        weight: Tensor,
-        gram: Tensor | None,
-        spec: BlastSpec,
-        processes: Processes | None = None,
+        self, weight: Tensor, gram: Tensor | None, spec: BlastSpec, processes: Processes | None = None,
         noise: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.spec, self.weight, self.gram = spec, weight, gram
         self.processes = processes or Processes(str(weight.device), alone=True)
         b, self.p = spec.blocks, spec.in_features // spec.blocks
@@ -327,13 +310,10 @@ class BlastProblem:
     def _all(self, mine: dict[int, Tensor], shape: tuple[int, ...] | torch.Size) -> list[Tensor]:
         """Collect tensors of all chunks from the processes that own them, in order. shape: of one
         row."""
-        heights = [len(self.rows[k : k + self.chunk]) for k in self.starts]
-        return [
-            self.processes.spread(
-                mine.get(n), self.processes.owner(n), (height, *shape), self.weight.dtype
-            )
-            for n, height in enumerate(heights)
-        ]
+        spread, owner = self.processes.spread, self.processes.owner
+        shapes = [(len(self.rows[k : k + self.chunk]), *shape) for k in self.starts]
+        dtype = self.weight.dtype
+        return [spread(mine.get(n), owner(n), whole, dtype) for n, whole in enumerate(shapes)]
 
     def preconditioner(self, theta: Tensor) -> Apply:
         """Diagonal Hessian blocks: V_l sees H_ll ⊗ Σ_k S_kl U_kᵀU_k S_kl, and S_kl the diagonal of

@@ -1,9 +1,6 @@
 """Minimizes a function by preconditioned L-BFGS whose steps never go up, for the weighted fits.
 
-A problem eliminates one factor exactly at every evaluation (variable projection) and offers the
-exact diagonal blocks of its Hessian as preconditioner, which leaves few, cheap rounds. Sources:
-Golub and Pereyra, "The differentiation of pseudo-inverses and nonlinear least squares problems"
-(1973); Nocedal, "Updating quasi-Newton matrices with limited storage" (1980).
+Source: Nocedal, "Updating quasi-Newton matrices with limited storage" (1980).
 """
 
 from collections.abc import Callable
@@ -26,7 +23,8 @@ Pair = tuple[Tensor, Tensor, Tensor]
 
 
 class Descent(Protocol):
-    """A function of one flat vector to minimize."""
+    """A function of one flat vector to minimize; one factor is eliminated exactly at every evaluation
+    (variable projection: Golub and Pereyra, 1973)."""
 
     def evaluate(self, theta: Tensor) -> tuple[float, Tensor]:
         """The loss and its negative gradient at theta [n] (up to one common positive factor)."""

@@ -1,17 +1,7 @@
 """Fits Kronecker-sparse factors for any chain of patterns.
 
-Hierarchical: the factors are split off one by one from the left, each split being one batch of
-truncated SVDs. All factors but the last are isometries on every block, so the error of a later
-split is the error of the product; for two factors the result is optimal. Given the Gram matrix H
-of the inputs, the factors are then refitted in turn in the norm of H: each is a linear least
-squares problem, approached by a few preconditioned conjugate-gradient steps.
-
-Source: Le, Zheng, Riccietti, Gribonval, "Butterfly Factorization with Error Guarantees"
-(arXiv 2411.04506), sections 4 and 5; patterns as in "Fast Inference with Kronecker-Sparse
-Matrices", section 2.
-
-A *twiddle* [a, b, c, d] is a factor, or a product of neighbouring factors, stored without its
-zeros as in `KroneckerSpec`.
+A *twiddle* [a, b, c, d] is a factor, or a product of neighbouring factors, stored without its zeros as
+in `KroneckerSpec`. Source: "Butterfly Factorization with Error Guarantees" (arXiv 2411.04506).
 """
 
 from collections.abc import Callable, Sequence
@@ -43,15 +33,17 @@ Operator = Callable[[Tensor], Tensor]
 
 
 def fit(
-    weight: Tensor,
-    spec: KroneckerSpec,
-    gram: Tensor | None = None,
-    options: FitOptions = FitOptions(),
+    weight: Tensor, spec: KroneckerSpec, gram: Tensor | None = None, options: FitOptions = FitOptions()
 ) -> Fit:
     """Factors ``factors.n`` [a, b, c, d] of `weight` [o, i] in the norm of `gram` [i, i], in the dtype
     of `weight`, or float32 for half precision; float64 is advised. `options.rounds` defaults to 0
     without `gram`; with it to at most `DEFAULT_ROUNDS`, and the weighted error is never larger than that
-    of the unweighted fit. Raises UsageError for patterns that are no chain for this weight."""
+    of the unweighted fit. Raises UsageError for patterns that are no chain for this weight.
+
+    Factors are split off one by one from the left, each split being one batch of truncated SVDs. All
+    but the last are isometries on every block, so the error of a later split is that of the product;
+    for two factors the result is optimal. Given `gram` they are then refitted in turn in its norm.
+    """
     validate_chain(spec.patterns, weight.shape[1], weight.shape[0])
     weight = weight.float() if weight.dtype.itemsize < 4 else weight
     gram = definite(gram.to(weight)) if gram is not None and bool(gram.any()) else None
@@ -144,8 +136,7 @@ def _left_vectors(blocks: Tensor, rank: int) -> Tensor:
     blocks = blocks / blocks.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30)
     if blocks.shape[-2] <= blocks.shape[-1]:
         return top_eigenvectors(blocks @ blocks.mT, rank)
-    spanned = blocks @ top_eigenvectors(blocks.mT @ blocks, rank)
-    basis = orthonormal(spanned)
+    basis = orthonormal(blocks @ top_eigenvectors(blocks.mT @ blocks, rank))
     return torch.nn.functional.pad(basis, (0, rank - basis.shape[-1]))
 
 

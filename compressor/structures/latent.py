@@ -1,9 +1,8 @@
 """Trains rounded weights by a latent weight for every number and a scale for every group.
 
-The model computes with the rounded value as a plain parameter; before every step its gradient is
-handed to the latent weight as it is where the value is within the grid (straight-through, Bengio et
-al., arXiv 1308.3432) and to the scale as in LSQ (arXiv 1902.08153). So the passes are those of a
-plain model, whatever is rounded in it, and rounding costs a step, not a micro-batch.
+The model computes with the rounded value as a plain parameter. Before every step its gradient is handed
+to the latent weight as it is where the value is within the grid (straight-through, arXiv 1308.3432) and
+to the scale as in LSQ (arXiv 1902.08153): rounding costs a step, not a micro-batch.
 """
 
 from __future__ import annotations
@@ -14,12 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from blr.kernels.decode.quantized.reference import (
-    levels_of,
-    scales_of,
-    shared_scales,
-    values_of,
-)
+from blr.kernels.decode.quantized.reference import levels_of, scales_of, shared_scales, values_of
 
 SCALE_RATE = 0.3  # of the rate of weights
 MOST = 1 << 26  # numbers of a bank: a step holds some forty bytes of each for a moment
@@ -38,34 +32,59 @@ class GroupPlace:
 AS_IT_IS = GroupPlace(lambda tensor: tensor, lambda tensor: tensor)
 
 
+@dataclass(frozen=True)
+class RoundedGrid:
+    """The grid that numbers are rounded to: `bits` each, a scale in `scale_dtype` for every `group`;
+    `curved` and `superblocks` as of `QuantizedSpec`."""
+
+    bits: int
+    group: int
+    scale_dtype: torch.dtype = torch.bfloat16
+    curved: bool = True
+    superblocks: bool = False
+
+    def rounded(self, latent: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Levels of numbers [..., G], and their scales [..., 1] as they are stored, in float32."""
+        stored = self.stored(scale)
+        return levels_of(latent, stored, self.bits, self.curved), stored
+
+    def stored(self, scale: Tensor) -> Tensor:
+        """Scales as they are stored, in float32."""
+        scale = scale.to(self.scale_dtype).float()
+        return shared_scales(scale.flatten(), self.bits).view_as(scale) if self.superblocks else scale
+
+    def values(self, levels: Tensor, scale: Tensor) -> Tensor:
+        """The numbers that levels [..., G] and scales [..., 1] stand for."""
+        return values_of(levels, scale, self.bits, self.curved)
+
+    def gradients(
+        self, latent: Tensor, scale: Tensor, levels: Tensor, gradient: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of numbers [..., G] and of stored scales [..., 1], from that of rounded values."""
+        unit = torch.where(scale == 0, 0.0, latent / scale)
+        step = self.values(levels, torch.ones_like(scale))
+        within = (unit - step).abs() <= 1  # beyond the outermost levels by no more than the steps are
+        return gradient * within, (gradient * (step - unit * within)).sum(-1, keepdim=True)
+
+
 class Latent:
-    """A parameter that is trained rounded, with its masters: latent weights and scales.
+    """A parameter that is trained rounded to a `grid`, with its masters: latent weights and scales.
+    `Banks` publish and collect it.
 
     Args:
-        parameter: what the model computes with. bits, group, curved, superblocks: of its grid.
-        scale: [..., R, groups]; None searches the best. latent: of the parameter's shape; None takes its
-            value. scale_dtype: what scales are stored in.
+        parameter: what the model computes with. scale: [..., R, groups]; None searches the best.
+        latent: of the parameter's shape; None takes its value.
     """
 
     def __init__(
-        self,
-        parameter: nn.Parameter,
-        bits: int,
-        group: int,
-        place: GroupPlace = AS_IT_IS,
-        *,
-        scale: Tensor | None = None,
-        latent: Tensor | None = None,
-        scale_dtype: torch.dtype = torch.bfloat16,
-        curved: bool = True,
-        superblocks: bool = False,
-    ) -> None:
-        self.parameter, self.bits, self.group, self.place = parameter, bits, group, place
-        self.scale_dtype, self.curved, self.superblocks = scale_dtype, curved, superblocks
+        self, parameter: nn.Parameter, grid: RoundedGrid, place: GroupPlace = AS_IT_IS,
+        scale: Tensor | None = None, latent: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.parameter, self.grid, self.place = parameter, grid, place
         start = parameter.detach() if latent is None else latent
         self.latent = self._groups(start.float()).clone()  # [..., R, groups, G]
         if scale is None:
-            found = scales_of(self.latent, bits, scale_dtype, curved=curved).float()
+            found = scales_of(self.latent, grid.bits, grid.scale_dtype, curved=grid.curved).float()
         else:
             found = scale.float().to(start.device)[..., None]
         self.scale = found.clone()  # [..., R, groups, 1]
@@ -74,12 +93,6 @@ class Latent:
     def masters(self) -> list[tuple[Tensor, float]]:
         """The tensors that an optimizer moves, each with its share of the learning rate."""
         return [(self.latent, 1.0), (self.scale, SCALE_RATE)]
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Round the masters and give the parameter that value."""
-        levels, scale = self._levels()
-        self.take(values_of(levels, scale, self.bits, self.curved))
 
     def take(self, value: Tensor) -> None:
         """Give the parameter a value that is shaped as the latent weights."""
@@ -99,54 +112,18 @@ class Latent:
         gradient, self.parameter.grad = self.parameter.grad, None
         return self._groups(gradient.float())
 
-    @torch.no_grad()
-    def collect(self) -> None:
-        """Add the parameter's gradient to those of the masters, and drop it."""
-        if self.parameter.grad is None:
-            return
-        levels, scale = self._levels()
-        found = straight_through(self.latent, scale, levels, self.given(), self.bits, self.curved)
-        for master, gradient in zip((self.latent, self.scale), found, strict=True):
-            add_gradient(master, gradient)
-
     def rounded(self) -> tuple[Tensor, Tensor]:
         """The rounded weights: levels int8 [..., R, K'], padded to whole groups, and scales [..., R,
         groups] as they are stored."""
-        levels, scale = self._levels()
-        return levels.flatten(-2), scale.squeeze(-1).to(self.scale_dtype)
-
-    def _levels(self) -> tuple[Tensor, Tensor]:
-        """Levels of the latent weights, and the scales as they are stored."""
-        scale = stored_scales(self)
-        return levels_of(self.latent, scale, self.bits, self.curved), scale
+        levels, scale = self.grid.rounded(self.latent, self.scale)
+        return levels.flatten(-2), scale.squeeze(-1).to(self.grid.scale_dtype)
 
     def _groups(self, tensor: Tensor) -> Tensor:
         matrix = self.place.rows(tensor)
         self.width = matrix.shape[-1]
-        missing = -self.width % self.group  # rarely any: a copy of all that is trained, every step
+        missing = -self.width % self.grid.group  # rarely any: a copy of all that is trained, every step
         padded = nn.functional.pad(matrix, (0, missing)) if missing else matrix
-        return padded.unflatten(-1, (-1, self.group))
-
-
-def stored_scales(masters: Latent | Bank) -> Tensor:
-    """The scales of `masters` as they are stored, in float32."""
-    scale = masters.scale.to(masters.scale_dtype).float()
-    return shared_scales(scale.flatten(), masters.bits).view_as(scale) if masters.superblocks else scale
-
-
-def straight_through(
-    latent: Tensor, scale: Tensor, levels: Tensor, gradient: Tensor, bits: int, curved: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Gradients of latent weights [..., G] and of scales [..., 1], from that of the rounded values."""
-    unit = torch.where(scale == 0, 0.0, latent / scale)
-    step = values_of(levels, torch.ones_like(scale), bits, curved)
-    within = (unit - step).abs() <= 1  # beyond the outermost levels by no more than the steps are
-    return gradient * within, (gradient * (step - unit * within)).sum(-1, keepdim=True)
-
-
-def add_gradient(master: Tensor, gradient: Tensor) -> None:
-    """Add `gradient` to the gradient of `master`."""
-    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        return padded.unflatten(-1, (-1, self.grid.group))
 
 
 class Plain:
@@ -162,43 +139,31 @@ class Plain:
         """The tensor that an optimizer moves, with its share of the learning rate."""
         return [(self.master, 1.0)]
 
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Give the parameter the value of its master."""
-        if self.master is not self.parameter:
-            self.parameter.copy_(self.master)
-
-    @torch.no_grad()
     def collect(self) -> None:
-        """Add the parameter's gradient to that of a wider master, and drop it."""
-        if self.master is self.parameter or self.parameter.grad is None:
-            return
-        add_gradient(self.master, self.parameter.grad.to(self.master.dtype))
-        self.parameter.grad = None
+        """Nothing to do: the master is the parameter, or `Banks` copy it with others."""
 
 
 Trained = Plain | Latent
 
 
 class Bank:
-    """Publishes and collects latents of one grid together. The masters of each become views of `latent`
-    [n, G] and `scale` [n, 1]."""
+    """Latents of one grid together. The masters of each become views of `latent` [n, G] and `scale`
+    [n, 1]."""
 
     def __init__(self, latents: Sequence[Latent]) -> None:
-        self.latents, self.bits, self.scale_dtype = latents, latents[0].bits, latents[0].scale_dtype
-        self.curved, self.superblocks = latents[0].curved, latents[0].superblocks
+        self.latents, self.grid = latents, latents[0].grid
         self.latent = torch.cat([found.latent.flatten(0, -2) for found in latents])
         self.scale = torch.cat([found.scale.flatten(0, -2) for found in latents])
         self.sizes = [found.scale.numel() for found in latents]
         rows, scales = self._split(self.latent), self._split(self.scale)
         for found, row, scale in zip(latents, rows, scales, strict=True):
             found.latent, found.scale = row.view_as(found.latent), scale.view_as(found.scale)
-        self.levels = self._levels()[0]
+        self.levels = self.grid.rounded(self.latent, self.scale)[0]
 
     def publish(self) -> None:
         """Give the parameters the rounded values of the masters."""
-        self.levels, scale = self._levels()
-        values = self._split(values_of(self.levels, scale, self.bits, self.curved))
+        self.levels, scale = self.grid.rounded(self.latent, self.scale)
+        values = self._split(self.grid.values(self.levels, scale))
         for found, value in zip(self.latents, values, strict=True):
             found.take(value.view_as(found.latent))
 
@@ -207,15 +172,12 @@ class Bank:
         if all(found.parameter.grad is None for found in self.latents):
             return
         rows = torch.cat([found.given().flatten(0, -2) for found in self.latents])
-        scale = stored_scales(self)
-        found = straight_through(self.latent, scale, self.levels, rows, self.bits, self.curved)
-        for latent, gradient, of_scale in zip(self.latents, *map(self._split, found), strict=True):
-            add_gradient(latent.latent, gradient.view_as(latent.latent))
-            add_gradient(latent.scale, of_scale.view_as(latent.scale))
-
-    def _levels(self) -> tuple[Tensor, Tensor]:
-        scale = stored_scales(self)
-        return levels_of(self.latent, scale, self.bits, self.curved), scale
+        scale = self.grid.stored(self.scale)
+        of_latents, of_scales = self.grid.gradients(self.latent, scale, self.levels, rows)
+        split = zip(self.latents, self._split(of_latents), self._split(of_scales), strict=True)
+        for found, row, of_scale in split:
+            shaped = [row.view_as(found.latent), of_scale.view_as(found.scale)]
+            add_gradients([found.latent, found.scale], shaped)
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
         return rows.split(self.sizes)
@@ -226,13 +188,12 @@ class Banks:
     one by one."""
 
     def __init__(self, trained: Iterable[Trained]) -> None:
-        kinds: dict[tuple[object, ...], list[Latent]] = {}
+        kinds: dict[RoundedGrid, list[Latent]] = {}
         self.copies: list[Plain] = []
-        self.others: list[Trained] = []
+        self.others: list[Plain] = []
         for part in trained:
             if isinstance(part, Latent):
-                kind = part.bits, part.group, part.curved, part.superblocks, part.scale_dtype
-                kinds.setdefault(kind, []).append(part)
+                kinds.setdefault(part.grid, []).append(part)
             elif type(part) is Plain and part.master is not part.parameter:
                 self.copies.append(part)
             else:
@@ -244,8 +205,8 @@ class Banks:
         """Give all parameters the values of their masters."""
         if self.copies:
             torch._foreach_copy_([p.parameter for p in self.copies], [p.master for p in self.copies])
-        for part in (*self.banks, *self.others):
-            part.publish()
+        for bank in self.banks:
+            bank.publish()
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -257,8 +218,9 @@ class Banks:
             torch._foreach_copy_(wide, given)
             for copy in fresh:
                 copy.parameter.grad = None
-            _add_all([part.master for part in fresh], wide)
-        for part in (*self.banks, *self.others):
+            add_gradients([part.master for part in fresh], wide)
+        held: list[Bank | Plain] = [*self.banks, *self.others]
+        for part in held:
             part.collect()
 
 
@@ -273,8 +235,8 @@ def _portions(latents: Iterable[Latent]) -> Iterator[list[Latent]]:
     yield portion
 
 
-def _add_all(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Add gradients to masters as `add_gradient` does, by a few kernels."""
+def add_gradients(masters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Add new gradients to those that `masters` have, by a few kernels."""
     known = [*zip(masters, gradients, strict=True)]
     if later := [(master.grad, new) for master, new in known if master.grad is not None]:
         torch._foreach_add_([old for old, _ in later], [new for _, new in later])

@@ -1,8 +1,7 @@
 """Linear algebra that does not fail on singular matrices, for the fits of all structures.
 
-Decompositions of the library stop converging on a GPU where the statistics of activations are singular
-(dead inputs behind GELU, padded vocabularies). Only this module calls them: it repeats a failed one on
-the CPU in float64, a bounded number of times, and records that.
+Statistics of activations may be singular (dead inputs behind GELU, padded vocabularies). Where a
+decomposition of the library fails, it is repeated on the CPU in float64, and that is recorded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ JITTERS = {
     torch.float32: [10.0**power for power in range(-6, 1)],
 }
 FURTHER, NEARER, ITERATIONS = 16, 8, 10  # columns beyond the rank; least share of a matrix; products
-EIGEN_SHIFTS = (1e-10, 1e-7, 1e-4)  # relative to the mean diagonal, tried when nothing else helps
+EIGEN, EIGEN_SHIFTS = "eigendecomposition", (1e-10, 1e-7, 1e-4)  # tried when nothing else helps
 
 _fallbacks: ContextVar[list[str] | None] = ContextVar("fallbacks", default=None)
 
@@ -43,6 +42,11 @@ def record_fallback(note: str) -> None:
     notes = _fallbacks.get()
     if notes is not None and note not in notes:
         notes.append(note)
+
+
+def add_ridge(matrix: Tensor, ridge: Tensor | float) -> Tensor:
+    """`matrix` [..., n, n] with `ridge` added to its diagonal."""
+    return matrix + ridge * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
 
 
 def cholesky(matrix: Tensor) -> Tensor:
@@ -69,10 +73,9 @@ def _shifted(matrix: Tensor, shifts: Sequence[float]) -> tuple[Tensor, Tensor, f
     definite, independently of the others of a batch. Returns the shifted matrices, their lower Cholesky
     factors and the largest shift. Raises NumericsError if no shift is enough."""
     scale = _scale(matrix)[..., None]
-    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     taken = torch.full_like(scale, shifts[0])
     for shift, next_shift in zip(shifts, [*shifts[1:], None], strict=True):
-        moved = matrix + taken * scale * identity if shift else matrix
+        moved = add_ridge(matrix, taken * scale) if shift else matrix
         factor, bad = _cholesky_of_each(moved)
         if not bad.any():
             return moved, factor, shift
@@ -88,21 +91,19 @@ def rough_cholesky(grams: Tensor) -> Tensor:
     """Rough Cholesky factors of positive semi-definite matrices [..., n, n], for a start or a
     preconditioner: the diagonal's shift starts at √eps and is raised until it succeeds. A zero matrix
     counts as the identity, for its inverse must stay finite."""
-    n = grams.shape[-1]
-    identity = torch.eye(n, dtype=grams.dtype, device=grams.device)
     scale = grams.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     scale = torch.where(scale > 0, scale, 1.0)
     for shift in (torch.finfo(grams.dtype).eps ** 0.5, 1e-3, 1e-1, 1.0):
-        factor, bad = _cholesky_of_each(grams + shift * scale * identity)
+        factor, bad = _cholesky_of_each(add_ridge(grams, shift * scale))
         if not bad.any():
             return factor
         record_fallback("a start or preconditioner without an exact Cholesky factor")
-    return (scale.sqrt() * identity).expand_as(grams)
+    return add_ridge(torch.zeros_like(grams), scale.sqrt())
 
 
 def _cholesky_of_each(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Lower factors of [..., r, r], and which [...] of the matrices have none."""
-    found = _repeated(torch.linalg.cholesky_ex, matrix, "Cholesky factorization")
+    found = _robust(torch.linalg.cholesky_ex, matrix, "Cholesky factorization")
     bad = (found.info != 0) | ~found.L.isfinite().all(-1).all(-1)
     return found.L.to(matrix), bad.to(matrix.device)
 
@@ -150,8 +151,7 @@ def _by_tiles(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def _tiles(matrix: Tensor) -> Factored:
-    shift = JITTERS[matrix.dtype][0] * _scale(matrix)
-    return factored(matrix + torch.diag_embed(shift.expand(matrix.shape[:-1])))
+    return factored(add_ridge(matrix, JITTERS[matrix.dtype][0] * _scale(matrix)[..., None]))
 
 
 def _scale(matrix: Tensor) -> Tensor:
@@ -178,7 +178,8 @@ def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
     size = gram.shape[-1]
     if gram.is_cuda and gram.dim() == 3 and NEARER * (rank + FURTHER) <= size:
         return near_eigenvectors(gram, rank)
-    vectors = _of_symmetric(lambda m: torch.linalg.eigh(m).eigenvectors, (gram + gram.mT) / 2)
+    even = (gram + gram.mT) / 2
+    vectors = _robust(lambda m: torch.linalg.eigh(m).eigenvectors, even, EIGEN, EIGEN_SHIFTS).to(gram)
     vectors = vectors[..., -min(rank, size) :].flip(-1)  # by falling eigenvalue
     return torch.nn.functional.pad(vectors, (0, max(rank - size, 0)))
 
@@ -196,54 +197,39 @@ def near_eigenvectors(gram: Tensor, rank: int) -> Tensor:
 
 def eigenvalues(gram: Tensor) -> Tensor:
     """Falling eigenvalues [..., m] of positive semi-definite matrices [..., m, m], none negative."""
-    return _of_symmetric(torch.linalg.eigvalsh, gram).flip(-1).clamp_min(0)
+    found: Tensor = _robust(torch.linalg.eigvalsh, gram, EIGEN, EIGEN_SHIFTS)
+    return found.to(gram).flip(-1).clamp_min(0)
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
     """Orthonormal columns [..., m, min(m, n)] that span those of `matrix` [..., m, n], also where
     these are dependent."""
-    return _repeated(lambda m: torch.linalg.qr(m).Q, matrix, "QR decomposition").to(matrix)
+    return _robust(lambda m: torch.linalg.qr(m).Q, matrix, "QR decomposition").to(matrix)
 
 
-def _of_symmetric(call: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
-    """``call(matrix)``, an eigendecomposition of symmetric matrices [..., m, m]. Where the library does
-    not converge it is repeated on the CPU in float64, then with small distinct shifts of the diagonal,
-    which separate the eigenvalues it trips over. Raises NumericsError."""
+def _robust(
+    call: Callable[[Tensor], Any], matrix: Tensor, name: str, shifts: Sequence[float] = ()
+) -> Any:
+    """``call(matrix)``, a decomposition called `name`. Where the library fails it is repeated on the CPU
+    in float64, then with `shifts` of the diagonal, relative and distinct, which separate the eigenvalues
+    it trips over. Raises NumericsError."""
     if (found := _attempted(call, matrix)) is not None:
         return found
-    wide = check_finite(matrix).to("cpu", torch.float64)
+    if not bool(matrix.isfinite().all()):
+        raise NumericsError(
+            f"a {matrix.shape[-2]}x{matrix.shape[-1]} matrix to decompose holds NaN or Inf: the weights "
+            "or the calibration statistics overflow; check text and checkpoint, or --exclude the layer"
+        )
+    wide = matrix.to("cpu", torch.float64)
     scale = wide.diagonal(dim1=-2, dim2=-1).abs().mean(-1)[..., None, None]
     ramp = torch.linspace(0, 1, wide.shape[-1], dtype=wide.dtype).diag()
-    for shift in (0.0, *EIGEN_SHIFTS):
-        if (found := _attempted(call, wide + shift * scale * ramp)) is not None:
-            shifted = f", shifted by {shift:.0e}" * bool(shift)
-            record_fallback(f"eigendecomposition repeated on the CPU{shifted}")
-            return found.to(matrix)
+    for shift in (0.0, *shifts):
+        if (found := _attempted(call, wide + shift * scale * ramp if shift else wide)) is not None:
+            record_fallback(f"{name} repeated on the CPU" + f", shifted by {shift:.0e}" * bool(shift))
+            return found
     raise NumericsError(
-        f"the eigendecomposition of a {wide.shape[-1]}x{wide.shape[-1]} matrix did not converge in "
-        f"{len(EIGEN_SHIFTS) + 2} attempts; --exclude the layer"
-    )
-
-
-def _repeated(call: Callable[[Tensor], object], matrix: Tensor, name: str) -> Any:
-    """``call(matrix)``, repeated on the CPU in float64 where the library fails. Raises NumericsError if
-    it fails again."""
-    if (found := _attempted(call, matrix)) is not None:
-        return found
-    check_finite(matrix)
-    record_fallback(f"{name} repeated on the CPU")
-    if (found := _attempted(call, matrix.to("cpu", torch.float64))) is not None:
-        return found
-    raise NumericsError(f"the {name} of {list(matrix.shape)} failed twice; --exclude the layer")
-
-
-def check_finite(matrix: Tensor) -> Tensor:
-    """Return `matrix`, or raise NumericsError for NaN or Inf, which no decomposition can take."""
-    if bool(matrix.isfinite().all()):
-        return matrix
-    raise NumericsError(
-        f"a {matrix.shape[-2]}x{matrix.shape[-1]} matrix to decompose holds NaN or Inf: the weights or "
-        "the calibration statistics overflow; check text and checkpoint, or --exclude the layer"
+        f"the {name} of a {wide.shape[-2]}x{wide.shape[-1]} matrix did not converge in "
+        f"{len(shifts) + 2} attempts; --exclude the layer"
     )
 
 

@@ -1,12 +1,7 @@
 """Fits low rank in closed form.
 
-``W = U Vᵀ`` minimizing tr((W−W')H(W−W')ᵀ): with Q the top eigenvectors of W H Wᵀ, the factors
-are (Q, Wᵀ Q). No inverse and no square root of H appears, so a singular H is harmless.
-Source: Swift-SVD (arXiv 2604.01609); equal in error to the Cholesky whitening of SVD-LLM.
-
-Groups of output rows (heads of q, k, v: FlashSVD) are problems of their own with the same H. Groups
-of input columns (heads of o) are not, for H couples them: each is solved with its own block of H,
-then all U together exactly with the full H.
+``W = U Vᵀ`` minimizing tr((W−W')H(W−W')ᵀ): with Q the top eigenvectors of W H Wᵀ, the factors are
+(Q, Wᵀ Q). No inverse of H appears, so a singular H is harmless. Source: Swift-SVD (arXiv 2604.01609).
 """
 
 import torch
@@ -25,10 +20,7 @@ from blr.compressor.structures.specs import LowRankSpec
 
 
 def fit(
-    weight: Tensor,
-    spec: LowRankSpec,
-    gram: Tensor | None = None,
-    options: FitOptions = FitOptions(),
+    weight: Tensor, spec: LowRankSpec, gram: Tensor | None = None, options: FitOptions = FitOptions()
 ) -> Fit:
     """The optimal U [o, r] and V [i, r] for `weight` [o, i] in the norm of `gram` [i, i], with a matrix
     for each group if `spec` has some. Without `gram` this is the truncated SVD, in the dtype of
@@ -64,8 +56,9 @@ def _fit_rows(weight: Tensor, spec: LowRankSpec, gram: Tensor | None) -> Fit:
 
 
 def _fit_columns(weight: Tensor, spec: LowRankSpec, gram: Tensor | None) -> Fit:
-    """Fit groups of input columns. That is optimal without `gram`; with it the better of two starts is
-    taken, V from the blocks of H and from the plain blocks, each also with all U exact."""
+    """Fit groups of input columns. That is optimal without `gram`, which couples them; with it the
+    better of two starts is taken, V from its blocks and from the plain blocks, each also with all U
+    exact."""
     blocks = weight.unflatten(1, (spec.groups, -1)).movedim(1, 0)  # [G, o, i/G]
     left, right = truncated_svd(blocks, spec.rank)
     if gram is None:

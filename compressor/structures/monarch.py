@@ -1,11 +1,4 @@
-"""Fits Monarch: every block has its own low rank.
-
-Without statistics each block (k, l) gets its truncated SVD, which is optimal. With them the start
-is that SVD in the norm of the block's own H_ll; then U is the exact minimizer for V over the full
-H, ``U_k = W_k H Z_kᵀ (Z_k H Z_kᵀ)⁻¹``, and V descends as in `blast`. Sources: "Memory-Efficient
-Acceleration of Block Low-Rank Foundation Models", section 2; the block projection is that of
-Monarch (Dao et al., arXiv 2204.00595, section 3).
-"""
+"""Fits Monarch (Dao et al., arXiv 2204.00595): every block has its own low rank."""
 
 import torch
 from torch import Tensor
@@ -27,13 +20,15 @@ ROUNDS = 30
 
 
 def fit(
-    weight: Tensor,
-    spec: MonarchSpec,
-    gram: Tensor | None = None,
-    options: FitOptions = FitOptions(),
+    weight: Tensor, spec: MonarchSpec, gram: Tensor | None = None, options: FitOptions = FitOptions()
 ) -> Fit:
     """U [b, q, b·r'] and V [b, p, b·r'] for `weight` [o, i] in the norm of `gram` [i, i], in the dtype
-    of `weight`. `options.rounds` counts accepted steps of V (with `gram` only)."""
+    of `weight`. `options.rounds` counts accepted steps of V (with `gram` only).
+
+    Without `gram` each block gets its truncated SVD, which is optimal. With it the start is that SVD in
+    the norm of the block's own H_ll; then U is the exact minimizer for V over the full H, ``U_k = W_k H
+    Z_kᵀ (Z_k H Z_kᵀ)⁻¹``, and V descends.
+    """
     if gram is None:
         left, right = truncated_svd(in_blocks(weight, spec.blocks), spec.block_rank)
         return Fit({"U": _gather(left), "V": _gather(right.transpose(0, 1))})

@@ -1,14 +1,18 @@
-"""Packs factors in few bits or float8, as the matrices that a layer stores, and unpacks them."""
+"""Packs factors in few bits or float8 as the matrices that a layer stores; unpacks and restores them."""
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from blr.compressor.structures.specs import QuantizedSpec, stored_names
+from blr.compressor.structures.registry import STRUCTURES
+from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec, stored_names
 from blr.kernels.common.layout import canonical_view, to_physical
 from blr.kernels.decode.quantized.reference import dequantize, quantize
 from blr.kernels.fp8.reference import dequantize_fp8, quantize_fp8
+
+Value = TypeVar("Value")
 
 
 def to_matrix(spec: QuantizedSpec, name: str, factor: Tensor) -> Tensor:
@@ -48,12 +52,8 @@ def pack_factor(
     scale_dtype: torch.dtype,
     importance: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Round a canonical factor to the nearest levels; returns the stored tensors by name.
-
-    Args:
-        importance: what errors cost, of a shape that broadcasts to the matrix that is packed; float8
-            has no choice that it could weigh.
-    """
+    """Round a canonical factor to the nearest levels; returns the stored tensors by name. importance:
+    what errors cost, of a shape that broadcasts to the matrix that is packed; float8 does not weigh."""
     form = spec.format_of(name)
     if form is None:
         return {name: factor.to(scale_dtype).contiguous()}
@@ -80,3 +80,28 @@ def unpack_factor(
     width = spec.packed_shape(name)[-1]
     matrix = dequantize(packed, scale, form[0], width, dtype, form[1], spec.curved)
     return from_matrix(spec, name, matrix)
+
+
+def factors_of(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The canonical factors of a plain or packed layer in `dtype`, by name."""
+    if (packing := spec.packing) is not None:
+        return {n: unpack_factor(packing, n, tensors, dtype) for n in spec.shapes()}
+    return {name: tensors[name].to(dtype) for name in spec.shapes()}
+
+
+def restored(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The dense weight [o, i] of stored `tensors`, named as ``spec.stored()``; computed in `dtype`."""
+    if len(spec.parts()) > 1:
+        parts = ((part, part_of(tensors, name)) for name, part in spec.parts())
+        base, correction = (restored(part, held, dtype) for part, held in parts)
+        return base + correction
+    factors, plain = factors_of(spec, tensors, dtype), spec.plain
+    if plain.structure == DenseSpec.structure:
+        return factors["weight"]
+    return STRUCTURES[plain.structure].factorizer().reconstruct(factors, plain)
+
+
+def part_of(tensors: Mapping[str, Value], name: str) -> dict[str, Value]:
+    """The tensors of one part of a corrected layer, by their names in it."""
+    prefix = f"{name}."
+    return {k.removeprefix(prefix): tensor for k, tensor in tensors.items() if k.startswith(prefix)}

@@ -1,14 +1,7 @@
-"""Reads, checks and chooses chains of Kronecker-sparse patterns.
+"""Reads, checks and chooses chains of Kronecker-sparse patterns, without torch.
 
-No torch here: the planner chooses patterns before a weight is read. A chain is written output
-side first, ``W = K_0 K_1 … K_{L-1}``. Every two-factor chain of a dense o×i matrix is
-
-    (1, o/d1, r·a2, d1) (a2, r·d1, i/a2, 1)      d1 | o, a2 | i,  r(a2·o + d1·i) parameters
-
-and gives each of d1·a2 blocks (the rows equal modulo d1, the columns in a2 runs) its own rank r.
-
-Sources: "Fast Inference with Kronecker-Sparse Matrices" (section 4.3, appendix E.8); chainable
-patterns: Le, Zheng, Riccietti, Gribonval, arXiv 2411.04506, section 4.
+A chain is written output side first, ``W = K_0 K_1 … K_{L-1}``. Sources: "Fast Inference with
+Kronecker-Sparse Matrices"; chainable patterns: arXiv 2411.04506, section 4.
 """
 
 import re
@@ -20,7 +13,7 @@ from math import cos, gcd, inf, log, pi, prod, sin, sqrt
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.quoting import quote
-from blr.compressor.structures.specs import Pattern
+from blr.compressor.structures.specs import Pattern, written
 
 Chain = tuple[Pattern, ...]
 
@@ -28,13 +21,10 @@ TOLERANCE = 0.02  # the achieved compression factor may exceed the requested one
 SNAP_TOLERANCE = 0.01  # of the budget, given up to make the rank a multiple kernels like
 RANK_STEPS = (16, 8, 4, 2)
 BAND = 0.01  # chains whose predicted errors differ by less than this are equals: h decides
-# Added to the log of the predicted error for each e-fold of row classes d1 and of column blocks
-# a2: trained matrices have spectra that decay globally, which more blocks cut apart. From the
-# seven projections of each layer of tiny-llama and mini-llama without statistics: every value
-# from 0.03 to 0.12 makes the same choices, on average 1.5%, 0.7% and 0.5% above the error of the
-# best grid at CF 1.25, 2 and 4 (ranks interpolated). With them (21 projections of mini-llama, 3
-# rounds in the metric H) column blocks often beat plain low rank and row classes hardly ever:
-# the choices are 3.9%, 1.5% and 1.1% above the best.
+# Added to the log of the predicted error for each e-fold of row classes d1 and of column blocks a2:
+# trained matrices have spectra that decay globally, which more blocks cut apart. Measured on the
+# projections of tiny-llama and mini-llama: the choices are 0.5% to 1.5% above the error of the best
+# grid without statistics, 1.1% to 3.9% with them.
 PENALTIES = {"plain": (0.05, 0.05), "calibrated": (0.15, 0.02)}
 QUADRATURE = 200
 MAX_FEATURES = 2**31  # of a layer; no model comes near
@@ -111,13 +101,13 @@ def validate_chain(patterns: Sequence[Pattern], in_features: int, out_features: 
     b_{l+1}·d_{l+1} / d_l is an integer."""
     if not patterns or any(len(p) != 4 or min(p) < 1 for p in patterns):
         raise UsageError(
-            f"pattern chain {_write(patterns)}: expected one or more patterns of four positive "
+            f"pattern chain {written(patterns)}: expected one or more patterns of four positive "
             "integers; write them as (a,b,c,d)(a,b,c,d)"
         )
     o, i = _rows(patterns[0]), _columns(patterns[-1])
     if (o, i) != (out_features, in_features):
         raise UsageError(
-            f"pattern chain {_write(patterns)} makes a {o}x{i} matrix but the layer is "
+            f"pattern chain {written(patterns)} makes a {o}x{i} matrix but the layer is "
             f"{out_features}x{in_features}: a·b·d of the first factor must be {out_features} and "
             f"a·c·d of the last {in_features} (the output side comes first)"
         )
@@ -137,14 +127,14 @@ def check_pattern(text: str) -> None:
     validate_chain(patterns, i, o)
     if max(o, i) > MAX_FEATURES:
         raise UsageError(
-            f"pattern chain {_write(patterns)} makes a {o}x{i} matrix: expected at most {MAX_FEATURES} "
+            f"pattern chain {written(patterns)} makes a {o}x{i} matrix: expected at most {MAX_FEATURES} "
             "rows and columns; write smaller sizes"
         )
 
 
 def _validate_pair(left: Pattern, right: Pattern) -> None:
     (a1, _, c1, d1), (a2, _, _, d2) = left, right
-    pair = f"patterns {_write([left, right])}"
+    pair = f"patterns {written([left, right])}"
     if _columns(left) != _rows(right):
         raise UsageError(
             f"{pair} do not meet: a·c·d = {_columns(left)} on the left must equal "
@@ -183,7 +173,8 @@ def chain_h(patterns: Sequence[Pattern]) -> float:
 def two_factor_chain(
     in_features: int, out_features: int, row_classes: int, column_blocks: int, rank: int
 ) -> Chain:
-    """The chain (1, o/d1, r·a2, d1)(a2, r·d1, i/a2, 1)."""
+    """The chain (1, o/d1, r·a2, d1)(a2, r·d1, i/a2, 1), of r(a2·o + d1·i) parameters. It gives each of
+    d1·a2 blocks (rows equal modulo d1, columns in a2 runs) its own rank r."""
     d1, a2 = row_classes, column_blocks
     return (1, out_features // d1, rank * a2, d1), (a2, rank * d1, in_features // a2, 1)
 
@@ -209,13 +200,11 @@ def choose_patterns(
     """Choose the two-factor chain for compression factor `cf`: accuracy first, then h. Maximizing h
     alone leads to rank 1 in many tiny blocks, which approximates trained matrices badly.
 
-    1. Each grid takes the largest rank within the budget i·o/cf, made a multiple of 16, 8, 4
-       or 2 where that gives up at most 1% of the budget. The plain low rank (grid 1×1) is
-       `svd`, and taken only if no other grid fits.
-    2. Kept are the chains whose factor is at most cf·(1 + tolerance), else the nearest below
-       the budget.
-    3. `predicted_log_error` ranks them. Among those within `band` of the best the largest h
-       wins, then the fewest blocks.
+    1. Each grid takes the largest rank within the budget i·o/cf, made a multiple of 16, 8, 4 or 2 where
+       that gives up at most 1% of the budget. The grid 1×1 is `svd`, taken only if no other fits.
+    2. Kept are the chains whose factor is at most cf·(1 + tolerance), else the nearest below the budget.
+    3. `predicted_log_error` ranks them. Among those within `band` of the best the largest h wins, then
+       the fewest blocks.
 
     calibrated: whether the fit will be weighted by activations, which favours column blocks. Raises
     UsageError where not even rank 1 fits the budget.
@@ -241,7 +230,7 @@ def choose_patterns(
     _, (d1, a2, rank), chain = min(equals, key=lambda e: (-chain_h(e[2]), e[1][0] * e[1][1], e[1]))
     count = parameters(chain)
     reason = (
-        f"{_write(chain)}: grid {d1}x{a2} of rank {rank}, least predicted error of {len(scored)} "
+        f"{written(chain)}: grid {d1}x{a2} of rank {rank}, least predicted error of {len(scored)} "
         f"chain{'s' * (len(scored) > 1)} at cf {in_features * out_features / count:.3f}"
         f"{f', the largest h of {len(equals)} equals' if len(equals) > 1 else ''}"
         f" (h = {chain_h(chain):.4f})"
@@ -306,7 +295,3 @@ def _rows(pattern: Pattern) -> int:
 
 def _columns(pattern: Pattern) -> int:
     return pattern[0] * pattern[2] * pattern[3]
-
-
-def _write(patterns: Sequence[Pattern]) -> str:
-    return "".join("(" + ",".join(map(str, p)) + ")" for p in patterns)

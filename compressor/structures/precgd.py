@@ -8,7 +8,7 @@ linearly from 1 to 0. Source: BLAST (Lee et al., arXiv 2410.21262, algorithm 2).
 import torch
 from torch import Tensor
 
-from blr.compressor.structures.linalg import in_blocks, mixed_gram, solve_spd
+from blr.compressor.structures.linalg import add_ridge, in_blocks, mixed_gram, solve_spd
 from blr.compressor.structures.specs import BlastSpec
 
 STEPS = 300
@@ -58,20 +58,14 @@ def _side_step(blocks: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Tensor:
     """The preconditioned gradient of U [b, q, r]."""
     error = _residual(blocks, U, S, V)
     gradient = ((error @ V[None]) * S[:, :, None]).sum(1)
-    gram = mixed_gram(S, V.mT @ V)
-    return solve_spd(gram + _damping(error, S), gradient)
+    return solve_spd(add_ridge(mixed_gram(S, V.mT @ V), DELTA * error.norm()), gradient)
 
 
 def _coupling_step(blocks: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Tensor:
     """The preconditioned gradient of S [b, b, r], one block row at a time to bound memory."""
     error = _residual(blocks, U, S, V)
     gradient = ((error @ V[None]) * U[:, None]).sum(2)
-    left, right, damping = U.mT @ U, V.mT @ V, _damping(error, S)
-    rows = [solve_spd(left[k] * right + damping, gradient[k][:, None]).squeeze(1) for k in range(len(U))]
-    return torch.stack(rows)
-
-
-def _damping(error: Tensor, S: Tensor) -> Tensor:
-    """δ‖E‖ I [r, r]."""
-    identity = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
-    return DELTA * error.norm() * identity
+    left, right, damping = U.mT @ U, V.mT @ V, DELTA * error.norm()
+    systems = zip(left, gradient, strict=True)
+    rows = [solve_spd(add_ridge(own * right, damping), slope[:, None]) for own, slope in systems]
+    return torch.stack(rows).squeeze(2)

@@ -1,9 +1,4 @@
-"""The registry of structures, with one entry each. Importing it loads no torch.
-
-A new structure needs a spec, a module here (``fit`` and ``reconstruct``), an entry below, and its
-formula in `modeling/modeling_blr.py`; its own kernels are in `kernels/layers/<folder>`
-(``reference.py``, ``op.py``, ``variants.py``).
-"""
+"""The registry of structures, with one entry each. Importing it loads no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from blr.compressor.structures.specs import (
-    BlastSpec,
-    KroneckerSpec,
-    LowRankSpec,
-    MonarchSpec,
-    Spec,
-)
+from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, MonarchSpec, Spec
 from blr.kernels.common.names import FOLDERS
 
 if TYPE_CHECKING:

@@ -1,8 +1,4 @@
-"""Specs of all structures: shapes and numbers of parameters, without torch.
-
-A spec says what one structured linear layer is: its tensors, their shapes and how many
-parameters they hold. The planner uses specs before a single weight is read, the factorizers
-fill them, and `modeling` builds modules from them; the file that travels has the same shapes.
+"""Specs of all structures: what tensors a layer has, and their shapes, without torch.
 
 Notation (`i` inputs, `o` outputs, `b` blocks, `p = i/b`, `q = o/b`, rank `r`):
 
@@ -13,16 +9,11 @@ Notation (`i` inputs, `o` outputs, `b` blocks, `p = i/b`, `q = o/b`, rank `r`):
 * BLAST           ``W_kl = U_k diag(S_kl) V_lᵀ``      U [b, q, r], S [b, b, r], V [b, p, r]
 * Kronecker-sparse ``W = K_0 K_1 … K_{L-1}``          factors.n [a, b, c, d]
 * dense           ``W``                               weight [o, i]
-
-Each may be stored in 8, 4, 3 or 2 bits a number, or in float8 (`QuantizedSpec`), and a dense
-weight in few bits be corrected by a structure (`CorrectedSpec`).
-
-Sources: "Memory-Efficient Acceleration of Block Low-Rank Foundation Models" (section 2) and
-"Fast Inference with Kronecker-Sparse Matrices" (section 2).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -121,11 +112,8 @@ class BlastSpec(Spec):
 
     def shapes(self) -> dict[str, Shape]:
         b, r = self.blocks, self.rank
-        return {
-            "U": (b, self.out_features // b, r),
-            "S": (b, b, r),
-            "V": (b, self.in_features // b, r),
-        }
+        q, p = self.out_features // b, self.in_features // b
+        return {"U": (b, q, r), "S": (b, b, r), "V": (b, p, r)}
 
     def start(self) -> LowRankSpec:
         return LowRankSpec(self.in_features, self.out_features, self.rank)
@@ -154,7 +142,12 @@ class KroneckerSpec(Spec):
         return {f"factors.{n}": pattern for n, pattern in enumerate(self.patterns)}
 
     def describe(self) -> str:
-        return "".join("(" + ",".join(map(str, p)) + ")" for p in self.patterns)
+        return written(self.patterns)
+
+
+def written(patterns: Sequence[Pattern]) -> str:
+    """A chain in words: ``(1,192,48,2)(2,48,192,1)``."""
+    return "".join("(" + ",".join(map(str, p)) + ")" for p in patterns)
 
 
 @dataclass(frozen=True)
@@ -208,10 +201,9 @@ class QuantizedSpec(Spec):
         check_format(self.bits, self.group, self.fp8)
         if self.kept_bits is not None and not (type(self.kept_bits) is int and self.kept_bits == 8):
             raise ValueError(f"kept_bits {self.kept_bits!r}: expected 8, or none")
-        flags = {name: getattr(self, name) for name in ("tiled", "fp8", "curved", "superblocks")}
-        if any(type(flag) is not bool for flag in flags.values()):
-            said = ", ".join(f"{name} {flag!r}" for name, flag in flags.items())
-            raise ValueError(f"{said}: expected true or false")
+        for name in ("tiled", "fp8", "curved", "superblocks"):
+            if type(flag := getattr(self, name)) is not bool:
+                raise ValueError(f"{name} {flag!r}: expected true or false")
         object.__setattr__(self, "curved", self.curved or self.bits != 3)  # others have one grid
         for name in ("in_features", "out_features", "structure"):
             object.__setattr__(self, name, getattr(self.of, name))

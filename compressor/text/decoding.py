@@ -1,11 +1,5 @@
 """Decodes many samples at once with a cache that is written in place, on a GPU by CUDA graphs.
 
-transformers copies its cache for every token, and the host takes longer to call a model's modules than
-a GPU to compute them. Here keys and values lie in buffers that are as long as a sample. A token attends
-to the first slots of a buffer, up to the next multiple of BUCKET, and a mask hides those that are not
-written yet: one graph serves every token of a bucket. A graph ends at probabilities; tokens are drawn
-outside of it, without waiting for the GPU.
-
 A model decodes this way only if that gives the logits of the model as it is (`can_be_static`).
 """
 
@@ -14,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -25,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blr.compressor.base.exhaustion import exhausted, raise_exhausted
-from blr.compressor.modeling.cache_names import cache_name
+from blr.compressor.modeling.settings import cache_name
 from blr.kernels.common.capturing import Captured
 from blr.kernels.common.placing import on_gpu
 
@@ -90,9 +83,11 @@ class Slots(CacheLayerMixin):
 class StaticReader:
     """Reads `rows` samples of up to `length` tokens with `model`.
 
-    `captures`: single tokens are read by CUDA graphs. The first token of a bucket is read without, so
-    that libraries are set up; at the second the graph is captured; at the third it is compared with the
-    model itself, and a difference switches graphs off.
+    Keys and values lie in buffers that are as long as a sample. A token attends to the first slots, up
+    to the next multiple of BUCKET, and a mask hides those that are not written yet: one graph serves
+    every token of a bucket. `captures`: single tokens are read by CUDA graphs. The first token of a
+    bucket is read without, so that libraries are set up; at the second the graph is captured; at the
+    third it is compared with the model itself, and a difference switches graphs off.
     """
 
     def __init__(self, model: PreTrainedModel, rows: int, length: int, captures: bool) -> None:
@@ -237,9 +232,7 @@ class StaticReading:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.free()
 
 

@@ -1,38 +1,28 @@
-"""Lets a model write text itself: it resembles what the model was trained on, as far as that is
-remembered.
+"""Lets a model write text itself: nobody needs a corpus, and no domain is favoured.
 
-So nobody needs a corpus, and no domain is favoured. Every sample begins as the tokenizer begins a text,
-and goes on from a random token. With a chat template every other batch begins with the opening of a
-user's turn instead. Tokens are drawn at temperature 1 from those at least as likely as by chance, 1 in
-the size of the vocabulary: on prose that keeps .985 of SmolLM2's probability, without sorting. Sources:
-LLM-QAT (arXiv 2305.17888), self-calibration (arXiv 2410.17170), truncation at a probability (arXiv
-2210.15191).
+Sources: LLM-QAT (arXiv 2305.17888), self-calibration (arXiv 2410.17170).
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.progress import OWN, Progress
 from blr.compressor.loading.tokenizer import check_ids
-from blr.compressor.modeling.cache_names import NAMES, cache_name
+from blr.compressor.modeling.settings import CACHE_NAMES, cache_name
+from blr.compressor.text.decoding import StaticReading, distance
 from blr.compressor.text.reading import beginning_of
 from blr.compressor.text.shelf import Shelf, shelf_folder
 from blr.compressor.text.windows import SEEDS
 from blr.compressor.workspace.journal import Journal, layer_key
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-    from blr.compressor.text.decoding import StaticReading
 
 ROOM = 8  # tokens of a sample beyond the window, so that windows can start at different places
 ALGORITHM = 4  # to be raised when samples change, so that older journals are not used
@@ -66,7 +56,11 @@ def write_own_text(
 ) -> Tensor:
     """Samples [n, length] (int32) that `model` writes; batches that `journal` has are not written
     again. `share` is this process's number and the number of processes; `wait` returns once all are
-    done."""
+    done.
+
+    Every sample begins as the tokenizer begins a text, and goes on from a random token. With a chat
+    template every other batch begins with the opening of a user's turn instead.
+    """
     samples = -(-wanted.tokens // wanted.length)
     size = min(batch_size(model, wanted.length), 1 << (samples - 1).bit_length())
     openings = _openings(tokenizer)
@@ -76,13 +70,13 @@ def write_own_text(
         layer_key(own=[*written_as, n, size], opening=openings[n % len(openings)]) for n in range(count)
     ]
     fits = partial(_fits, model, (size, wanted.length))
-    share_of = [n for n in range(count) if n % share[1] == share[0]]
-    mine = []
-    for n in share_of:
-        known = journal.load(keys[n])
-        if known is None or "ids" not in known[0] or not fits(journal.tensors(keys[n])["ids"]):
-            mine.append(n)
-    reading = _reading(model, wanted)
+
+    def is_kept(key: str) -> bool:
+        known = journal.load(key)
+        return known is not None and "ids" in known[0] and fits(journal.tensors(key)["ids"])
+
+    mine = [n for n in range(share[0], count, share[1]) if not is_kept(keys[n])]
+    reading = StaticReading(model, wanted.length)
 
     def written(n: int) -> Tensor:
         prompts = _prompts(model, tokenizer, openings[n % len(openings)], size, wanted, n)
@@ -166,13 +160,9 @@ def _generator(device: torch.device | str, wanted: OwnText, number: int) -> torc
 
 
 def _prompts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    opening: list[int],
-    size: int,
-    wanted: OwnText,
-    number: int,
-) -> Tensor:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, opening: list[int], size: int,
+    wanted: OwnText, number: int,
+) -> Tensor:  # fmt: skip
     """Prompts [size, p]: the opening and a random token that is not a special one."""
     count = min(len(tokenizer), model.config.get_text_config(decoder=True).vocab_size)
     special = torch.tensor(sorted({i for i in tokenizer.all_special_ids if i < count}), dtype=torch.long)
@@ -185,26 +175,15 @@ def _prompts(
     return torch.cat([start, plain[picks]], 1).to(model.device)
 
 
-def _reading(model: PreTrainedModel, wanted: OwnText) -> StaticReading:
-    from blr.compressor.text.decoding import StaticReading  # brings in transformers
-
-    return StaticReading(model, wanted.length)
-
-
 @torch.inference_mode()
 def continued(
-    model: PreTrainedModel,
-    ids: Tensor,
-    number: int,
-    wanted: OwnText,
+    model: PreTrainedModel, ids: Tensor, number: int, wanted: OwnText,
     reading: StaticReading | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Continue prompts `ids` [m, p] to [m, length] (int32, on the CPU), in parts that fit in memory.
     `reading` is kept for the next batch."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     if reading is None:
-        with _reading(model, wanted) as reading:
+        with StaticReading(model, wanted.length) as reading:
             return continued(model, ids, number, wanted, reading)
     rows, device = reading.rows or CPU_BATCH, model.device
     if reading.rows is None and device.type == "cuda":
@@ -227,12 +206,9 @@ def continued(
 
 
 def _continued(
-    model: PreTrainedModel,
-    ids: Tensor,
-    generator: torch.Generator,
-    wanted: OwnText,
+    model: PreTrainedModel, ids: Tensor, generator: torch.Generator, wanted: OwnText,
     reading: StaticReading,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     reader, p = reading.reader(len(ids)), ids.shape[1]
     if reader is None:
         return _continued_as_it_is(model, ids, generator, wanted)
@@ -253,14 +229,12 @@ def _continued_as_it_is(
     tokens = fresh = ids
     for _ in range(wanted.length - ids.shape[1]):
         out = model(input_ids=fresh if cached else tokens, **asked)
-        fresh = sample(out.logits[:, -1].float(), generator)
+        fresh = draw(out.logits[:, -1].float().softmax(-1), generator)
         tokens = torch.cat([tokens, fresh], 1)
     return tokens[:, : wanted.length].to("cpu", torch.int32)
 
 
 def _fresh_cache(model: PreTrainedModel) -> dict[str, object]:
-    from transformers import DynamicCache
-
     return {cache_name(model): DynamicCache(config=model.config)}
 
 
@@ -268,12 +242,12 @@ def _cached(model: PreTrainedModel, ids: Tensor) -> bool:
     """Whether `model` continues from a cache as if it had read everything at once. RWKV leaves the
     cache empty, MiniMax refuses it, CPM-Ant takes an empty one for its first words: these read all of
     the text for every token."""
-    from blr.compressor.text.decoding import distance  # brings in transformers
-
     given = _fresh_cache(model)
     try:
         out = model(input_ids=ids, **given, use_cache=True, logits_to_keep=1)
-        if not any(getattr(out, name, None) is cache for name in NAMES for cache in given.values()):
+        if not any(
+            getattr(out, name, None) is cache for name in CACHE_NAMES for cache in given.values()
+        ):
             return False
         found = model(input_ids=ids[:, -1:], **given, use_cache=True, logits_to_keep=1).logits[:, -1:]
     except torch.OutOfMemoryError:
@@ -286,14 +260,11 @@ def _cached(model: PreTrainedModel, ids: Tensor) -> bool:
     return found.shape == expected.shape and bool(distance(found, expected) < SAME)
 
 
-def sample(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a token [m, 1] for each row of `logits` [m, v], none less likely than 1 in v."""
-    return draw(logits.softmax(-1), generator)
-
-
 def draw(p: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a token for each row of probabilities [m, v] (float32), which are overwritten. It is
-    torch.multinomial without its checks, which read all rows three more times."""
+    """Draw a token [m, 1] for each row of probabilities [m, v] (float32), which are overwritten; none
+    less likely than 1 in v (truncation at a probability, arXiv 2210.15191). On prose that keeps .985 of
+    SmolLM2's probability, without sorting. It is torch.multinomial without its checks, which read all
+    rows three more times."""
     least = 0.999 / p.shape[1]  # where all are equally likely, rounding leaves some
     torch.threshold_(p, least, 0.0)
     p /= torch.empty_like(p).exponential_(generator=generator)

@@ -1,8 +1,7 @@
 """Reads calibration text into batches of tokens.
 
-A tokenizer puts nothing, BOS or several tokens before every text, and a model reads no text without
-them. So a window that stands for a text begins with this *beginning*. It is not part of the text: no
-loss counts a prediction of it.
+A window that stands for a text begins with the tokens that a tokenizer puts before every text, its
+*beginning*. It is not part of the text: no loss counts a prediction of it.
 """
 
 from __future__ import annotations
@@ -139,31 +138,33 @@ def digest_batches(batches: list[Tensor], masks: list[Tensor]) -> str:
 
 def calibration_digest(name: str) -> str:
     """SHA-256 of a file, or the name of a data set. Raises InputError if it is neither."""
-    if name == OWN and not os.path.exists(name):
-        return name
-    path = _known(name)
-    if not os.path.exists(path):
-        return name
-    return digest_of(path, MAX_BYTES)
+    path = None if is_own(name) else _file(name)
+    return name if path is None else digest_of(path, MAX_BYTES)
+
+
+def is_own(name: str) -> bool:
+    """Whether `name` asks for text that the model writes: it is "self", and no file has that name."""
+    return name == OWN and not os.path.exists(name)
 
 
 def check_text(name: str, offline: bool = False) -> None:
     """Check by its name whether a text can be read. Raises InputError, CapabilityError without the
     package `datasets`, HubError if `offline`."""
-    if (name != OWN or os.path.exists(name)) and not os.path.exists(_known(name, offline)):
+    if not is_own(name) and _file(name, offline) is None:
         _check_hub(name, offline)
 
 
-def _known(name: str, offline: bool = False) -> Path:
-    """The path of a file that exists, or the name of a data set as a path. Raises InputError for
-    anything else."""
+def _file(name: str, offline: bool = False) -> Path | None:
+    """The path of a file that exists; None for a data set. Raises InputError for anything else."""
     path = Path(name)
-    if not os.path.exists(path) and (path.suffix or not DATASET.fullmatch(name)):
+    if os.path.exists(path):
+        return path
+    if path.suffix or not DATASET.fullmatch(name):
         shown, lack = quote(name, 160)[1:-1], _lack(offline) if WORD.fullmatch(name) else ""
         expected = "expected a text file, .jsonl or OWNER/NAME, a hub data set"
         hint = f" ({lack})" if lack else ""
         raise InputError(f"{shown}: {absence(path, 'file')}; {expected}{hint}")
-    return path
+    return None
 
 
 def _lack(offline: bool) -> str:
@@ -185,13 +186,13 @@ def _check_hub(name: str, offline: bool) -> None:
 def is_dataset(name: str) -> bool:
     """Whether a text is a data set of the hub, which may have no end. Raises InputError for a missing
     file."""
-    return not os.path.exists(_known(name))
+    return _file(name) is None
 
 
 def read_documents(name: str, offline: bool = False) -> Iterator[str]:
     """The documents of a file (its lines, or those of its JSON) or of a data set."""
-    path = _known(name)
-    if not os.path.exists(path):
+    path = _file(name)
+    if path is None:
         return _dataset(name, offline)
     if _holds_json(path):
         return _json_documents(path, MAX_BYTES)
@@ -239,6 +240,9 @@ def _json_documents(path: Path, limit: int) -> Iterator[str]:
 
 
 def _json_lines(path: Path, limit: int) -> Iterator[str]:
+    expected = "a JSON object with a string field 'text'"
+    if path.suffix.lower() == ".json":
+        expected += " on every line, as in a .jsonl, or one list of them"
     for number, line in enumerate(read_lines(path, limit, MAX_LINE), 1):
         if not line.strip():
             continue
@@ -247,9 +251,6 @@ def _json_lines(path: Path, limit: int) -> Iterator[str]:
         except (ValueError, KeyError, TypeError, RecursionError):
             document = None
         if not isinstance(document, str) or not is_text(document):
-            expected = "a JSON object with a string field 'text'"
-            if path.suffix.lower() == ".json":
-                expected += " on every line, as in a .jsonl, or one list of them"
             raise InputError(f"{path}:{number}: expected {expected}; repair the line")
         yield document + "\n"
 

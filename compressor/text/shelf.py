@@ -140,11 +140,10 @@ def _listed(folder: Path) -> set[str]:
 
 def _is_listed(folder: Path, name: str) -> bool:
     """List `name` as ours, unless the user has a file of that name; returns whether it is listed."""
-    listed = _listed(folder)
-    if name in listed:
+    path = folder / LIST
+    if name in _listed(folder):
         return True
-    path, mine = folder / LIST, not os.path.lexists(folder / name)
-    if not mine:
+    if os.path.lexists(folder / name):
         return False
     if os.path.lexists(path):  # only a list of ours is written to
         plain = stat.S_ISREG(os.lstat(path).st_mode)
@@ -169,14 +168,10 @@ def _trim(folder: Path) -> None:
     seen = {name: os.lstat(folder / name) for name in names}
     found = {name: status for name, status in seen.items() if stat.S_ISREG(status.st_mode)}
     whole = [name for name in found if not is_scratch(name)]
-    for name in sorted(whole, key=lambda name: _read_at(folder / name), reverse=True):
+    for name in sorted(whole, key=lambda name: found[name].st_mtime, reverse=True):
         left -= found[name].st_size
         if left < 0:
             (folder / name).unlink(missing_ok=True)
     for name in found.keys() - set(whole):
-        if _read_at(folder / name) < time.time() - STALE:
+        if found[name].st_mtime < time.time() - STALE:
             (folder / name).unlink(missing_ok=True)
-
-
-def _read_at(path: Path) -> float:
-    return os.lstat(path).st_mtime

@@ -20,8 +20,8 @@ from blr.compressor import register
 from blr.compressor.base.errors import BlrError
 from blr.compressor.modeling import generation as fused
 from blr.compressor.modeling import settings
-from blr.compressor.modeling.drafts import ENDS, load_draft
 from blr.compressor.runtime import drafted
+from blr.compressor.runtime.drafted import ENDS, load_draft
 
 register()
 

@@ -19,8 +19,8 @@ from blr.compressor.checkpoint.source import open_source
 from blr.compressor.fitting.block_passes import Blocks, run_block, window_rows
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Work, layer_seed
+from blr.compressor.fitting.moments import RIDGE, Moments, products
 from blr.compressor.fitting.sensitivity import curve, draw_tokens, measure
-from blr.compressor.fitting.weighted import RIDGE, Moments, products
 from blr.compressor.loading.native import family_of
 from blr.compressor.recipe.architectures import families
 from blr.compressor.recipe.schema import Recipe

@@ -18,7 +18,7 @@ from blr.compressor.fitting.rounding import (
 )
 from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures.base import FitOptions, relative_error, weighted_norm_squared
-from blr.compressor.structures.restore import restored
+from blr.compressor.structures.packing import restored
 from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,

@@ -110,7 +110,7 @@ def test_steps_of_a_refit_have_their_own_gradients(
 def test_a_resumed_run_computes_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_pico("llama", tmp_path / "model")
     first = run(folder, tmp_path / "journal", epochs=1, method="svd", cf=2.0)
-    for name in ("fit_weighted", "Refitting"):
+    for name in ("fit_together", "Refitting"):
         monkeypatch.setattr(sequential, name, lambda *_: pytest.fail("computed again"))
     second = run(folder, tmp_path / "journal", epochs=1, method="svd", cf=2.0)
     for module, (factors, record) in first.results.items():

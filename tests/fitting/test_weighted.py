@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from blr.compressor.fitting.factorize import OUTPUT_RIDGE, _fit
 from blr.compressor.fitting.sensitivity import curve
-from blr.compressor.fitting.weighted import OUTPUT_RIDGE, Outputs, _fit
 from blr.compressor.structures.base import FitOptions
 from blr.compressor.structures.linalg import cholesky
 from blr.compressor.structures.lowrank import reconstruct
@@ -25,14 +25,14 @@ def test_low_rank_is_optimal_in_the_metric_of_its_outputs(groups: int) -> None:
     W, A, B = torch.randn(8, 12), torch.randn(12, 30), torch.randn(8, 9)
     weight, gram, output = (x.double() for x in (W, A @ A.mT, B @ B.mT))
     spec = LowRankSpec(12, 8, 1, groups)
-    fit = _fit(CPU, spec, weight, gram, Outputs(output))
-    missed = weight - reconstruct(fit.tensors, spec)
+    fit = _fit(CPU, spec, weight, gram, output)
+    missed = weight - reconstruct(fit, spec)
     for rows in torch.arange(8).view(groups, -1):
         own = output[rows][:, rows] + OUTPUT_RIDGE * torch.eye(len(rows))
         lost = (own @ missed[rows] @ gram @ missed[rows].mT).trace()
         expected = curve(weight[rows], cholesky(gram), own)[1:].sum()
         assert float(lost) == pytest.approx(float(expected), rel=1e-4)
-    sizes = [fit.tensors[name].norm(dim=-2) for name in "UV"]
+    sizes = [fit[name].norm(dim=-2) for name in "UV"]
     torch.testing.assert_close(*sizes)  # int8 rounds the ranks of a token together
 
 
@@ -41,5 +41,5 @@ def test_groups_of_inputs_take_the_whole_metric() -> None:
     torch.manual_seed(0)
     A, B = torch.randn(12, 30).double(), torch.randn(8, 9).double()
     weight, spec = torch.randn(8, 12).double(), LowRankSpec(12, 8, 4, 3, side="in")
-    fit = _fit(CPU, spec, weight, A @ A.mT, Outputs(B @ B.mT))
-    torch.testing.assert_close(reconstruct(fit.tensors, spec), weight, rtol=1e-6, atol=1e-6)
+    fit = _fit(CPU, spec, weight, A @ A.mT, B @ B.mT)
+    torch.testing.assert_close(reconstruct(fit, spec), weight, rtol=1e-6, atol=1e-6)

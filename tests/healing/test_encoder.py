@@ -15,12 +15,13 @@ from torch.nn.functional import cosine_similarity
 
 from blr.compressor.base.errors import BlrError
 from blr.compressor.commands.heal import heal
-from blr.compressor.healing.embedding import PADDING, Embedding, sentence_stream
+from blr.compressor.healing.data import sentence_stream
+from blr.compressor.healing.objective import PADDING, Embedding
 from blr.compressor.healing.student_and_teacher import load_pair, load_teacher
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 
 SHORT = {"window": 16, "batch": 128, "steps": 30, "rate": 0.01, "device": "cpu"}
 EMBEDS = "AutoModel"
@@ -88,7 +89,7 @@ def test_the_distance_is_that_of_the_embeddings(smaller: Path, encoder: Path, se
     pair = load_pair(smaller, teacher, ("factors",), head)
     lines = sentences.read_text().splitlines()
     stream = sentence_stream(lines, load_tokenizer(encoder), head, 16, 0, "x")
-    found = Embedding(pair, head, 1.0).merit(stream.held).distance
+    found = Embedding(pair, head, 1.0).merit(stream.held)["distance"]
     student = load_model(smaller, EMBEDS, dtype="float32", device="cpu")
     dense = load_model(encoder, EMBEDS, dtype="float32", device="cpu")
     rows = stream.held

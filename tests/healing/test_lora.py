@@ -14,10 +14,17 @@ from safetensors.torch import load_file
 from blr.compressor.commands.heal import heal
 from blr.compressor.commands.inspect import inspect_output
 from blr.compressor.commands.push import prepare_push
-from blr.compressor.healing.additions import add_products, attach, extended, growth, product_of, raised
+from blr.compressor.healing.trained_parameters import (
+    add_products,
+    attach,
+    extended,
+    growth,
+    product_of,
+    raised,
+)
 from blr.compressor.loading.load import load_model
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import LowRankSpec
 from blr.compressor.text import own

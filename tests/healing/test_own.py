@@ -14,10 +14,10 @@ from heal_models import QUIET
 from blr.compressor.healing import data
 from blr.compressor.healing.data import Reading
 from blr.compressor.loading.load import load_model, load_tokenizer
-from blr.compressor.modeling.cache_names import cache_name
-from blr.compressor.recipe.heal_settings import HealOptions, check_options
+from blr.compressor.modeling.settings import cache_name
+from blr.compressor.recipe.settings import HealOptions, check_options
 from blr.compressor.text import own
-from blr.compressor.text.own import ROOM, OwnText, sample, write_own_text
+from blr.compressor.text.own import ROOM, OwnText, draw, write_own_text
 from blr.compressor.workspace.journal import Journal
 
 CACHE = cache_name(transformers.LlamaForCausalLM)
@@ -36,10 +36,10 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_token_is_drawn_that_is_less_likely_than_by_chance() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(2000, -1)
-    drawn = sample(logits, torch.Generator().manual_seed(0))[:, 0]
+    drawn = draw(logits.softmax(-1), torch.Generator().manual_seed(0))[:, 0]
     assert sorted(drawn.unique().tolist()) == [0, 1]
     assert float((drawn == 0).float().mean()) == pytest.approx(0.5 / 0.8, abs=0.05)
-    even = sample(torch.zeros(2000, 4), torch.Generator().manual_seed(0))
+    even = draw(torch.zeros(2000, 4).softmax(-1), torch.Generator().manual_seed(0))
     assert sorted(even.unique().tolist()) == [0, 1, 2, 3]
 
 
@@ -174,7 +174,7 @@ def test_every_token_follows_from_all_before_it(kind: Any, keeps: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     for n in range(1, WANTED.length):
         logits = model(input_ids=found[:, :n]).logits[:, -1]
-        assert torch.equal(sample(logits, generator)[:, 0], found[:, n])
+        assert torch.equal(draw(logits.softmax(-1), generator)[:, 0], found[:, n])
 
 
 class Kept(Journal):

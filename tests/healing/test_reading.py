@@ -16,13 +16,12 @@ from blr.compressor.commands.heal import heal
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.trainable_layers import Twin
 from blr.compressor.healing import trainer
-from blr.compressor.healing.embedding import PADDING
-from blr.compressor.healing.objective import Objective
+from blr.compressor.healing.objective import PADDING, Objective
 from blr.compressor.healing.output import metric_of, read_inputs
 from blr.compressor.healing.student_and_teacher import load_pair, load_teacher
 from blr.compressor.loading.load import load_model
 from blr.compressor.loading.sentences import Sentences
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 
 CPU = torch.device("cpu")
 
@@ -118,4 +117,4 @@ def test_what_is_judged_is_what_is_written(
     parts = made[0].data.parts
     objective = Objective(written, asked, parts[0].stream.held[:1])
     found = objective.merit(parts[0].stream.held[: trainer.HELD_ON_CPU])
-    assert summary.after["text.txt"]["kl"] == pytest.approx(found.kl, abs=1e-6)
+    assert summary.after["text.txt"]["kl"] == pytest.approx(found["kl"], abs=1e-6)

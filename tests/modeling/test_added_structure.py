@@ -23,9 +23,8 @@ from blr.compressor.modeling.models import model_class
 from blr.compressor.planning.roofline import find_gpu, layer_time
 from blr.compressor.structures import specs
 from blr.compressor.structures.base import Fit, FitOptions
-from blr.compressor.structures.packing import pack_factor
+from blr.compressor.structures.packing import pack_factor, restored
 from blr.compressor.structures.registry import STRUCTURES, LayerSizes, Structure
-from blr.compressor.structures.restore import restored
 from blr.compressor.structures.spec import Shape, Spec
 
 register()

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from blr.compressor.modeling.layers import StructuredLinear, make_layer
 from blr.compressor.modeling.modeling_blr import DenseWeight
-from blr.compressor.structures.restore import restored
+from blr.compressor.structures.packing import restored
 from blr.compressor.structures.specs import (
     BlastSpec,
     KroneckerSpec,

@@ -236,7 +236,7 @@ def _killed(store: Any, left: Iterator[int]) -> Any:
     return stored
 
 
-@pytest.mark.parametrize("kind", ["vllm", "gguf", "mlx"])
+@pytest.mark.parametrize("kind", ["gguf", "mlx"])
 def test_packed_experts_are_refused_for_engines_of_others(kind: str, tmp_path: Path) -> None:
     source = save_pico("qwen3-moe", tmp_path / "dense")
     output = compress_to(source, tmp_path / "out", **WAYS["int4"])

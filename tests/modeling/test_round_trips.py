@@ -28,7 +28,7 @@ from blr.compressor.modeling.layers import Replaced
 from blr.compressor.modeling.modeling_blr import Experts, module_names, stacks_apart
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
-from blr.compressor.structures.restore import restored
+from blr.compressor.structures.packing import restored
 
 register()
 

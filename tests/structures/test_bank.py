@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from blr.compressor.structures import latent as bank
-from blr.compressor.structures.latent import Banks, GroupPlace, Latent, Plain, Trained
+from blr.compressor.structures.latent import Banks, GroupPlace, Latent, Plain, RoundedGrid, Trained
 
 TURNED = GroupPlace(lambda t: t.mT, lambda t: t.mT)
 
@@ -16,9 +16,10 @@ def _trained() -> list[Trained]:
     """Three grids, one of them of two parameters, one padded and turned."""
     generator = torch.Generator().manual_seed(0)
     made = [nn.Parameter(torch.randn(6, 12, generator=generator)) for _ in range(5)]
-    latents = [Latent(made[0], 2, 8), Latent(made[1], 2, 8, TURNED), Latent(made[2], 3, 8)]
+    two, three = RoundedGrid(2, 8), RoundedGrid(3, 8)
+    latents = [Latent(made[0], two), Latent(made[1], two, TURNED), Latent(made[2], three)]
     plain = [Plain(made[4]), Plain(nn.Parameter(made[4].detach().bfloat16()), made[4].detach().clone())]
-    return [*latents, Latent(made[3], 4, 4, scale_dtype=torch.float32), *plain]
+    return [*latents, Latent(made[3], RoundedGrid(4, 4, torch.float32)), *plain]
 
 
 def _step(trained: list[Trained], seed: int, without: int | None = None) -> None:
@@ -43,20 +44,18 @@ def test_banks_do_what_their_parts_do(
     """Steps of two micro-batches, in one of which a parameter has no gradient."""
     monkeypatch.setattr(bank, "MOST", most)
     alone, together = _trained(), _trained()
-    banks = Banks(together)
+    each, banks = [Banks([part]) for part in alone], Banks(together)
     assert [len(found.latents) for found in banks.banks] == sizes
     for seed in range(3):
-        for part in alone:
+        for part in (*each, banks):
             part.publish()
-        banks.publish()
         for one, other in zip(alone, together, strict=True):
             assert torch.equal(one.parameter, other.parameter)
         for without in (None, seed):
             _step(alone, seed, without)
             _step(together, seed, without)
-            for part in alone:
+            for part in (*each, banks):
                 part.collect()
-            banks.collect()
         _moved(alone)
         _moved(together)
     for one, other in zip(alone, together, strict=True):

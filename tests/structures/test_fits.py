@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from blr.compressor.fitting.rounding import quantize_factors
 from blr.compressor.structures import blast, lowrank, monarch
 from blr.compressor.structures.base import FitOptions, relative_error
+from blr.compressor.structures.packing import restored
 from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.restore import restored
 from blr.compressor.structures.specs import (
     BlastSpec,
     KroneckerSpec,

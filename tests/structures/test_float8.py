@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from blr.compressor.fitting.rounding import Metric, plain_fit, round_layer
 from blr.compressor.fitting.trainable_layers import make_twin
 from blr.compressor.structures.base import FitOptions, weighted_norm_squared
-from blr.compressor.structures.float8 import Costs, costs_of, round_fp8
-from blr.compressor.structures.packing import pack_factor
+from blr.compressor.structures.gptq import Costs, costs_of, round_fp8, seen_by_v
+from blr.compressor.structures.packing import pack_factor, restored
 from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.restore import restored
-from blr.compressor.structures.seen import seen_by_v
 from blr.compressor.structures.specs import (
     BlastSpec,
     DenseSpec,

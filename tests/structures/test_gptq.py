@@ -11,8 +11,7 @@ from blr.compressor.fitting.rounding import Metric, plain_fit, quantize_factors,
 from blr.compressor.structures import blast
 from blr.compressor.structures.gptq import compensation, gptq
 from blr.compressor.structures.linalg import solve_spd
-from blr.compressor.structures.packing import pack_factor, unpack_factor
-from blr.compressor.structures.restore import restored
+from blr.compressor.structures.packing import pack_factor, restored, unpack_factor
 from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.structures.gptq import compensation, gptq
-from blr.compressor.structures.latent import Banks, Latent
+from blr.compressor.structures.latent import Banks, Latent, RoundedGrid
 from blr.kernels.decode.quantized.formats import K_GROUP, MULTIPLES, SUPERBLOCK
 from blr.kernels.decode.quantized.reference import quantize, shared_scales
 
@@ -38,7 +38,7 @@ def test_rounding_is_on_the_grid(bits: int) -> None:
     found = gptq(w, compensation(torch.eye(WIDE) + 0.5).float(), bits, K_GROUP, torch.bfloat16, **form)
     check_scales(found.scale, bits)
     parameter = nn.Parameter(w.clone())
-    latent = Latent(parameter, bits, K_GROUP, scale=scale, scale_dtype=torch.bfloat16, **form)
+    latent = Latent(parameter, RoundedGrid(bits, K_GROUP, **form), scale=scale)
     banks = Banks([latent])
     banks.publish()
     parameter.grad = torch.randn_like(parameter)

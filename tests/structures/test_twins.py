@@ -8,6 +8,7 @@ import torch
 from blr.compressor.fitting.rounding import Metric, is_latent, plain_fit, round_layer
 from blr.compressor.fitting.trainable_layers import make_twin
 from blr.compressor.modeling.layers import layer_of
+from blr.compressor.structures.latent import Banks
 from blr.compressor.structures.specs import (
     BlastSpec,
     CorrectedSpec,
@@ -49,8 +50,7 @@ def test_a_twin_is_the_layer_and_stores_its_bytes(spec: Spec) -> None:
     layer.load_state_dict({**tensors, "bias": bias})
     twin, x = make_twin(spec, tensors, bias), torch.randn(7, 48)
     torch.testing.assert_close(twin.module(x), layer.float()(x), rtol=2e-2, atol=2e-2)
-    for part in twin.parts.values():
-        part.publish()
+    Banks(twin.parts.values()).publish()
     kept = twin.stored(torch.bfloat16)
     assert set(kept) == set(spec.stored())
     again = layer_of(spec, bias=True)
@@ -66,8 +66,7 @@ def test_a_twin_with_its_latent_numbers_starts_as_the_layer(spec: Spec) -> None:
     _, found = _stored(spec)
     plain = make_twin(spec, {name: t for name, t in found.items() if not is_latent(name)})
     twin, x = make_twin(spec, found), torch.randn(7, 48)
-    for part in twin.parts.values():
-        part.publish()
+    Banks(twin.parts.values()).publish()
     expected = plain.module(x)
     assert float((twin.module(x) - expected).norm()) < 0.05 * float(expected.norm())
 
@@ -79,6 +78,7 @@ def test_training_a_twin_improves_what_is_stored(spec: Spec) -> None:
     x = torch.randn(512, 12) @ torch.randn(12, 48)  # other inputs than it was rounded for
     target = x @ weight.float().mT
     twin.module.requires_grad_(True)
+    banks = Banks(twin.parts.values())
     masters = [found for part in twin.parts.values() for found in part.masters]
     groups = [
         {"params": [m], "lr": 0.01 * r * float(m.detach().square().mean().sqrt())} for m, r in masters
@@ -95,9 +95,7 @@ def test_training_a_twin_improves_what_is_stored(spec: Spec) -> None:
     for _ in range(60):
         optimizer.zero_grad()
         (twin.module(x) - target).square().mean().backward()
-        for part in twin.parts.values():
-            part.collect()
+        banks.collect()
         optimizer.step()
-        for part in twin.parts.values():
-            part.publish()
+        banks.publish()
     assert lost() < 0.97 * before

@@ -22,21 +22,20 @@ from transformers import AutoTokenizer, LlamaTokenizer
 from blr.compressor.base.errors import InputError
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.compress import Settings, compress
-from blr.compressor.commands.evaluate import _pool, perplexity, read_tokens
+from blr.compressor.commands.evaluate import Encoder, perplexity, read_tokens
 from blr.compressor.commands.heal import heal
 from blr.compressor.commands.text_scores import text_scores
 from blr.compressor.fitting import engine
 from blr.compressor.fitting.block_passes import Batch
 from blr.compressor.fitting.refit import Finishing
 from blr.compressor.fitting.sensitivity import _loss
-from blr.compressor.healing.data import Author, Reading, make_data
-from blr.compressor.healing.embedding import sentence_stream
+from blr.compressor.healing.data import Author, Reading, make_data, sentence_stream
 from blr.compressor.healing.objective import Objective
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.output.loss import computing, file_text, own_text
-from blr.compressor.recipe.heal_settings import HealOptions, check_options
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.settings import HealOptions, check_options
 from blr.compressor.text.own import OwnText, write_own_text
 from blr.compressor.text.reading import Calibration, beginning_of, read_calibration
 from blr.compressor.text.windows import Stream
@@ -242,7 +241,7 @@ def test_healing_counts_no_prediction_of_a_beginning(made: Callable[[str], Path]
         losses = -told.gather(-1, windows[:, 2:, None])
         assert float(found(windows)) == pytest.approx(float(losses.sum()), rel=1e-4)
     assert found.scored(12) == 10
-    assert found.merit(windows).student == pytest.approx(float(losses.mean()), rel=1e-4)
+    assert found.merit(windows)["student"] == pytest.approx(float(losses.mean()), rel=1e-4)
 
 
 def test_a_healing_of_such_a_model_runs(made: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
@@ -316,5 +315,5 @@ def test_sentences_are_read_with_all_that_is_put_around_them(tmp_path: Path) -> 
     model.register_forward_pre_hook(
         lambda _, args, given: seen.append(given["input_ids"]), with_kwargs=True
     )
-    _pool(model, tokenizer, lines, Sentences())
+    Encoder(model, tokenizer, Sentences(), 20, QUIET).pooled(lines)
     assert (seen[0][:, 0] == 123).all() and (seen[0][:, 11] == 125).all()

@@ -94,14 +94,11 @@ def test_without_a_shelf_text_is_written(folder: str | None, tmp_path: Path) -> 
 def test_what_was_read_longest_ago_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shelf, ids = Shelf(tmp_path), torch.zeros(64, 64, dtype=torch.int32)
     monkeypatch.setattr(module, "MOST", 5 * ids.nbytes // 2)
-    ages = iter(range(100))
-    monkeypatch.setattr(module, "_read_at", lambda path: order[path.stem])
-    order: dict[str, int] = {}
-    for n in (2, 5, 7):
-        order[KEYS[n]] = next(ages)
-        if n == 7:
-            order[KEYS[2]] = next(ages)  # read again
+    for age, n in enumerate((2, 5)):
         shelf.store(KEYS[n], ids)
+        os.utime(tmp_path / f"{KEYS[n]}.safetensors", (age, age))
+    os.utime(tmp_path / f"{KEYS[2]}.safetensors", (9, 9))  # read again
+    shelf.store(KEYS[7], ids)
     assert [n for n in KEYS if shelf.load(KEYS[n]) is not None] == [2, 7]
 
 

@@ -1,11 +1,12 @@
-"""Statistics of experts: each has the tokens that chose it, and some have hardly any.
+"""Statistics of a layer's inputs, which give the target and the norm of its fit.
 
-What few tokens tell of an expert is mixed with what all tokens of its layer tell: every expert's sums
-get the mean of the layer as if it were some more tokens.
+Of experts each has the tokens that chose it, and some have hardly any.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -19,16 +20,56 @@ from blr.compressor.fitting.block_passes import (
     parted,
     run_block,
 )
-from blr.compressor.fitting.factorize import Result
-from blr.compressor.fitting.weighted import Moments, products
+from blr.compressor.fitting.rounding import Metric
 from blr.compressor.modeling.modeling_blr import Experts
-from blr.compressor.planning.plan import Plan
+from blr.compressor.structures.linalg import add_ridge, cholesky, solve_factored
 
+RIDGE = 0.01  # added to H, relative to its mean diagonal: without it targets grow thirty-fold
 PRIOR = 0.25  # tokens of the layer's mean that an expert's moments get, a number of its input
 FLOOR = 0.05  # share of the layer's mean that an expert's sensitivities get
-
-
 Sums = dict[tuple[str, str], Tensor]  # by kind and layer
+
+
+@dataclass
+class Moments:
+    """Sums over tokens in float64. gram H = Σ x̂ x̂ᵀ [i, i] is of the inputs x̂ that the compressed
+    blocks give; cross = Σ (x − x̂) x̂ᵀ [i, i] also of the dense inputs x; drift = Σ (h − ĥ) x̂ᵀ [d, i]
+    of the residual streams h and ĥ that the layers' outputs are added to. tokens: how many chose the
+    expert whose inputs these are."""
+
+    gram: Tensor
+    cross: Tensor | None = None
+    drift: Tensor | None = None
+    tokens: int | None = None
+
+    @cached_property
+    def metric(self) -> Metric:
+        """H scaled to a mean diagonal of 1; all layers of the group share it."""
+        return Metric(self.gram / self.gram.diagonal().mean().clamp_min(1e-300))
+
+    def target(self, weight: Tensor) -> Tensor:
+        """The weight to fit in place of W [o, i], float64: the T that minimizes Σ ‖T x̂ − W x − (h −
+        ĥ)‖² + λ‖T − W‖², which is W + (W cross + drift) (H + λ)⁻¹. Directions that tokens hardly show
+        keep W. This is AA-SVD's target (arXiv 2604.02119) with drift and ridge added."""
+        if self.cross is None:
+            return weight
+        right = weight @ self.cross
+        if self.drift is not None:
+            right = right + self.drift
+        return weight + solve_factored(self._ridged, right.mT).mT
+
+    @cached_property
+    def _ridged(self) -> Tensor:
+        """The lower Cholesky factor of H + λ; all layers of the group share it."""
+        return cholesky(add_ridge(self.gram, RIDGE * self.gram.diagonal().mean()))
+
+
+def products(
+    student: Tensor, dense: Tensor | None = None, drift: Tensor | None = None
+) -> dict[str, Tensor]:
+    """What a batch adds to the moments, from inputs x̂ and x [n, i] and the drift h − ĥ [n, d]."""
+    left = {"gram": student, "cross": None if dense is None else dense - student, "drift": drift}
+    return {name: rows.mT @ student for name, rows in left.items() if rows is not None}
 
 
 def routed(
@@ -67,8 +108,7 @@ def _routed_rows(states: Tensor, chosen: Arguments, heads: Sequence[str]) -> dic
 
 
 def _entering(block: nn.Module, name: str, hidden: Tensor, batch: Batch) -> tuple[Tensor, Arguments]:
-    """What the module `name` is called with when the block runs: states, and the rest. Nothing behind
-    it runs."""
+    """What the module `name` is called with when the block runs, which then ends."""
     kept: list[tuple[Tensor, Arguments]] = []
 
     def keep(module: nn.Module, positional: tuple[object, ...], named: dict[str, object]) -> None:
@@ -94,7 +134,7 @@ def gram_of(kept: Mapping[str, Tensor], name: str, block: nn.Module, batch: Batc
 
 
 def expert_moments(sums: Sums, heads: Sequence[str]) -> list[Moments]:
-    """The moments of each expert of a layer, drawn towards the layer's mean."""
+    """The moments of each expert of a layer, which get the layer's mean as if it were more tokens."""
     counts = [int(sums["tokens", name]) for name in heads]
     for kind in ("gram", "cross"):
         each = [sums[kind, name] for name in heads]
@@ -113,16 +153,3 @@ def with_floor(sums: Sequence[Tensor]) -> list[Tensor]:
     for each in sums:
         mean += each
     return [each + FLOOR / len(sums) * mean for each in sums]
-
-
-def few_tokens(plan: Plan, results: Mapping[str, Result]) -> list[str]:
-    """A note if experts had fewer tokens than their inputs have numbers."""
-    counts = {p: results[p.layer.module][1].get("tokens") for p in plan.layers if p.layer.stack}
-    known = [(n, p.spec.in_features) for p, n in counts.items() if isinstance(n, int)]
-    few, none = sum(count < width for count, width in known), sum(not count for count, _ in known)
-    if not few:
-        return []
-    return [
-        f"{few} of {len(known)} layers of experts had fewer tokens than inputs, {none} had none: they "
-        "are fitted to tokens of other experts as well; more text (--samples) fits them better"
-    ]
