@@ -69,12 +69,12 @@ def words_left(quad, i, K, T: tl.constexpr):
 
 
 @triton.jit
-def loaded(at, there, FULL: tl.constexpr):
-    """What is at `at`, zero unless it is there; FULL: all is."""
+def loaded(at, there, ZERO: tl.constexpr, FULL: tl.constexpr):
+    """What is at `at`, ZERO unless it is there; FULL: all is."""
     if FULL:
         return tl.load(at)
     else:
-        return tl.load(at, mask=there, other=0)
+        return tl.load(at, mask=there, other=ZERO)
 
 
 @triton.jit
@@ -92,13 +92,13 @@ def load_chunk(words, scales, start, T: tl.constexpr, LANES: tl.constexpr):
     step = start * (4 * T.STEP // T.WORDS)
     at, left = scales
     group = start * 4 // T.WORDS
-    low = loaded(words[0] + step, there, T.FULL)
-    factor = loaded(at + group, group < left, T.FULL).to(tl.float32)
+    low = loaded(words[0] + step, there, 0, T.FULL)
+    factor = loaded(at + group, group < left, 0.0, T.FULL).to(tl.float32)
     PARTS: tl.constexpr = 1 if T.WORDS >= 4 else 2
     RT: tl.constexpr = factor.shape[0] // (LANES * PARTS)
     factor = tl.reshape(factor, (RT, LANES, PARTS))
     if T.BITS == 3:
-        high = loaded(words[2] + start * 6, there, T.FULL) >> words[3]
+        high = loaded(words[2] + start * 6, there, 0, T.FULL) >> words[3]
         even = (low & 0x33333333) | ((high << 2) & 0x44444444)
         odd = ((low >> 2) & 0x33333333) | (high & 0x44444444)
         return (tl.reshape(even, (RT, LANES, 4)), tl.reshape(odd, (RT, LANES, 4))), factor
@@ -198,10 +198,10 @@ def field_inputs(x, gain, past, ahead, T: tl.constexpr):
     squares before the gain. x, gain, past: see `rows_by_fma`."""
     shape: tl.constexpr = (1, past.shape[0] // 4, 4)
     there = past + ahead < 0
-    v = loaded(x + ahead, there, T.FULL).to(tl.float32)
+    v = loaded(x + ahead, there, 0.0, T.FULL).to(tl.float32)
     square = v * v
     if T.NORM:
-        v *= loaded(gain + ahead, there, T.FULL).to(tl.float32)
+        v *= loaded(gain + ahead, there, 0.0, T.FULL).to(tl.float32)
     return tl.reshape(v, shape), tl.reshape(square, shape)
 
 

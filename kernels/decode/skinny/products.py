@@ -202,10 +202,10 @@ def packed_products(
         for member in tl.static_range(MEMBERS):
             ahead = tl.minimum(step * MEMBERS + member + 1, last)
             following = tl.load(scale + ahead)
-            part = tl.zeros([BR, NP], tl.float32)
             if PAIR:
                 following1 = tl.load(scale1 + ahead)
-                part1 = tl.zeros([BR, NP], tl.float32)
+            part = tl.zeros([BR, NP], tl.float32)
+            part1 = part
             for field in tl.static_range(FIELDS):
                 v = field_inputs(s, x, step, member, field, tokens, NP, T)
                 part = field_products(codes, v, part, field, T)
