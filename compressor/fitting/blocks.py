@@ -214,7 +214,6 @@ class BlockModel:
         return self.names[f"{name}.weight"].rpartition(".")[0]
 
     def _loaded_names(self) -> dict[str, str]:
-        """The stored tensors by their names in the model."""
         split = {name: name.rpartition(".") for name in self.source.entries}
         modules = module_names(self.model, (owner for owner, _, _ in split.values()))
         found = {f"{modules[owner]}.{leaf}": name for name, (owner, _, leaf) in split.items()}

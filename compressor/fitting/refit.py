@@ -264,7 +264,6 @@ def finish_epochs(asked: int | None, usual: int, model: BlockModel, batches: lis
 
 
 def _room(device: torch.device) -> float:
-    """Bytes of a device that the last pass may take."""
     if device.type != "cuda":
         return float("inf")
     return LAST_SHARE * torch.cuda.get_device_properties(device).total_memory

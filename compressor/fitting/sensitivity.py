@@ -97,7 +97,6 @@ class SensitivitySweep:
         }
 
     def _final_gradients(self, hidden: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Gradients of the loss with respect to the last block's output."""
         gradients = {}
         for n, state in hidden.items():
             generator = torch.Generator().manual_seed(layer_seed(self.work.recipe.seed, f"loss:{n}"))

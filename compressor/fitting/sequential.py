@@ -190,7 +190,6 @@ class BlockFit:
         return products(batch.rows(student[group.modules[0]]), x, drift)
 
     def _inputs(self, block: nn.Module, hidden: Tensor, batch: Batch, group: Group) -> dict[str, Tensor]:
-        """The inputs of the group's layers and of its residual module."""
         names = [group.modules[0], *([group.residual] if group.residual else [])]
         with captured_inputs(block, names) as kept:
             run_until(block, hidden.to(self.run.model.device), batch, group.modules[0])
@@ -223,13 +222,11 @@ class BlockFit:
 
     @torch.no_grad()
     def _dense_outputs(self) -> dict[int, Tensor]:
-        """The dense block's outputs for this process's batches, by number."""
         if self.cache is not None:
             return {n: kept[""].to(self.run.batches[n].hidden.device) for n, kept in self.cache.items()}
         return {n: self._out(self.dense, b.hidden, b) for n, b in self.run.mine.items()}
 
     def _out(self, block: nn.Module, states: Tensor, batch: Batch) -> Tensor:
-        """The block's output, on the device that keeps its input."""
         with tensor_cores(self.run.model.device):
             return run_block(block, states.to(self.run.model.device), batch).to(states.device)
 

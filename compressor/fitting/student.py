@@ -105,7 +105,6 @@ class Student:
         self._put(name, entries, record, found, "")
 
     def _read(self, key: str) -> tuple[dict[str, TensorEntry], Any, dict[str, Tensor]]:
-        """The entries, the record and the tensors that the journal has under `key`."""
         known = self.run.work.journal.load(key)
         assert known is not None
         return *known, self.run.work.journal.tensors(key)

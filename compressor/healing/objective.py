@@ -347,6 +347,5 @@ class Embedding:
 
     @staticmethod
     def _run(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of the embeddings and of every block."""
         out = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
         return (*out.hidden_states[:-1], out.last_hidden_state)

@@ -328,7 +328,6 @@ def _grow(data: dict[str, Any], layer: dict[str, Any], spec: Spec) -> None:
 
 
 def _update(data: dict[str, Any], records: dict[str, Any], specs: Mapping[str, Spec]) -> None:
-    """Update a report with the errors of `records` and the sizes of `specs`."""
     for layer in data["layers"]:
         record = records.get(layer["module"], layer)
         layer["error"] = float(record["error"])

@@ -65,7 +65,6 @@ def recorded_digest(student: Path) -> str | None:
 
 
 def _manifest(student: Path) -> dict[str, Any]:
-    """The manifest of the output in `student`; empty if none can be read."""
     try:
         return read_manifest(student)
     except OutputError:
@@ -96,7 +95,6 @@ def check_teacher(student: Checkpoint, teacher: Checkpoint, force: bool) -> list
 
 
 def _other_ids(student: Checkpoint, teacher: Checkpoint) -> str | None:
-    """A complaint if the two models' tokenizers give different ids."""
     from blr.compressor.loading.sidecar_files import token_ids
 
     ids = [token_ids(checkpoint.source.folder) for checkpoint in (student, teacher)]
@@ -140,7 +138,6 @@ def first_loss(held: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any])
 
 
 def _matrices(source: Source) -> dict[str, TensorEntry]:
-    """The stored matrices of floats, by name."""
     found = source.entries.items()
     return {n: e for n, e in found if len(e.shape) == 2 and e.parameters and e.is_float}
 

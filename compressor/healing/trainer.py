@@ -91,7 +91,6 @@ class Trainer(TrainingLoop):
         return self.state
 
     def _share(self) -> float:
-        """The share of the budget that is spent."""
         if self.total:
             return self.state.step / self.total
         return self.state.seconds / (60 * (self.options.minutes or 1))
@@ -201,7 +200,6 @@ class Trainer(TrainingLoop):
             self.state.best_step, self.state.best_merits = 0, before
 
     def _flush(self) -> None:
-        """Wait for the current step and check it."""
         self._check()
         self.meter.last.zero_()
 

@@ -272,7 +272,6 @@ class BlastProblem:
         return V.mT @ self.gram.unflatten(0, (-1, self.p)) if size <= SPREAD_BYTES else None
 
     def _products(self, at: slice, S: Tensor, V: Tensor, shared: Tensor | None) -> Products:
-        """Compute what U of some block rows follows from."""
         Z = (S[at].mT[..., None] * V.permute(2, 0, 1)).flatten(2)  # [k, r, i]
         weighted = self._weighted(Z, S[at], shared)
         if self.gram is None and shared is not None:

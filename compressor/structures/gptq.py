@@ -175,7 +175,6 @@ def _best(
 
 
 def _nearest(weight: Tensor, by: Tensor) -> Tensor:
-    """The values nearest to `weight` that float8 has at the scales `by`."""
     return nearest_fp8(weight, by).to(weight) * by
 
 

@@ -10,15 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from blr.compressor.structures import linalg
 from blr.compressor.structures.base import Fit, FitOptions
-from blr.compressor.structures.linalg import (
-    balance,
-    definite,
-    orthonormal,
-    rough_cholesky,
-    solve_factored,
-    top_eigenvectors,
-)
 from blr.compressor.structures.patterns import validate_chain
 from blr.compressor.structures.specs import KroneckerSpec, Pattern
 from blr.kernels.layers.kronecker.reference import kronecker_factor
@@ -46,7 +39,7 @@ def fit(
     """
     validate_chain(spec.patterns, weight.shape[1], weight.shape[0])
     weight = weight.float() if weight.dtype.itemsize < 4 else weight
-    gram = definite(gram.to(weight)) if gram is not None and bool(gram.any()) else None
+    gram = linalg.definite(gram.to(weight)) if gram is not None and bool(gram.any()) else None
     starts = [_hierarchical(weight, spec.patterns, None)]
     if gram is not None:
         starts.append(_hierarchical(weight, spec.patterns, gram))
@@ -122,7 +115,7 @@ def _split(twiddle: Tensor, left: Pattern, right: Pattern, gram: Tensor | None) 
     columns = blocks.shape[-1]
     measured = blocks  # [a1, A, D, d, b1, columns]
     if gram is not None:
-        roots = rough_cholesky(_gather(gram, (a2, columns, columns, d)).permute(0, 3, 1, 2))
+        roots = linalg.rough_cholesky(_gather(gram, (a2, columns, columns, d)).permute(0, 3, 1, 2))
         measured = blocks @ roots.reshape(a1, times, 1, d, columns, columns)
     basis = _left_vectors(measured, rank)  # [a1, A, D, d, b1, r]
     rest = basis.mT @ blocks
@@ -135,8 +128,8 @@ def _left_vectors(blocks: Tensor, rank: int) -> Tensor:
     zero columns where r > m. Zero and rank-deficient blocks are harmless."""
     blocks = blocks / blocks.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30)
     if blocks.shape[-2] <= blocks.shape[-1]:
-        return top_eigenvectors(blocks @ blocks.mT, rank)
-    basis = orthonormal(blocks @ top_eigenvectors(blocks.mT @ blocks, rank))
+        return linalg.top_eigenvectors(blocks @ blocks.mT, rank)
+    basis = linalg.orthonormal(blocks @ linalg.top_eigenvectors(blocks.mT @ blocks, rank))
     return torch.nn.functional.pad(basis, (0, rank - basis.shape[-1]))
 
 
@@ -214,16 +207,16 @@ def _preconditioner(pattern: Pattern, left_gram: Tensor | None, right_gram: Tens
     a, b, c, d = pattern
     rows = None if left_gram is None else _dense(left_gram)
     roots = [
-        None if g is None else rough_cholesky(_gather(g, (a, n, n, d)).permute(0, 3, 1, 2))
+        None if g is None else linalg.rough_cholesky(_gather(g, (a, n, n, d)).permute(0, 3, 1, 2))
         for g, n in ((rows, b), (right_gram, c))
     ]
 
     def solve(slope: Tensor) -> Tensor:
         blocks = slope.permute(0, 3, 1, 2)  # [a, d, b, c]
         if roots[0] is not None:
-            blocks = solve_factored(roots[0], blocks)
+            blocks = linalg.solve_factored(roots[0], blocks)
         if roots[1] is not None:
-            blocks = solve_factored(roots[1], blocks.mT).mT
+            blocks = linalg.solve_factored(roots[1], blocks.mT).mT
         return blocks.permute(0, 2, 3, 1)
 
     return solve
@@ -262,6 +255,6 @@ def _balanced_pair(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     (a1, b1, c1, d1), (a2, b2, c2, d2) = left.shape, right.shape
     columns = left.permute(1, 0, 2, 3).reshape(b1, -1)  # [b1, middle]
     rows = right.permute(2, 0, 1, 3).reshape(c2, -1)  # [c2, middle]
-    columns, rows = balance(columns, rows)
+    columns, rows = linalg.balance(columns, rows)
     left = columns.reshape(b1, a1, c1, d1).permute(1, 0, 2, 3)
     return left, rows.reshape(c2, a2, b2, d2).permute(1, 2, 0, 3)

@@ -3,17 +3,9 @@
 import torch
 from torch import Tensor
 
+from blr.compressor.structures import linalg
 from blr.compressor.structures.base import Fit, FitOptions
 from blr.compressor.structures.descent import Apply, descend
-from blr.compressor.structures.linalg import (
-    balance,
-    definite,
-    in_blocks,
-    inverse_spd,
-    solve_spd,
-    top_eigenvectors,
-    truncated_svd,
-)
 from blr.compressor.structures.specs import MonarchSpec
 
 ROUNDS = 30
@@ -30,15 +22,15 @@ def fit(
     Z_kᵀ (Z_k H Z_kᵀ)⁻¹``, and V descends.
     """
     if gram is None:
-        left, right = truncated_svd(in_blocks(weight, spec.blocks), spec.block_rank)
+        left, right = linalg.truncated_svd(linalg.in_blocks(weight, spec.blocks), spec.block_rank)
         return Fit({"U": _gather(left), "V": _gather(right.transpose(0, 1))})
-    gram = definite(gram)
+    gram = linalg.definite(gram)
     problem = MonarchProblem(weight, gram, spec)
     rounds = ROUNDS if options.rounds is None else options.rounds
     theta, losses = descend(problem, problem.start(), rounds)
     problem.evaluate(theta)
     left = _scatter(problem.U, spec.blocks)
-    left, right = balance(left, problem.split(theta).transpose(0, 1))
+    left, right = linalg.balance(left, problem.split(theta).transpose(0, 1))
     return Fit({"U": _gather(left), "V": _gather(right.transpose(0, 1))}, losses=losses)
 
 
@@ -75,13 +67,14 @@ class MonarchProblem:
         self.gram4 = gram.view(b, spec.in_features // b, b, -1)  # [l, p, m, p]
         at = torch.arange(b, device=weight.device)
         self.gram_blocks = self.gram4[at, :, at]  # [l, p, p]
-        self.gram_inverse = inverse_spd(self.gram_blocks)
+        self.gram_inverse = linalg.inverse_spd(self.gram_blocks)
 
     def start(self) -> Tensor:
         """The start: V of the blocks' SVD in the norm of H_ll."""
-        blocks = in_blocks(self.weight.flatten(0, 1), self.spec.blocks).transpose(0, 1)  # [l, k, q, p]
-        left = top_eigenvectors(blocks @ self.gram_blocks[:, None] @ blocks.mT, self.spec.block_rank)
-        return (blocks.mT @ left).reshape(-1)
+        weight, spec = self.weight.flatten(0, 1), self.spec
+        blocks = linalg.in_blocks(weight, spec.blocks).transpose(0, 1)  # [l, k, q, p]
+        grams = blocks @ self.gram_blocks[:, None] @ blocks.mT
+        return (blocks.mT @ linalg.top_eigenvectors(grams, spec.block_rank)).reshape(-1)
 
     def split(self, theta: Tensor) -> Tensor:
         """theta -> V [l, k, p, r']."""
@@ -95,7 +88,7 @@ class MonarchProblem:
         normal = torch.einsum("lkpr,klpms->klrms", V, weighted)
         weighted = weighted.reshape(spec.blocks, spec.in_features, spec.rank)
         normal = normal.reshape(spec.blocks, spec.rank, spec.rank)
-        self.U = solve_spd(normal, self.weight @ weighted)
+        self.U = linalg.solve_spd(normal, self.weight @ weighted)
         left = self.U.unflatten(-1, (spec.blocks, -1))  # [k, q, l, r']
         error = self.weight - torch.einsum("kqlr,lkpr->kqlp", left, V).flatten(2)
         pushed = error @ self.gram
@@ -105,7 +98,7 @@ class MonarchProblem:
     def preconditioner(self, theta: Tensor) -> Apply:
         """Diagonal Hessian blocks: V_lk sees H_ll ⊗ U_klᵀ U_kl."""
         left = self.U.unflatten(-1, (self.spec.blocks, -1))
-        inverse = inverse_spd(torch.einsum("kqlr,kqls->lkrs", left, left))
+        inverse = linalg.inverse_spd(torch.einsum("kqlr,kqls->lkrs", left, left))
 
         def apply(gradient: Tensor) -> Tensor:
             return ((self.gram_inverse[:, None] @ self.split(gradient)) @ inverse).reshape(-1)

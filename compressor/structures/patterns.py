@@ -38,7 +38,6 @@ class Choice:
     """The chain that `choose_patterns` takes, and why, in words for the plan."""
 
     patterns: Chain
-    parameters: int
     reason: str
 
 
@@ -158,16 +157,10 @@ def parameters(patterns: Sequence[Pattern]) -> int:
     return sum(prod(p) for p in patterns)
 
 
-def h(pattern: Pattern) -> float:
-    """(b + c)/(bc): the memory traffic that the fused kernel saves for each multiplication by one
-    factor. Source: "Fast Inference with Kronecker-Sparse Matrices", equation 4."""
-    _, b, c, _ = pattern
-    return (b + c) / (b * c)
-
-
 def chain_h(patterns: Sequence[Pattern]) -> float:
-    """The smallest h of a chain's factors."""
-    return min(h(p) for p in patterns)
+    """The smallest h = (b + c)/(bc) of a chain's factors: the memory traffic that the fused kernel saves
+    for each multiplication ("Fast Inference with Kronecker-Sparse Matrices", equation 4)."""
+    return min((b + c) / (b * c) for _, b, c, _ in patterns)
 
 
 def two_factor_chain(
@@ -209,8 +202,8 @@ def choose_patterns(
     calibrated: whether the fit will be weighted by activations, which favours column blocks. Raises
     UsageError where not even rank 1 fits the budget.
     """
-    budget = in_features * out_features / cf
-    i, o, all_grids = in_features, out_features, _within(in_features, out_features, budget)
+    i, o, budget = in_features, out_features, in_features * out_features / cf
+    all_grids = _within(i, o, budget)
     grids = [grid for grid in all_grids if grid[:2] != (1, 1)] or all_grids
     if not grids:
         raise UsageError(
@@ -228,14 +221,13 @@ def choose_patterns(
     best = min(score for score, _, _ in scored)
     equals = [entry for entry in scored if entry[0] <= best + band]
     _, (d1, a2, rank), chain = min(equals, key=lambda e: (-chain_h(e[2]), e[1][0] * e[1][1], e[1]))
-    count = parameters(chain)
     reason = (
         f"{written(chain)}: grid {d1}x{a2} of rank {rank}, least predicted error of {len(scored)} "
-        f"chain{'s' * (len(scored) > 1)} at cf {in_features * out_features / count:.3f}"
+        f"chain{'s' * (len(scored) > 1)} at cf {i * o / parameters(chain):.3f}"
         f"{f', the largest h of {len(equals)} equals' if len(equals) > 1 else ''}"
         f" (h = {chain_h(chain):.4f})"
     )
-    return Choice(chain, count, reason)
+    return Choice(chain, reason)
 
 
 def predicted_log_error(

@@ -55,7 +55,6 @@ def _residual(blocks: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Tensor:
 
 
 def _side_step(blocks: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Tensor:
-    """The preconditioned gradient of U [b, q, r]."""
     error = _residual(blocks, U, S, V)
     gradient = ((error @ V[None]) * S[:, :, None]).sum(1)
     return solve_spd(add_ridge(mixed_gram(S, V.mT @ V), DELTA * error.norm()), gradient)

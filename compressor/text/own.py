@@ -98,7 +98,6 @@ def write_own_text(
 
 
 def _fits(model: Any, shape: tuple[int, int], ids: Tensor) -> bool:
-    """Whether `ids` can be a batch of this shape that `model` wrote."""
     if ids.dtype != torch.int32 or tuple(ids.shape) != shape:
         return False
     return int(ids.min()) >= 0 and int(ids.max()) < model.get_input_embeddings().weight.shape[0]

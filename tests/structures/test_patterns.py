@@ -18,7 +18,6 @@ from blr.compressor.structures.patterns import (
     Chain,
     chain_h,
     choose_patterns,
-    h,
     parameters,
     parse_patterns,
     predicted_log_error,
@@ -111,7 +110,7 @@ def test_named_chain_that_does_not_exist(name: str, i: int, o: int) -> None:
 
 
 def test_h() -> None:
-    assert h((1, 192, 48, 2)) == pytest.approx(1 / 192 + 1 / 48)
+    assert chain_h([(1, 192, 48, 2)]) == pytest.approx(1 / 192 + 1 / 48)
     assert chain_h([(1, 2, 2, 1), (1, 4, 4, 1)]) == pytest.approx(0.5)
 
 
@@ -130,10 +129,10 @@ def test_every_enumerated_chain_is_valid_and_within_budget(i: int, o: int, most:
 def test_choice_meets_the_budget(i: int, o: int, cf: float, calibrated: bool) -> None:
     choice = choose_patterns(i, o, cf, calibrated=calibrated)
     validate_chain(choice.patterns, i, o)
-    assert choice.parameters == parameters(choice.patterns) <= i * o / cf
+    assert parameters(choice.patterns) <= i * o / cf
     blocked = [c for c in enumerate_chains(i, o, i * o / cf) if c[0][3] * c[1][0] > 1]
     nearest = max(map(parameters, blocked)) * (1 - SNAP_TOLERANCE)
-    assert choice.parameters >= min(nearest, i * o / cf / (1 + TOLERANCE))
+    assert parameters(choice.patterns) >= min(nearest, i * o / cf / (1 + TOLERANCE))
     assert choice.patterns[0][3] * choice.patterns[1][0] > 1, "that is a plain low rank"
 
 
