@@ -69,15 +69,6 @@ def words_left(quad, i, K, T: tl.constexpr):
 
 
 @triton.jit
-def loaded(at, there, ZERO: tl.constexpr, FULL: tl.constexpr):
-    """What is at `at`, ZERO unless it is there; FULL: all is."""
-    if FULL:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=there, other=ZERO)
-
-
-@triton.jit
 def load_chunk(words, scales, start, T: tl.constexpr, LANES: tl.constexpr):
     """Packed words [RT, LANES, 4] from quad `start` on, and the scales of their groups in float32
     [RT, LANES, 1 or 2]; zero outside. Words of three bits become two words of nibbles, of the even
@@ -92,13 +83,20 @@ def load_chunk(words, scales, start, T: tl.constexpr, LANES: tl.constexpr):
     step = start * (4 * T.STEP // T.WORDS)
     at, left = scales
     group = start * 4 // T.WORDS
-    low = loaded(words[0] + step, there, 0, T.FULL)
-    factor = loaded(at + group, group < left, 0.0, T.FULL).to(tl.float32)
+    if T.FULL:
+        low = tl.load(words[0] + step)
+        factor = tl.load(at + group).to(tl.float32)
+    else:
+        low = tl.load(words[0] + step, mask=there, other=0)
+        factor = tl.load(at + group, mask=group < left, other=0.0).to(tl.float32)
     PARTS: tl.constexpr = 1 if T.WORDS >= 4 else 2
     RT: tl.constexpr = factor.shape[0] // (LANES * PARTS)
     factor = tl.reshape(factor, (RT, LANES, PARTS))
     if T.BITS == 3:
-        high = loaded(words[2] + start * 6, there, 0, T.FULL) >> words[3]
+        if T.FULL:
+            high = tl.load(words[2] + start * 6) >> words[3]
+        else:
+            high = tl.load(words[2] + start * 6, mask=there, other=0) >> words[3]
         even = (low & 0x33333333) | ((high << 2) & 0x44444444)
         odd = ((low >> 2) & 0x33333333) | (high & 0x44444444)
         return (tl.reshape(even, (RT, LANES, 4)), tl.reshape(odd, (RT, LANES, 4))), factor
@@ -197,11 +195,16 @@ def field_inputs(x, gain, past, ahead, T: tl.constexpr):
     """[1, lanes, 4] inputs of one token `ahead` columns further, in float32, zero outside, and their
     squares before the gain. x, gain, past: see `rows_by_fma`."""
     shape: tl.constexpr = (1, past.shape[0] // 4, 4)
-    there = past + ahead < 0
-    v = loaded(x + ahead, there, 0.0, T.FULL).to(tl.float32)
+    if T.FULL:
+        v = tl.load(x + ahead).to(tl.float32)
+    else:
+        v = tl.load(x + ahead, mask=past + ahead < 0, other=0.0).to(tl.float32)
     square = v * v
     if T.NORM:
-        v *= loaded(gain + ahead, there, 0.0, T.FULL).to(tl.float32)
+        if T.FULL:
+            v *= tl.load(gain + ahead).to(tl.float32)
+        else:
+            v *= tl.load(gain + ahead, mask=past + ahead < 0, other=0.0).to(tl.float32)
     return tl.reshape(v, shape), tl.reshape(square, shape)
 
 

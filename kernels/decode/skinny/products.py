@@ -198,7 +198,7 @@ def packed_products(
     for step in tl.range(begin, end, num_stages=T.STAGES):
         codes = step_codes(s, w, step, T)
         if PAIR:
-            codes1 = step_codes(s1, w1, step, T)
+            codes1 = step_codes(s, w1, step, T)
         for member in tl.static_range(MEMBERS):
             ahead = tl.minimum(step * MEMBERS + member + 1, last)
             following = tl.load(scale + ahead)
