@@ -17,8 +17,7 @@ from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.planning.training_sizes import CHUNK
 from blr.compressor.recipe.settings import HIDDEN, HealOptions
 from blr.kernels.common.registration import ContextOf
-from blr.kernels.training.distance.op import relative_errors
-from blr.kernels.training.divergence.op import divergence_sum
+from blr.kernels.training.losses import divergence_sum, relative_errors
 
 Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 HELD_BATCH, HELD_SENTENCES = 8, 32  # held-back windows and sentences that are run at once

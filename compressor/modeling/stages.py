@@ -21,8 +21,8 @@ from blr.compressor.modeling.modeling_blr import (
 )
 from blr.kernels.common.available import kernel_device
 from blr.kernels.common.watching import is_traced
+from blr.kernels.decode.gemv.segments import Narrow
 from blr.kernels.decode.quantized.formats import GROUP
-from blr.kernels.decode.quantized.segments import Narrow
 
 
 class Packed(NamedTuple):

@@ -17,8 +17,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.recipe.architectures import Family, families, find_family
 from blr.compressor.recipe.schema import DENSE, Recipe, StoredAs
 from blr.compressor.structures.specs import BlastSpec, CorrectedSpec, DenseSpec, QuantizedSpec, Spec
-from blr.kernels.decode.quantized.formats import GROUPS
-from blr.kernels.decode.quantized.superblocks import K_GROUP, SUPERBLOCK
+from blr.kernels.decode.quantized.formats import GROUPS, K_GROUP, SUPERBLOCK
 
 HEAD = "lm_head"  # of every family with one that `transformers` ties
 Shape = tuple[int, int]  # (out_features, in_features)

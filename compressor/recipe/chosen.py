@@ -15,7 +15,7 @@ from blr.compressor.recipe.schema import DENSE, LayerSettings, Recipe, RecipeFie
 from blr.compressor.recipe.yaml_file import MAX_BYTES, RecipeFile, checked, read_recipe
 from blr.compressor.structures.registry import STRUCTURES, Structure
 from blr.compressor.structures.specs import BlastSpec
-from blr.kernels.decode.quantized.superblocks import K_QUANTS
+from blr.kernels.decode.quantized.formats import K_QUANTS
 
 MAX_CHAIN = 8  # recipes that extend each other
 SIZES = {"cf", "model_cf", "rank", "bpw"}  # one of them replaces the others

@@ -15,8 +15,7 @@ from blr.compressor.base.globs import MAX_GLOBS, matches
 from blr.compressor.recipe import fields
 from blr.compressor.recipe.fields import NONE, Globs, Natural, Positive, Share, said_of, stores_alone
 from blr.compressor.structures.registry import STRUCTURES
-from blr.kernels.decode.quantized.formats import FP8_GROUPS, GROUP, ROW
-from blr.kernels.decode.quantized.superblocks import K_GROUP, K_QUANTS
+from blr.kernels.decode.quantized.formats import FP8_GROUPS, GROUP, K_GROUP, K_QUANTS, ROW
 
 FORMER = {"auto": "blast"}  # methods of earlier versions, and what they are now
 DENSE = "dense"  # no structure: unchanged, or in the bits of `quantize`

@@ -24,9 +24,8 @@ from blr.compressor.modeling.modeling_blr import Experts
 from blr.compressor.modeling.stages import Packed
 from blr.kernels.common.available import has_triton
 from blr.kernels.decode.quantized.formats import form_of
-from blr.kernels.decode.quantized.launch import complete, tile_shape
+from blr.kernels.decode.quantized.launch import QuantizedTile, complete, tile_shape
 from blr.kernels.decode.quantized.reference import dequantize, quantize
-from blr.kernels.decode.quantized.segments import QuantizedTile
 from blr.kernels.layers.experts.op import (
     Stack,
     Weight,
