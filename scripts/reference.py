@@ -18,8 +18,8 @@ import typer.main
 from blr.compressor.base import errors
 from blr.compressor.cli import app
 from blr.compressor.recipe.architectures import families
+from blr.compressor.recipe.chosen import describe_recipe, shipped_recipes
 from blr.compressor.recipe.schema import Recipe
-from blr.compressor.recipe.shipped_recipes import describe_recipe, shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = "recipes/guides/reference.md"

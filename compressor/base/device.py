@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
@@ -92,18 +92,15 @@ def installed_card() -> Card | None:
         return None
     if driver.nvmlInit_v2():
         return None
+    handle, memory = ctypes.c_void_p(), _Memory()
+    name = ctypes.create_string_buffer(LONGEST)
     try:
-        handle, memory = ctypes.c_void_p(), _Memory()
-        name = ctypes.create_string_buffer(LONGEST)
-        find: Callable[..., int] = driver.nvmlDeviceGetHandleByUUID
-        known: int | bytes = first.encode()
         if first.isdecimal():
-            find, known = driver.nvmlDeviceGetHandleByIndex_v2, int(first)
-        failed = (
-            find(known, ctypes.byref(handle))
-            or driver.nvmlDeviceGetName(handle, name, LONGEST)
-            or driver.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-        )
+            failed = driver.nvmlDeviceGetHandleByIndex_v2(int(first), ctypes.byref(handle))
+        else:
+            failed = driver.nvmlDeviceGetHandleByUUID(first.encode(), ctypes.byref(handle))
+        failed = failed or driver.nvmlDeviceGetName(handle, name, LONGEST)
+        failed = failed or driver.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
         return None if failed else Card(name.value.decode(errors="replace"), memory.total)
     finally:
         driver.nvmlShutdown()

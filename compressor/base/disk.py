@@ -48,24 +48,19 @@ def scratch_for(path: Path) -> Path:
 def settle(scratch: Path, path: Path, new: bool = False) -> None:
     """Flush the finished file `scratch` and rename it to `path`; `new` raises FileExistsError for a file
     there. The folder is not flushed."""
-    descriptor = os.open(scratch, os.O_RDONLY)
+    with open(scratch, "rb") as file:
+        flush(file.fileno())
     try:
-        flush(descriptor)
-    finally:
-        os.close(descriptor)
-    if new:
-        try:
+        if new:
             os.link(scratch, path)
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            if os.path.lexists(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-            os.rename(scratch, path)
-        else:
             os.unlink(scratch)
-    else:
-        os.rename(scratch, path)
+            return
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+    os.rename(scratch, path)
 
 
 def write_stream(path: Path, chunks: Iterable[Bytes], new: bool = False) -> tuple[int, str]:
@@ -95,19 +90,9 @@ def write_probe(folder: Path) -> None:
     os.unlink(probe)
 
 
-def read_chunks(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, `CHUNK` at a time."""
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            yield chunk
-
-
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file, streamed."""
-    digest = hashlib.sha256()
-    for chunk in read_chunks(path):
-        digest.update(chunk)
-    return digest.hexdigest()
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def folder_bytes(folder: Path) -> int:
@@ -130,7 +115,12 @@ def check_space(folder: Path, needed: int) -> None:
 
 def pieces(data: bytes | Path) -> Iterator[bytes]:
     """Of bytes, all at once; of a file, a chunk at a time."""
-    return read_chunks(data) if isinstance(data, Path) else iter([data])
+    if not isinstance(data, Path):
+        yield data
+        return
+    with open(data, "rb") as file:
+        while chunk := file.read(CHUNK):
+            yield chunk
 
 
 @contextmanager

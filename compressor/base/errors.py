@@ -1,8 +1,6 @@
-"""Every failure `blr` reports on purpose, one exit code each.
-
-A message is one line that says what was found (naming the file, key or tensor), what was
-expected and what to do about it. Anything else that escapes is a bug in `blr` (exit code 1).
-"""
+"""Every failure `blr` reports on purpose, one exit code each. A message is one line: what was found
+(file, key or tensor), what was expected and what to do. Anything else that escapes is a bug (exit code
+1)."""
 
 
 class BlrError(Exception):
@@ -56,6 +54,6 @@ class VerifyError(BlrError, code=10):
 
 def kind_of_error(code: int) -> type[BlrError]:
     """The kind of error that another process of `blr` ended with, CapabilityError for any other code."""
-    kinds = (BlrError, UsageError, RecipeError, InputError, OutputError, StorageError, NumericsError)
-    known = {kind.exit_code: kind for kind in (*kinds, HubError, VerifyError)}
+    kinds: list[type[BlrError]] = [*BlrError.__subclasses__(), BlrError]
+    known = {kind.exit_code: kind for kind in kinds}
     return known.get(code, CapabilityError)

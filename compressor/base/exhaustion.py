@@ -63,10 +63,8 @@ def raise_exhausted(error: BaseException) -> None:
 
 def _told(said: str) -> str:
     if not said.startswith("CUDA out of memory"):
-        return (
-            f"this machine has too little memory or too few threads ({said}); raise the limit "
-            "(ulimit -v, -u, the container's), free some, or take a larger machine"
-        )
+        remedy = "raise the limit (ulimit -v, -u, the container's), free some, or take a larger machine"
+        return f"this machine has too little memory or too few threads ({said}); {remedy}"
     found = _GPU_FULL.search(said)
     asked, gpu, size, free = found.groups() if found else ("more", "0", "its memory", "too little")
     return (
@@ -106,10 +104,7 @@ def storage_errors(
     resumes: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """Turn errors of the system about files under `own` (None: `folder`) into errors with a remedy.
-
-    `needed` are the bytes of the run, if known; `resumes` says whether the same command would go on. The
-    safetensors library gives no error number: its text is searched.
-    """
+    `needed` are the bytes of the run, if known; `resumes` says whether the same command would go on."""
     try:
         yield
     except BlrError:
@@ -137,17 +132,16 @@ def unforeseen(error: OSError) -> BlrError | None:
     """The error for one of the system's that reached the top; None for one from elsewhere."""
     if error.errno is None:
         return None
-    place = error.filename if isinstance(error.filename, str | bytes) else "the operating system"
-    place = os.fsdecode(place)
+    named = isinstance(error.filename, str | bytes)
+    place = os.fsdecode(error.filename) if named else "the operating system"
     if found := shortage(error, place):
         return found
     if error.errno in FULL:
         return StorageError(f"{place}: {_said(error.errno)}; free or enlarge the disk, then run again")
     if error.filename is None or error.errno == errno.EIO:
         return StorageError(f"{place}: {_said(error.errno)}; check disk and machine, then run again")
-    return InputError(
-        f"{place}: {_said(error.errno)}; expected a file that can be read; see to its permissions"
-    )
+    remedy = "expected a file that can be read; see to its permissions"
+    return InputError(f"{place}: {_said(error.errno)}; {remedy}")
 
 
 def _number(error: Exception, own: Path) -> int | None:
@@ -177,7 +171,5 @@ def is_missing(package: str) -> bool:
 def check_packages(what: str, *packages: str, extra: str) -> None:
     """Raise CapabilityError where `packages` that `what` needs are missing; `extra` installs them."""
     if missing := [package for package in packages if is_missing(package)]:
-        is_ = "is" if len(missing) == 1 else "are"
-        raise CapabilityError(
-            f"{what}: {' and '.join(missing)} {is_} not installed; pip install 'blr-compress[{extra}]'"
-        )
+        found = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        raise CapabilityError(f"{what}: {found}; pip install 'blr-compress[{extra}]'")

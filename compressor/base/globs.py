@@ -1,10 +1,4 @@
-"""Shell globs over module names, in time proportional to names and globs.
-
-`fnmatch` writes a pattern for the backtracking matcher of `re` and remembers few of them: a long
-glob of brackets takes minutes to translate, and many globs are translated for every name again.
-Here a glob is short, translated once, and each `*` takes the nearest match (which is enough:
-https://research.swtch.com/glob), so that no text makes a match slow.
-"""
+"""Shell globs over module names: short, and translated once, unlike those of `fnmatch`."""
 
 import re
 from collections.abc import Iterable

@@ -1,8 +1,6 @@
-"""The processes of a run: one, or those that torchrun, `accelerate launch` or `--gpus` started.
-
-Every process runs the same program on its own device. What is written is written by the first, but
-for finished layers, which each puts into the journal: on several hosts it lies in a folder they share.
-"""
+"""The processes of a run: one, or those that torchrun, `accelerate launch` or `--gpus` started, each on
+its own device. The first writes, but for finished layers, which each puts into the journal: on several
+hosts it lies in a folder they share."""
 
 import os
 import platform
@@ -27,11 +25,8 @@ PATIENCE = timedelta(days=7)  # a layer may take hours, and a dead process is no
 
 class Processes:
     """This process's number `rank` of `count`, its `device`, and what all do together. `alone`: whatever
-    others there are.
-
-    Raises UsageError for a numbered GPU with several processes, CapabilityError for an absent device or
-    devices of several kinds.
-    """
+    others there are. Raises UsageError for a numbered GPU with several processes, CapabilityError for an
+    absent device or devices of several kinds."""
 
     def __init__(self, device: str, alone: bool = False) -> None:
         self.rank = 0 if alone else environment.rank()
@@ -66,8 +61,7 @@ class Processes:
             if store is not None:
                 store.set_timeout(PATIENCE)
             method = None if store else "env://"
-            size: dict[str, Any] = {"rank": self.rank, "world_size": self.count, "timeout": PATIENCE}
-            dist.init_process_group(backend, init_method=method, store=store, **size)
+            dist.init_process_group(backend, method, PATIENCE, self.count, self.rank, store)
             self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
         kinds = sorted(set(self.gather(_kind(self.device))))
         if len(kinds) > 1:
@@ -219,12 +213,9 @@ def _lost() -> Iterator[None]:
 
 
 class OrderedSum:
-    """Σ part_n, added in the order of n as one process adds them.
-
-    The parts are dealt out in turn (`Processes.owns`). In every round each process gives its next one;
-    slab s of the rows of all goes to process s. `dtype` to add in; `like`: a tensor as the parts, else
-    told.
-    """
+    """Σ part_n, added in the order of n as one process adds them. Parts are dealt out in turn. In a
+    round each process gives its next one; slab s of the rows of all goes to process s. `dtype` to add
+    in; `like`: a tensor as the parts, else told."""
 
     def __init__(
         self,
@@ -257,10 +248,8 @@ class OrderedSum:
             return self.slab
         heights = [len(rows) for rows in torch.empty(shape[0]).tensor_split(count)]
         described = [((height, *shape[1:]), self.dtype or kind) for height in heights]
-        spread = self.processes.spread
-        return torch.cat(
-            [spread(self.slab if rank == n else None, n, *described[n]) for n in range(count)]
-        )
+        mine, spread = {rank: self.slab}, self.processes.spread
+        return torch.cat([spread(mine.get(n), n, *described[n]) for n in range(count)])
 
     def _cut(self, part: Tensor | None) -> list[Tensor]:
         """The slabs of `part`, or of zeros in its place, which are not added."""

@@ -226,16 +226,13 @@ class TerminalBar:
         self.bars.update(self.task, completed=pace.done)
 
     def reached(self, share: float, count: str, text: str) -> None:
-        """As of `Lines`."""
         self.pace.reached(share)
         self.bars.update(self.task, completed=share, count=count, description=printable(text))
 
     def ended(self, count: str) -> None:
-        """All is over."""
         self.reached(1.0, count, "")
 
     def fail(self) -> None:
-        """The work has ended in an error."""
         self.bar.complete_style = self.bar.finished_style = "red"
 
 

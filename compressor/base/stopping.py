@@ -13,8 +13,8 @@ _waiting: tuple[int, Callable[[], object], float] | None = None  # a signal, how
 
 
 def hold(number: int, follow: Callable[[], object]) -> bool:
-    """Whether the signal `number` waits until work is saved; `follow` is called then. A second one that
-    comes later does not wait."""
+    """Whether the signal `number` waits until work is saved, and `follow` is called. A later one does
+    not."""
     global _waiting
     with _lock:
         if _holding and _waiting is None:

@@ -1,15 +1,12 @@
 """How many CPU threads torch computes with: as many as this process has cores for, and none that spins.
-
-Threads of OpenMP wait for each other by spinning. Where they share a core, with one another under a
-container's quota or with other jobs, one spins through the time slice that the other needs: two
-can be many times slower than one.
-"""
+Where threads of OpenMP share a core, one spins through the time that the other needs."""
 
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
@@ -20,10 +17,8 @@ ROOT = Path("/")
 
 def use_threads(asked: int | None = None, sharing: int = 1) -> int:
     """Make torch compute with `asked` threads; by default OMP_NUM_THREADS, or the cores of this process
-    over those `sharing` them. Returns the number, which the last bits of results depend on.
-
-    Threads that wait sleep only if torch is imported after the first call.
-    """
+    over those `sharing` them. Returns the number, on which the last bits of results depend. Threads that
+    wait sleep only if torch is imported after the first call."""
     torch = sys.modules.get("torch")
     if torch is None:
         number = asked or _from_environment() or max(1, available_cores() // sharing)
@@ -39,9 +34,9 @@ def use_threads(asked: int | None = None, sharing: int = 1) -> int:
 
 
 def on_one_thread(items: Sequence[str], compute: Callable[[str], None]) -> None:
-    """Compute each item on one thread, as many at once as torch has threads, which results do not
-    depend on. Threads that share small products spend longer on waking each other. Behind an item that
-    fails none begins, and its error is raised."""
+    """Compute each item on one thread, as many at once as torch has threads: threads that share small
+    products spend longer on waking each other. Behind an item that fails none begins, and its error is
+    raised."""
     import torch
 
     number, failed = torch.get_num_threads(), Event()
@@ -96,32 +91,24 @@ def _quotas(root: Path) -> Iterator[float]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
-    groups = [line.split(":", 2)[1:] for line in lines if line.count(":") > 1]
-    for controllers, path in groups:
-        base = root / "sys/fs/cgroup" / controllers
-        if controllers == "":
-            yield from _along(base, path, _quota2)
-        elif "cpu" in controllers.split(","):
-            yield from _along(base, path, _quota1)
+    for controllers, path in (line.split(":", 2)[1:] for line in lines if line.count(":") > 1):
+        if controllers == "" or "cpu" in controllers.split(","):
+            yield from _along(root / "sys/fs/cgroup" / controllers, path)
 
 
-def _along(base: Path, path: str, quota: Callable[[Path], float]) -> Iterator[float]:
+def _along(base: Path, path: str) -> Iterator[float]:
     """The quotas of the group at `path` and those around it; a container may see its own at `base`."""
     parts = [part for part in path.split("/") if part]
     if ".." in parts:  # outside of what is visible here
         parts = []
     for depth in range(len(parts) + 1):
-        try:
-            yield quota(base.joinpath(*parts[:depth]))
-        except (OSError, ValueError, ZeroDivisionError):
-            continue  # no such group here, or none with a quota
+        with suppress(OSError, ValueError, ZeroDivisionError):  # no such group here, or no quota
+            yield _quota(base.joinpath(*parts[:depth]))
 
 
-def _quota2(folder: Path) -> float:
-    quota, period = (folder / "cpu.max").read_text().split()
-    return math.inf if quota == "max" else int(quota) / int(period)
-
-
-def _quota1(folder: Path) -> float:
-    quota = int((folder / "cpu.cfs_quota_us").read_text())
-    return quota / int((folder / "cpu.cfs_period_us").read_text()) if quota > 0 else math.inf
+def _quota(group: Path) -> float:
+    if (group / "cpu.max").exists():
+        quota, period = (group / "cpu.max").read_text().split()
+    else:
+        quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+    return math.inf if quota == "max" or int(quota) <= 0 else int(quota) / int(period)

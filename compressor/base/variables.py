@@ -3,9 +3,9 @@
 import linecache
 import os
 import re
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.quoting import quote
@@ -47,11 +47,22 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _read_by(error: BaseException) -> str | None:
-    """The variable that the innermost calls of a traceback read."""
-    for code, instruction in reversed(_places(error)[-INNERMOST:]):
-        ours = os.path.realpath(code.co_filename).startswith(_OURS)
-        if not ours and (found := _read_at(code, instruction, str(error))):
+    """The variable that the innermost calls of a traceback read: in the expression that they were at, or
+    in its function if the error says the value."""
+    trace = error.__traceback__
+    calls = [*zip(traceback.walk_tb(trace), traceback.extract_tb(trace), strict=True)][-INNERMOST:]
+    for (frame, _), place in reversed(calls):
+        if os.path.realpath(place.filename).startswith(_OURS):
+            continue
+        first, code = place.lineno or 1, frame.f_code
+        text = "".join(linecache.getlines(place.filename)[first - 1 : place.end_lineno or first])
+        found = [name for name in _NAMED.findall(text) if name in os.environ]
+        if found and _READING.search(text):
             return found[0]
+        if "<" not in code.co_name and {"environ", "getenv"} & set(code.co_names):
+            for name in (name for name in code.co_consts if isinstance(name, str)):
+                if (value := os.environ.get(name)) and value in str(error):
+                    return name
     return None
 
 
@@ -63,27 +74,3 @@ def _told_by(error: BaseException) -> str | None:
     refused = quoted if isinstance(error, ValueError) else set[str]()
     held = [name for name, value in os.environ.items() if value.lower() in refused]
     return named[0] if named else held[0] if len(held) == 1 else None
-
-
-def _read_at(code: CodeType, instruction: int, said: str) -> list[str]:
-    """Variables that the expression reads, or its function if the error has `said` a value."""
-    positions = list(code.co_positions())
-    first, last, *_ = positions[instruction // 2]
-    lines = range(first or 0, (last or first or 0) + 1)
-    text = "".join(linecache.getline(code.co_filename, number) for number in lines)
-    found = [name for name in _NAMED.findall(text) if name in os.environ]
-    if found and _READING.search(text):
-        return found
-    if "<" in code.co_name or not {"environ", "getenv"} & set(code.co_names):
-        return []
-    values = {name: os.environ.get(name) for name in code.co_consts if isinstance(name, str)}
-    return [name for name, value in values.items() if value and value in said]
-
-
-def _places(error: BaseException) -> list[tuple[CodeType, int]]:
-    """The code of every frame of a traceback and the instruction that it was at."""
-    found, trace = [], error.__traceback__
-    while trace is not None:
-        found.append((trace.tb_frame.f_code, trace.tb_lasti))
-        trace = trace.tb_next
-    return found

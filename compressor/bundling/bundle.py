@@ -1,19 +1,21 @@
-"""Joins modules into files; their text stays as it is but for imports and names that clash.
-
-A file has a header, the imports of all its modules, and the modules in the order in which they need each
-other. A name that two modules define gets its module's name in front. The result depends on the sources
-alone: the same bytes each time.
-"""
+"""Joins modules of this package into a few files that run where it is not installed. Their text stays as
+it is but for imports and names that clash. The same sources give the same bytes."""
 
 import ast
 import builtins
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from textwrap import fill, indent
+from typing import NamedTuple
 
-from blr.compressor.bundling.module import BundleError, Imported, Module, imported
-
+OURS, KEYWORDS = "blr.", (b"def ", b"class ")
+OPTIONAL = "triton"  # not there on every machine: transformers asks for what is imported unguarded
+Import = ast.Import | ast.ImportFrom
+Definition = ast.FunctionDef | ast.ClassDef
 # Linters and type checkers of whoever reads the file leave it alone.
 HEAD = """# type: ignore
 # ruff: noqa
@@ -31,6 +33,126 @@ except ImportError as error:
     raise ImportError("{file}.py needs {packages}") from error
 """
 KEPT = "__getattr__"  # what Python looks up in a module by name
+
+
+class BundleError(Exception):
+    """Modules cannot be joined as they are. The message says what to change in which."""
+
+
+class Imported(NamedTuple):
+    """``from module import name as alias``, or ``import name as alias`` where `module` is ""."""
+
+    module: str
+    name: str
+    alias: str
+
+
+@dataclass
+class Module:
+    """A module by its name and source text. ours, others: its imports at the top, from this package and
+    from others. guarded: imports from others inside ``try: … except ImportError``, and from Triton.
+    typing: imports from this package for annotations only."""
+
+    name: str
+    text: str
+    ours: list[Imported] = field(default_factory=list)
+    typing: list[Imported] = field(default_factory=list)
+    others: list[Imported] = field(default_factory=list)
+    guarded: list[Imported] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tree, self.data = ast.parse(self.text, self.name), self.text.encode()
+        lines = self.data.splitlines(keepends=True)
+        self.starts = [0, *accumulate(map(len, lines))]  # syntax trees count in bytes
+        self.dropped = [node for node in self.tree.body if self._read(node)]
+        self.held = [node for node in self.tree.body if node not in self.dropped]
+        self.nodes = [node for top in self.held for node in ast.walk(top)]
+        self.defined = list(dict.fromkeys(name for node in self.held for name in bound_names(node)))
+        if any(isinstance(node, ast.Global) for node in self.nodes):
+            raise SyntaxError(f"{self.name}: `global` cannot be bundled; hold the value in an object")
+        self.inner = [node for node in self.nodes if isinstance(node, ast.ImportFrom) and _is_ours(node)]
+        self.eager = sorted({found.module for found in self.ours})
+        self.lazy = sorted({node.module or "" for node in self.inner})
+
+    def _read(self, node: ast.stmt) -> bool:
+        """Record what a statement imports; returns whether a bundle leaves the statement out."""
+        if isinstance(node, Import):
+            module, name, _ = imported(node)[0]
+            optional = (module or name).partition(".")[0] == OPTIONAL
+            self._read_imports([node], self.ours, self.guarded if optional else self.others)
+        elif isinstance(node, ast.Try) and isinstance(node.body[0], Import):
+            self._read_imports(node.body, self.ours, self.guarded)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            self._read_imports(node.body, self.typing, [])
+        else:
+            return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        return True
+
+    def _read_imports(self, nodes: list[ast.stmt], ours: list[Imported], others: list[Imported]) -> None:
+        for node in nodes:
+            found = [one for one in imported(node) if one.name not in ("annotations", "TYPE_CHECKING")]
+            (ours if _is_ours(node) else others).extend(found)
+
+    @cached_property
+    def words(self) -> set[str]:
+        """Every name that the module binds or reads, without attributes."""
+        arguments = {node.arg for node in self.nodes if isinstance(node, ast.arg)}
+        return arguments | {node.id for node in self.nodes if isinstance(node, ast.Name)}
+
+    def uses(self, name: str) -> Iterator[int]:
+        """The bytes at which the global `name` stands. Raises BundleError where it has another meaning,
+        too, or stands inside a string."""
+        fields = {id(part.target) for part in self._class_parts() if isinstance(part, ast.AnnAssign)}
+        for node in self.nodes:
+            if self._is_other(node, name):
+                raise BundleError(f"{self.name}: {name} has two meanings; rename one of them")
+            named = isinstance(node, Definition) and node.name == name
+            if not named and not (
+                isinstance(node, ast.Name) and node.id == name and id(node) not in fields
+            ):
+                continue
+            start = self.starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
+            start += next((len(k) for k in KEYWORDS if self.data.startswith(k, start)), 0)
+            if not self.data.startswith(name.encode(), start):
+                raise BundleError(f"{self.name}: {name} cannot be renamed inside a string")
+            yield start
+
+    def _class_parts(self) -> Iterator[ast.stmt]:
+        return (part for node in self.nodes if isinstance(node, ast.ClassDef) for part in node.body)
+
+    def _is_other(self, node: ast.AST, name: str) -> bool:
+        """Whether a node gives `name` another meaning than the global one; fields of classes may have
+        it."""
+        if isinstance(node, ast.ClassDef):
+            parts = [part for part in node.body if not isinstance(part, ast.AnnAssign)]
+            if any(name in bound_names(part) for part in parts):
+                return True
+        if isinstance(node, ast.arg):
+            return node.arg == name
+        if isinstance(node, ast.alias):
+            return (node.asname or node.name) == name
+        return isinstance(node, Definition) and node.name == name and node not in self.held
+
+
+def imported(node: ast.stmt) -> list[Imported]:
+    """The names that an import statement binds. Raises BundleError for anything but an absolute
+    import."""
+    if not isinstance(node, Import) or (isinstance(node, ast.ImportFrom) and node.level):
+        raise BundleError(f"{ast.unparse(node)!r}: expected an absolute import")
+    module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+    return [Imported(module, one.name, one.asname or one.name) for one in node.names]
+
+
+def _is_ours(node: ast.AST) -> bool:
+    return isinstance(node, ast.ImportFrom) and (node.module or "").startswith(OURS)
+
+
+def bound_names(node: ast.AST) -> list[str]:
+    """The names that a statement binds in its own scope, with those of loops within expressions."""
+    if isinstance(node, Definition):
+        return [node.name]
+    names = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name))
+    return [inner.id for inner in names if not isinstance(inner.ctx, ast.Load)]
 
 
 def bundle(
@@ -142,8 +264,6 @@ def qualified(module: str, name: str) -> str:
 
 
 class _Writer:
-    """Writes one file."""
-
     def __init__(self, file: str, names: Names, homes: Mapping[str, str], earlier: set[str]) -> None:
         self.file, self.names, self.homes, self.earlier = file, names, homes, earlier
 
@@ -154,15 +274,15 @@ class _Writer:
         plain = {one for module in held for one in module.others}
         guarded = {one for module in held for one in module.guarded}
         packages = ", ".join(sorted({(one.module or one.name).partition(".")[0] for one in guarded}))
-        tried = indent(_imports(guarded), "    ")
-        tried = GUARD.format(imports=tried, file=self.file, packages=packages)
+        tried = GUARD.format(
+            imports=indent(_imports(guarded), "    "), file=self.file, packages=packages
+        )
         parts = [f'{HEAD}"""{about}\n"""', "from __future__ import annotations"]
         parts += [_imports(plain - guarded), tried if guarded else "", self._siblings(held)]
         parts += [f"{RULE} {module.name}\n{self._section(module)}" for module in held]
         return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
     def _siblings(self, held: Sequence[Module]) -> str:
-        """The imports from earlier files."""
         needed: dict[str, set[str]] = defaultdict(set)
         for one in (one for module in held for one in module.ours):
             module, name = self.names.home(one.module, one.name)
@@ -183,7 +303,6 @@ class _Writer:
         return re.sub(r"\n{3,}", "\n\n", data.decode())
 
     def _inner(self, node: ast.ImportFrom) -> bytes:
-        """The statement that replaces an import inside a function."""
         target, wanted = node.module or "", imported(node)
         if target not in self.homes:
             names = " = ".join(one.alias for one in wanted)

@@ -13,7 +13,6 @@ from blr.compressor.checkpoint.regular import inside, read_json, refuse
 _OLDER = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
 REMEDY = "take the config.json of the model's own repository"
 MAX_BYTES = 1_000_000
-MAX_DEPTH = 32
 MAX_LAYERS = 4096
 # Counts and sizes that a model is built from, whatever its family calls them, and what none exceeds.
 # Without these bounds building it, even without weights, takes all of the time or memory there is.
@@ -68,8 +67,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json of `folder`, checked. Raises InputError for a hostile one, or no model type."""
     path = inside(folder, "config.json")
     config = read_json(path, MAX_BYTES, constants=True)
-    if depth(config) > MAX_DEPTH:
-        refuse(path, f"over {MAX_DEPTH} nested levels", "a plain model config", REMEDY)
     if library_of(config) is DIFFUSERS:
         kind, size = config[DIFFUSERS.kind], config.get("sample_size")
         if type(kind) is not str or not _CLASS.fullmatch(kind):
@@ -98,16 +95,6 @@ def check_counts(config: dict[str, object], folder: Path, tensors: int) -> None:
                 refuse(folder / "config.json", found, f"at most {limit}", remedy)
 
 
-def depth(value: Any) -> int:
-    """Nesting depth of parsed JSON, without recursion."""
-    level, found = [value], 0
-    while level:
-        found += 1
-        children = (item.values() if type(item) is dict else item for item in level)
-        level = [item for group in children for item in group if type(item) in (dict, list)]
-    return found
-
-
 def _check_names(config: dict[str, object], path: Path) -> None:
     kind = config.get("model_type")
     if type(kind) is not str or not _TYPE.fullmatch(kind):
@@ -129,15 +116,13 @@ def _check_implementations(config: dict[str, object], path: Path) -> None:
             refuse(path, found, "a name like 'sdpa', or none", "remove the key")
 
 
-def _integers(config: dict[str, object]) -> Iterator[tuple[str, int]]:
+def _integers(value: object, key: str = "") -> Iterator[tuple[str, int]]:
     """Every integer of a parsed configuration with its key, those in lists too."""
-    level: list[tuple[str, object]] = list(config.items())
-    while level:
-        yield from ((key, value) for key, value in level if type(value) is int)
-        inner: list[tuple[str, object]] = []
-        for key, value in level:
-            if type(value) is dict:
-                inner += value.items()
-            elif type(value) is list:
-                inner += ((key, item) for item in value)
-        level = inner
+    if type(value) is int:
+        yield key, value
+    elif type(value) is dict:
+        for name, held in value.items():
+            yield from _integers(held, name)
+    elif type(value) is list:
+        for item in value:
+            yield from _integers(item, key)

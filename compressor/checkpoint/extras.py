@@ -1,11 +1,6 @@
-"""What a checkpoint's folder holds besides config and weights, and what of it an output takes along.
-
-Everything is: tokenizers, templates, licences, images of the card, modules of sentence-transformers
-with their weights, and whatever nobody has thought of. Left behind are weights in other formats and
-what says that a folder is an adapter of another model,
-whatever can be executed, what no loader may meet in a folder of ours (links out of it, FIFOs, JSON that
-does not parse) and files of over 64 MiB.
-"""
+"""What a checkpoint's folder holds besides config and weights, and what of it an output takes along: all
+but weights in other formats, adapters, whatever can be executed, links out of the folder, FIFOs, JSON
+that does not parse and files of over 64 MiB."""
 
 import json
 import os
@@ -18,10 +13,10 @@ from typing import Any
 
 from blr.compressor.base.errors import InputError
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.config import depth
 from blr.compressor.checkpoint.header import read_header
 from blr.compressor.checkpoint.regular import (
     check_size,
+    depth,
     inside,
     open_regular,
     read_exactly,
@@ -179,9 +174,7 @@ def find_extras(folder: Path, weights: set[str]) -> Extras:
     for name in _names(folder, modules, left):
         if name in weights or ("/" not in name and OURS.fullmatch(name)):
             continue
-        if _is_known(name):
-            carried[name] = _checked(folder, name)
-        elif path := _harmless(folder, name, modules):
+        if path := _taken(folder, name, modules):
             carried[name] = path
         else:
             left.append(name)
@@ -226,8 +219,7 @@ def _names(folder: Path, modules: set[str], left: list[str]) -> Iterator[str]:
 
 def _raise(error: OSError) -> None:
     found = f"no readable folder ({error.strerror})"
-    name = quote(error.filename, 160)[1:-1]
-    raise InputError(f"{name}: found {found}; expected one; check its permissions")
+    refuse(error.filename, found, "one", "check its permissions")
 
 
 def _is_known(name: str) -> bool:
@@ -236,33 +228,29 @@ def _is_known(name: str) -> bool:
     return plain and known and KNOWN_SUFFIXES.fullmatch(name) is not None
 
 
-def _checked(folder: Path, name: str) -> Path:
-    path = inside(folder, name)
-    with open_regular(path) as file:
-        check_size(path, file, MAX_BYTES)
-    check_small_json(folder, name)
-    return path
-
-
-def _harmless(folder: Path, name: str, modules: set[str]) -> Path | None:
-    """Where a file of a name that nobody knows lies, None if it is to be left behind."""
-    module = name.rpartition("/")[0] in modules
-    if name.rpartition("/")[2] == ADAPTER:
-        return None
-    if not name.isprintable() or "\\" in name or CODE.fullmatch(name.lower()):
+def _taken(folder: Path, name: str, modules: set[str]) -> Path | None:
+    """Where a file to take along lies, None if it is left behind. Raises InputError for a known one that
+    is no plain file, too large or malformed."""
+    known, (parent, _, plain) = _is_known(name), name.rpartition("/")
+    strange = not name.isprintable() or "\\" in name or CODE.fullmatch(name.lower())
+    if not known and (plain == ADAPTER or strange):
         return None
     try:
         path = inside(folder, name)
-        if module and name.endswith(f"/{MODULE_WEIGHTS}"):
+        if parent in modules and plain == MODULE_WEIGHTS:
             read_header(path)
             return path
-        if WEIGHTS.fullmatch(name.lower()):
+        if not known and WEIGHTS.fullmatch(name.lower()):
             return None
         with open_regular(path) as file:
             size = check_size(path, file, MAX_BYTES)
             start = bytes(read_exactly(file, path, 0, min(size, 4)))
-        if name.endswith(".json") and not is_small_json(path):
+        if known:
+            check_small_json(folder, name)
+        elif start.startswith(MAGIC) or (name.endswith(".json") and not is_small_json(path)):
             return None
     except InputError:
+        if known:
+            raise
         return None
-    return None if start.startswith(MAGIC) else path
+    return path

@@ -1,9 +1,6 @@
-"""Reads safetensors headers and indices strictly, in front of the library's parser and without torch.
-
-The library is a good parser, but it lets the last of two equal keys win, spends seconds and a
-gigabyte on a huge header and hangs on a FIFO. Everything here fails with `InputError` before a
-byte of tensor data is read. Format: https://huggingface.co/docs/safetensors
-"""
+"""Reads safetensors headers and indices strictly and without torch. The library lets the last of two
+equal keys win, spends a gigabyte on a huge header and hangs on a FIFO. Format:
+https://huggingface.co/docs/safetensors"""
 
 import io
 import math
@@ -64,12 +61,10 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Stored size in bytes."""
         return self.end - self.start
 
     @property
     def parameters(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -164,15 +159,19 @@ def _entry(name: str, raw: object, path: Path, base: int, size: int) -> TensorEn
     """The entry of one tensor, checked by itself; `base` is where data begin, `size` the file's."""
     check_name(name, path)
     if type(raw) is not dict or raw.keys() != {"dtype", "shape", "data_offsets"}:
-        found = sorted(raw)[:9] if type(raw) is dict else type(raw).__name__
+        fields = sorted(raw)[:9] if type(raw) is dict else type(raw).__name__
         expected = "exactly the fields dtype, shape and data_offsets"
-        refuse(path, f"tensor {quote(name)} described by {quote(found)}", expected)
+        refuse(path, f"tensor {quote(name)} described by {quote(fields)}", expected)
     dtype = raw["dtype"]
     if type(dtype) is not str or dtype not in BITS:
         known = ", ".join(BITS)
         refuse(path, f"dtype {quote(dtype, 40)} of tensor {quote(name)}", f"one of {known}")
     shape = _integers(name, raw, "shape", path)
-    start, end = _offsets(name, raw, path, size - base)
+    offsets, available = _integers(name, raw, "data_offsets", path), size - base
+    if len(offsets) != 2 or not offsets[0] <= offsets[1] <= available:
+        found = f"data_offsets {quote(list(offsets))} of tensor {quote(name)}"
+        refuse(path, found, f"begin and end within the {available} bytes of data")
+    start, end = offsets
     _check_size(name, dtype, shape, end - start, path)
     return TensorEntry(name, dtype, shape, path, base + start, base + end)
 
@@ -186,14 +185,6 @@ def _integers(name: str, raw: dict[str, object], key: str, path: Path) -> tuple[
     if any(type(item) is not int or not 0 <= item < MAX_ELEMENTS for item in value):
         refuse(path, f"{key} {quote(value)} of tensor {quote(name)}", "integers from 0 to 2**63")
     return tuple(value)
-
-
-def _offsets(name: str, raw: dict[str, object], path: Path, available: int) -> tuple[int, int]:
-    offsets = _integers(name, raw, "data_offsets", path)
-    if len(offsets) != 2 or not offsets[0] <= offsets[1] <= available:
-        found = f"data_offsets {quote(list(offsets))} of tensor {quote(name)}"
-        refuse(path, found, f"begin and end within the {available} bytes of data")
-    return offsets[0], offsets[1]
 
 
 def _check_size(name: str, dtype: str, shape: tuple[int, ...], nbytes: int, path: Path) -> None:

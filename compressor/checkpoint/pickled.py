@@ -1,9 +1,6 @@
-"""Converts pickled weights (pytorch_model.bin) to safetensors, for `--allow-pickle` only.
-
-Three fences: the archive and the names its pickle asks for are checked without torch or
-unpickling; `torch.load` runs with `weights_only=True` and no fallback; every tensor must own the
-bytes it claims. All shards pass all fences before the first byte is written.
-"""
+"""Converts pickled weights to safetensors, for `--allow-pickle` only. Three fences: archive and names in
+the pickle are checked without unpickling; `torch.load` runs with `weights_only=True`; every tensor must
+own the bytes it claims."""
 
 from __future__ import annotations
 
@@ -41,12 +38,9 @@ REMEDY = "save the weights as safetensors with the software that made them"
 
 
 def convert_pickle(folder: Path, scratch: Path, library: Library = TRANSFORMERS) -> Path:
-    """Write the pickled weights of `folder`, named as in `library`, as an indexed safetensors
-    checkpoint.
-
-    Returns `scratch`, where it is. Raises InputError for anything but plain tensors in torch's zip
-    format, StorageError or OutputError where `scratch` cannot hold them.
-    """
+    """Write the pickled weights of `folder`, named as in `library`, to `scratch` as an indexed
+    safetensors checkpoint; `scratch`. Raises InputError for anything but plain tensors in torch's zip
+    format, StorageError or OutputError where `scratch` cannot hold them."""
     shards, weight_map = find_shards(folder, library.pickle, library.pickle_index)
     sizes = {shard: _check_archive(shard) for shard in shards}
     names: dict[str, Path] = {}
@@ -68,8 +62,7 @@ def convert_pickle(folder: Path, scratch: Path, library: Library = TRANSFORMERS)
 
 
 def _check_archive(path: Path) -> set[int]:
-    """Refuse what is no plain torch archive: compressed, duplicated, or asking for other names. Returns
-    the sizes of its records."""
+    """The sizes of the records of a plain torch archive; refuses any other."""
     with open_regular(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:

@@ -1,9 +1,4 @@
-"""The one way to open what somebody else wrote: regular files only, of bounded size.
-
-Whatever is read before work starts goes through here: configurations, headers, tokenizer files,
-recipes, texts, tables, journals. A FIFO, a device or a link to one is refused instead of waited
-on, and nothing is read that is larger than its kind can sensibly be.
-"""
+"""The one way to open what somebody else wrote: regular files only, of bounded size."""
 
 import codecs
 import hashlib
@@ -21,6 +16,7 @@ from blr.compressor.base.quoting import quote
 
 DAMAGED = "download the file again or save it anew with safetensors"
 REPAIRED = "download the file again or repair it"  # of JSON, which people write
+MAX_DEPTH = 32  # of JSON
 START, PIECE = 1 << 15, 1 << 22  # bytes
 POINTER = b"version https://git-lfs"  # begins what git leaves in place of a large file
 
@@ -111,8 +107,7 @@ def read_whole(path: Path, limit: int) -> bytearray:
 
 
 def read_start(path: Path, strict: bool = False) -> str:
-    """The first `START` bytes of a text file. What is not UTF-8 is replaced, or with `strict` refused
-    by an InputError."""
+    """The first `START` bytes of a text file; what is no UTF-8 is replaced, or refused if `strict`."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         data = bytes(read_exactly(file, path, 0, min(size, START)))
@@ -148,26 +143,21 @@ def _refuse_encoding(path: Path, error: UnicodeDecodeError) -> NoReturn:
 
 def read_lines(path: Path, limit: int, longest: int) -> Iterator[str]:
     """The lines of a text file, read as they are asked for, each of at most `longest` characters. Only
-    "\\n", "\\r\\n" and "\\r" end lines: JSON may have other line ends within strings.
-
-    Raises InputError for a file over `limit` bytes, other bytes than UTF-8, or a line that is too long.
-    """
+    "\\n", "\\r\\n" and "\\r" end lines: JSON may have other line ends within strings. Raises InputError
+    for a file over `limit` bytes, other bytes than UTF-8, or a line that is too long."""
     with open_regular(path) as raw:
         check_size(path, raw, limit)
-        with io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8-sig") as file:
-            yield from _lines(file, path, longest)
-
-
-def _lines(file: io.TextIOWrapper, path: Path, longest: int) -> Iterator[str]:
-    try:
-        while line := file.readline(longest + 1):
-            if len(line) > longest:
-                refuse(path, f"a line of over {longest} characters", "shorter lines", "break it up")
-            yield line
-    except UnicodeDecodeError:
-        refuse(path, "bytes that are no UTF-8", "a text file in UTF-8", "save it as UTF-8")
-    except OSError as error:
-        refuse(path, f"a read error ({error.strerror})", "a readable file", "check the disk")
+        try:
+            with io.TextIOWrapper(io.BufferedReader(raw), encoding="utf-8-sig") as file:
+                while line := file.readline(longest + 1):
+                    if len(line) > longest:
+                        remedy = "break it up"
+                        refuse(path, f"a line of over {longest} characters", "shorter lines", remedy)
+                    yield line
+        except UnicodeDecodeError:
+            refuse(path, "bytes that are no UTF-8", "a text file in UTF-8", "save it as UTF-8")
+        except OSError as error:
+            refuse(path, f"a read error ({error.strerror})", "a readable file", "check the disk")
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -205,10 +195,7 @@ def digest_of(path: Path, limit: int) -> str:
 
 def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) -> dict[str, object]:
     """The JSON object in `data`; `constants` lets NaN and Infinity pass, as in some model configs.
-
-    Raises InputError, naming `path`: invalid UTF-8 or JSON, a byte-order mark, a key twice, deep
-    nesting, or no object.
-    """
+    Raises InputError, naming `path`, for anything else, a key twice or deep nesting."""
     remedy = DAMAGED if path.suffix == ".safetensors" else REPAIRED
     if data.startswith(codecs.BOM_UTF8):
         refuse(path, "a byte-order mark", "JSON in plain UTF-8", "save it without that mark")
@@ -218,24 +205,35 @@ def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) 
             object_pairs_hook=_unique_pairs,
             parse_constant=float if constants else _no_constant,
         )
+        deep = depth(value) > MAX_DEPTH
     except RecursionError:
-        refuse(path, "deeply nested JSON", "a few levels at most", remedy)
+        deep = True
     except ValueError as error:  # JSON, UTF-8, duplicate keys, integers of thousands of digits
         found = f"invalid JSON ({quote(error, 160)[1:-1]})"
         refuse(path, found, "one JSON object with unique keys", remedy)
+    if deep:
+        refuse(path, f"over {MAX_DEPTH} nested levels", "a few levels at most", remedy)
     if type(value) is not dict:
         refuse(path, f"JSON of type {type(value).__name__}", "an object", remedy)
     return value
 
 
+def depth(value: Any) -> int:
+    """Nesting depth of parsed JSON, without recursion."""
+    level, found = [value], 0
+    while level:
+        found += 1
+        children = (item.values() if type(item) is dict else item for item in level)
+        level = [item for group in children for item in group if type(item) in (dict, list)]
+    return found
+
+
 def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"duplicate key {quote(key)}")
-            seen.add(key)
+    fields: dict[str, object] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise ValueError(f"duplicate key {quote(key)}")
+        fields[key] = value
     return fields
 
 

@@ -1,9 +1,6 @@
-"""Weights that stay on the hub: the bytes of a tensor are fetched when it is read, and none is kept.
-
-Each shard has a *stand-in* on the disk, which holds its header and nothing behind it: `Source` checks
-it as it would the file and reads tensors from here. Whatever else opens a stand-in finds a file that
-ends early, and refuses it.
-"""
+"""Weights that stay on the hub: a tensor's bytes are fetched when it is read, and none is kept. A
+*stand-in* of each shard on the disk holds its header and nothing behind it. Whatever else opens it finds
+a file that ends early, and refuses it."""
 
 import hashlib
 import time

@@ -1,14 +1,6 @@
-"""Compares tensor shapes with what config.json implies, from headers only and without torch.
-
-What a family's tensors look like is data (`shapes` in configs/<family>.yaml):
-
-    model.layers.*.self_attn.q_proj.weight: [num_attention_heads*head_dim, hidden_size]
-    h.*.attn.c_attn.weight: [n_embd, 3*n_embd]
-    model.layers.#: [num_hidden_layers]
-
-A dimension is an integer, a sum of products of integers and config keys, or `_` for any. `*` in
-a name stands for anything; a name that ends in `#` counts the modules numbered there.
-"""
+"""Compares tensor shapes with what config.json implies by a family's table (`shapes` in configs/), such
+as ``h.*.attn.c_attn.weight: [n_embd, 3*n_embd]``. A dimension is an integer, a sum of products of
+integers and config keys, or `_` for any. A name that ends in `#` counts the modules numbered there."""
 
 import fnmatch
 import math
@@ -25,20 +17,14 @@ MAX_VALUE = 2**31  # no model dimension comes near
 REMEDY = "take config.json and weights from the same model"
 _TERM = re.compile(r"\d{1,9}|[A-Za-z_]\w*", re.ASCII)
 # Keys that configs leave out or set to null, by what transformers then takes
-_DEFAULTS: dict[str, str] = {
-    "num_key_value_heads": "num_attention_heads",
-    "n_inner": "4*n_embd",
-}
+_DEFAULTS = {"num_key_value_heads": "num_attention_heads", "n_inner": "4*n_embd"}
 
 
 def check_against_config(
     source: Source, shapes: Mapping[str, Sequence[str | int]] | None = None
 ) -> None:
-    """Raise InputError for tensors or layer counts that differ from what config.json implies.
-
-    `shapes` maps name patterns to symbolic dimensions (see the module's text); None checks nothing, and
-    a dimension without its config key is not checked. Raises ValueError for malformed `shapes`.
-    """
+    """Raise InputError for tensors or counts of layers that config.json does not imply; a dimension
+    without its config key is not checked. Raises ValueError for malformed `shapes`."""
     for pattern, symbols in (shapes or {}).items():
         expected = [evaluate(source, symbol) for symbol in symbols]
         if pattern.endswith("#"):
@@ -46,16 +32,13 @@ def check_against_config(
             continue
         matches = re.compile(fnmatch.translate(pattern)).match
         for name, entry in source.entries.items():
-            if matches(name):
-                agrees = len(entry.shape) == len(expected) and all(
-                    want is None or have == want
-                    for have, want in zip(entry.shape, expected, strict=True)
-                )
-                if not agrees:
-                    wanted = _listed(ANY if want is None else want for want in expected)
-                    reason = quote(_listed(symbols), 160)[1:-1]
-                    found = f"tensor {quote(entry.name)} of shape {_listed(entry.shape)}"
-                    refuse(entry.file, found, f"{wanted} = {reason} by config.json", REMEDY)
+            pairs = zip(entry.shape, expected, strict=False)
+            agrees = len(entry.shape) == len(expected) and all(want in (None, n) for n, want in pairs)
+            if matches(name) and not agrees:
+                wanted = _listed(ANY if want is None else want for want in expected)
+                reason = quote(_listed(symbols), 160)[1:-1]
+                found = f"tensor {quote(entry.name)} of shape {_listed(entry.shape)}"
+                refuse(entry.file, found, f"{wanted} = {reason} by config.json", REMEDY)
 
 
 def evaluate(source: Source, symbol: str | int) -> int | None:

@@ -1,8 +1,5 @@
-"""A source checkpoint, fully checked when opened and then read one tensor at a time.
-
-`open_source` looks at config, index and headers only: no torch, no tensor data, no code from the
-folder. Reads use plain file reads, not mmap, so that resident memory stays one tensor's.
-"""
+"""A source checkpoint, fully checked when opened and then read one tensor at a time. Opening reads
+config, index and headers only. Reads use no mmap: resident memory stays one tensor's."""
 
 from __future__ import annotations
 
@@ -25,12 +22,7 @@ from blr.compressor.checkpoint.config import (
 from blr.compressor.checkpoint.extras import ADAPTER, MODULE_WEIGHTS, UNAPPLIED, Extras, find_extras
 from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry, find_shards, read_header
 from blr.compressor.checkpoint.pickled import convert_pickle
-from blr.compressor.checkpoint.regular import (
-    check_is_folder,
-    open_regular,
-    read_exactly,
-    refuse,
-)
+from blr.compressor.checkpoint.regular import check_is_folder, open_regular, read_exactly, refuse
 from blr.compressor.checkpoint.remote import remote_shard
 
 if TYPE_CHECKING:
@@ -59,11 +51,8 @@ KINDS: tuple[tuple[str, str, str], ...] = (
 @dataclass(frozen=True)
 class Source:
     """A checked checkpoint: `config` as parsed, `shards` in order, `entries` of all tensors in byte
-    order.
-
-    Read as transformers does (`loading/loader_names.py`), `left` are tensors that the model does not
-    have, and `said` are notes on them.
-    """
+    order. Read as transformers does (`loading/loader_names.py`), `left` are tensors that the model does
+    not have, and `said` are notes on them."""
 
     folder: Path
     config: dict[str, Any]
@@ -81,7 +70,6 @@ class Source:
 
     @property
     def library(self) -> Library:
-        """Whose model it is."""
         return library_of(self.config)
 
     @property
@@ -91,7 +79,6 @@ class Source:
 
     @property
     def parameters(self) -> int:
-        """Number of elements of the model's tensors."""
         return sum(entry.parameters for entry in self.entries.values())
 
     @property
@@ -146,20 +133,16 @@ class Source:
 
 
 def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | None = None) -> Source:
-    """Open and check the checkpoint in `folder` without reading tensor data.
-
-    `allow_pickle` converts pytorch_model.bin into `scratch`, which must outlive the `Source`; only this
-    imports torch. Raises InputError for a missing, malformed or unsafe part.
-    """
+    """Open and check the checkpoint in `folder` without reading tensor data. `allow_pickle` converts
+    pytorch_model.bin into `scratch`, which must outlive the `Source`. Raises InputError for a missing,
+    malformed or unsafe part."""
     folder = Path(folder)
     check_is_folder(folder, "a checkpoint folder")
     if not os.path.lexists(folder / "config.json"):
         _refuse_folder(folder, "no config.json")
     config = read_config(folder)
-    names = library_of(config)
-    if any(os.path.lexists(folder / name) for name in (names.single, names.index)):
-        weights = folder
-    else:
+    names, weights = library_of(config), folder
+    if not any(os.path.lexists(folder / name) for name in (names.single, names.index)):
         if not any(os.path.lexists(folder / name) for name in (names.pickle, names.pickle_index)):
             _refuse_folder(folder, "no weights", names)
         if not allow_pickle:
@@ -172,22 +155,24 @@ def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | Non
     entries = _read_shards(shards, weight_map, weights / names.index)
     check_counts(config, folder, len(entries))
     stamps = {file: _stamp(os.stat(file)) for file in shards}
-    used = {shard.name for shard in shards}
-    if weights != folder:
-        used = {path.name for path in folder.glob("*.bin")}
+    used = {path.name for path in (shards if weights == folder else folder.glob("*.bin"))}
     extras = find_extras(folder, used)
-    if extras.pickled and allow_pickle and scratch is not None:
-        made = {}
-        for number, name in enumerate(extras.pickled[:10]):
-            module = name.partition("/")[0]
-            converted = convert_pickle(folder / module, scratch / f"module-{number}")
-            files = sorted(converted.glob("*.safetensors"))
-            if len(files) != 1:
-                refuse(folder / name, f"weights of {len(files)} files", "a small module", "convert them")
-            made[f"{module}/{MODULE_WEIGHTS}"] = files[0]
-        left = tuple(name for name in extras.left if name not in extras.pickled[:10])
-        extras = Extras(dict(sorted({**extras.carried, **made}.items())), left, extras.pickled[10:])
+    if allow_pickle and scratch is not None:
+        extras = _converted(folder, extras, scratch)
     return Source(folder, config, entries, tuple(shards), extras, _stamps=stamps)
+
+
+def _converted(folder: Path, extras: Extras, scratch: Path) -> Extras:
+    """`extras` with the pickled weights of the first ten modules as safetensors."""
+    made, names = dict(extras.carried), extras.pickled[:10]
+    for number, name in enumerate(names):
+        module = name.partition("/")[0]
+        files = [*convert_pickle(folder / module, scratch / f"module-{number}").glob("*.safetensors")]
+        if len(files) != 1:
+            refuse(folder / name, f"weights of {len(files)} files", "a small module", "convert them")
+        made[f"{module}/{MODULE_WEIGHTS}"] = files[0]
+    left = tuple(name for name in extras.left if name not in names)
+    return Extras(dict(sorted(made.items())), left, extras.pickled[10:])
 
 
 def _read_shards(shards: list[Path], weight_map: dict[str, str], index: Path) -> dict[str, TensorEntry]:

@@ -76,8 +76,7 @@ def _version(show: bool) -> None:
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
@@ -101,28 +100,16 @@ def _check_kernels() -> None:
     """Refuse a BLR_KERNELS that cannot be followed before any work."""
     try:
         mode = kernels_mode()
+        if {"BLR_TRANSIENT", "BLR_COMPILED"} & os.environ.keys():  # what reads them imports torch
+            from blr.kernels.common.inlining import compiled_form
+            from blr.kernels.common.transient import transient_bytes
+
+            transient_bytes()
+            compiled_form()
     except RuntimeError as error:
         raise UsageError(str(error)) from error
     if mode == "triton" and find_spec("triton") is None:
         raise CapabilityError(NO_TRITON)
-    if {"BLR_TRANSIENT", "BLR_COMPILED"} & os.environ.keys():  # what reads them imports torch
-        from blr.kernels.common.inlining import compiled_form
-        from blr.kernels.common.transient import transient_bytes
-
-        try:
-            transient_bytes()
-            compiled_form()
-        except RuntimeError as error:
-            raise UsageError(str(error)) from error
-
-
-def _called(context: Any) -> str:
-    """The command of a click context, as "blr bench layers"."""
-    names: list[str] = []
-    while context is not None and context.parent is not None:
-        names.insert(0, str(context.info_name))
-        context = context.parent
-    return " ".join(("blr", *names))
 
 
 def main() -> None:
@@ -149,7 +136,8 @@ def main() -> None:
                 error.ctx.get_help()
             sys.exit(UsageError.exit_code)
         said = error.format_message().rstrip(".?") or "No command given"
-        _fail(error, UsageError.exit_code, f"{said}; see `{_called(error.ctx)} --help`")
+        called = "blr" if error.ctx is None else error.ctx.command_path
+        _fail(error, UsageError.exit_code, f"{said}; see `{called} --help`")
     except KeyboardInterrupt:
         _fail(KeyboardInterrupt(), 130, "interrupted")
     except (streams.ReaderGone, BrokenPipeError):

@@ -4,7 +4,7 @@ end."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -35,8 +35,7 @@ from blr.compressor.cli.signals import end_member, started, stop_on_signals
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.output.loss_messages import number
 from blr.compressor.planning.roofline import ASKED
-from blr.compressor.recipe.heal_settings import MINUTES, HealOptions
-from blr.compressor.recipe.run_settings import CompressSettings
+from blr.compressor.recipe.settings import MINUTES, CompressSettings, HealOptions
 
 Line = tuple[str, str]
 PROMPT = '"A prompt"'
@@ -113,23 +112,19 @@ def _compress_text(summary: dict[str, Any], teacher: str) -> str:
     errors = ", ".join(f"{kind} {error:.4f}" for kind, error in found.items())
     output = summary["output"]
     then = next_line("heal", output, teacher, "-o", quote(f"{output}-healed"))
+    bits = f"{summary['bits']:.3f} a weight in {summary['share']:.1%} of the model's parameters"
     return laid_out(
-        (
-            ("output", output),
-            ("layers", f"{summary['became']}{kept}{fewer}"),
-            size_line(summary),
-            (
-                "bits",
-                f"{summary['bits']:.3f} a weight in {summary['share']:.1%} of the model's parameters",
-            ),
-            *check_lines(summary["check"]),
-            ("error", f"{what}, by layer type: {errors}"),
-            *healed_lines(summary["healed"] or {}),
-            time_line(summary),
-            ("report", f"{output}/report.html"),
-            ("note", summary["advice"] or ""),
-            *(use_lines(output, summary["check"]) if summary["healed"] else [then]),
-        )
+        ("output", output),
+        ("layers", f"{summary['became']}{kept}{fewer}"),
+        size_line(summary),
+        ("bits", bits),
+        *check_lines(summary["check"]),
+        ("error", f"{what}, by layer type: {errors}"),
+        *healed_lines(summary["healed"] or {}),
+        time_line(summary),
+        ("report", f"{output}/report.html"),
+        ("note", summary["advice"] or ""),
+        *(use_lines(output, summary["check"]) if summary["healed"] else [then]),
     )
 
 
@@ -158,14 +153,12 @@ def heal(
 def _heal_text(summary: dict[str, Any]) -> str:
     output = summary["output"]
     return laid_out(
-        (
-            ("output", output),
-            *healed_lines(summary),
-            *(check_lines(summary["check"]) if summary["steps"] else ()),
-            time_line(summary),
-            ("report", f"{output}/report.html"),
-            *use_lines(output, summary["check"]),
-        )
+        ("output", output),
+        *healed_lines(summary),
+        *(check_lines(summary["check"]) if summary["steps"] else ()),
+        time_line(summary),
+        ("report", f"{output}/report.html"),
+        *use_lines(output, summary["check"]),
     )
 
 
@@ -191,18 +184,16 @@ def _export_text(summary: dict[str, Any]) -> str:
     runs = summary["kind"] in ("folder", "dense", "plain") and generates(summary["check"])
     added = f"{summary['untied_bytes']:,} bytes beside the embedding it was tied to"
     return laid_out(
-        (
-            ("output", summary["output"]),
-            *_layers_lines(summary),
-            size_line(summary),
-            *check_lines(summary["check"]),
-            ("output head", added if summary["untied_bytes"] else ""),
-            ("error", f"of {kinds}, by layer type: {errors}" if errors else ""),
-            time_line(summary),
-            *(("run", command) for command in summary["commands"]),
-            *summary["elsewhere"].items(),
-            *([next_line("generate", summary["output"], PROMPT)] if runs else []),
-        )
+        ("output", summary["output"]),
+        *_layers_lines(summary),
+        size_line(summary),
+        *check_lines(summary["check"]),
+        ("output head", added if summary["untied_bytes"] else ""),
+        ("error", f"of {kinds}, by layer type: {errors}" if errors else ""),
+        time_line(summary),
+        *(("run", command) for command in summary["commands"]),
+        *summary["elsewhere"].items(),
+        *([next_line("generate", summary["output"], PROMPT)] if runs else []),
     )
 
 
@@ -225,7 +216,7 @@ def _layers_lines(summary: dict[str, Any]) -> list[Line]:
     return [("for", f"{summary['gpu']}{why}{use}"), ("layers", layers), ("kernels", place)]
 
 
-def laid_out(lines: Iterable[Line]) -> str:
+def laid_out(*lines: Line) -> str:
     """Join labelled lines, the labels in one column, on a terminal in colour. Lines without a text are
     left out."""
     shown = [(label, text) for label, text in lines if text]

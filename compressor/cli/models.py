@@ -28,18 +28,15 @@ from blr.compressor.cli.options import (
     setting_options,
     taking,
 )
-from blr.compressor.recipe.eval_settings import EvalSettings
 from blr.compressor.recipe.option import Limits
+from blr.compressor.recipe.settings import EvalSettings
 
 FIRST = "text against tasks sts window max_tokens dtype device quiet format"
 
 
 @taking(setting_options(EvalSettings), first=FIRST)
 def evaluate(
-    checkpoint: Checkpoint,
-    quiet: Quiet = False,
-    format: FormatOption = Format.text,
-    **options: Any,
+    checkpoint: Checkpoint, quiet: Quiet = False, format: FormatOption = Format.text, **options: Any
 ) -> None:
     """Measure a model, alone or --against the dense one: a decoder's perplexity (--text) and --tasks, or
     an encoder's --sts."""

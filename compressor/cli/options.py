@@ -24,11 +24,9 @@ from typer.models import ArgumentInfo
 from blr.compressor.base.device import COMPUTED, check_device
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.quoting import is_numeral, printable_all
-from blr.compressor.recipe.eval_settings import EvalSettings
-from blr.compressor.recipe.heal_settings import MINUTES
 from blr.compressor.recipe.option import Option, described, options_of
-from blr.compressor.recipe.run_settings import RunSettings
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.settings import MINUTES, EvalSettings, RunSettings
 from blr.compressor.workspace.shards import parse_size
 
 MOST = 2**31 - 1
@@ -223,15 +221,8 @@ OutputFolder = Annotated[
 FormatOption = Annotated[Format, typer.Option("--format", help="Print text, or one JSON object.")]
 Device = Annotated[str, typed(EvalSettings, "device")]
 Threads = Annotated[int | None, typed(EvalSettings, "threads")]
-Gpus = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        max=64,
-        help="Start this many processes, one on each GPU (or on the CPU with --device cpu).",
-        show_default="1",
-    ),
-]
+PROCESSES = "Start this many processes, one on each GPU (or on the CPU with --device cpu)."
+Gpus = Annotated[int | None, typer.Option(min=1, max=64, help=PROCESSES, show_default="1")]
 EvalWindow = Annotated[int | None, typed(EvalSettings, "window")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 Verify = Annotated[bool, typed(EvalSettings, "verify", "--verify/--no-verify")]

@@ -13,11 +13,7 @@ from blr.compressor.cli.options import Format, FormatOption, Output, Quiet, prin
 
 
 @taking()
-def inspect(
-    checkpoint: Output,
-    verify: bool = False,
-    format: FormatOption = Format.text,
-) -> None:
+def inspect(checkpoint: Output, verify: bool = False, format: FormatOption = Format.text) -> None:
     """Show the layers of an output: structure, rank, parameters and error.
 
     Options:

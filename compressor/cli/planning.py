@@ -62,15 +62,14 @@ def plan(
     from blr.compressor.base.progress import Progress
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.planning import forecast, forecast_healing
-    from blr.compressor.planning.draft_form import draft_form
-    from blr.compressor.planning.model_size import sized
     from blr.compressor.planning.outline import open_or_outline
     from blr.compressor.planning.plan import make_plan, unmeasured
     from blr.compressor.planning.roofline import chosen_gpu
+    from blr.compressor.planning.sizing import draft_form, sized
     from blr.compressor.planning.table import plan_result, plan_text
-    from blr.compressor.recipe.asked import asked_recipe
-    from blr.compressor.recipe.heal_settings import MINUTES, HealOptions, checked_minutes
+    from blr.compressor.recipe.chosen import asked_recipe
     from blr.compressor.recipe.schema import Recipe
+    from blr.compressor.recipe.settings import MINUTES, HealOptions, checked_minutes
     from blr.compressor.text.reading import OWN
 
     asked = {name: options[name] for name in options if name in Recipe.model_fields}
@@ -102,7 +101,7 @@ recipes_app = typer.Typer(help="List, show and check recipes.", pretty_exception
 def list_recipes(format: FormatOption = Format.text) -> None:
     """List the shipped recipes."""
     from blr.compressor.base.tables import aligned
-    from blr.compressor.recipe.shipped_recipes import describe_recipe, shipped_recipes
+    from blr.compressor.recipe.chosen import describe_recipe, shipped_recipes
 
     found = {name: describe_recipe(path) for name, path in shipped_recipes().items()}
     print(json.dumps(found) if format is Format.json else aligned(list(found.items())))
@@ -115,7 +114,7 @@ def show_recipe(
 ) -> None:
     """Show a recipe; with --format json as resolved, with all that it extends."""
     from blr.compressor.checkpoint.regular import read_text
-    from blr.compressor.recipe.shipped_recipes import find_recipe, load_recipe
+    from blr.compressor.recipe.chosen import find_recipe, load_recipe
     from blr.compressor.recipe.yaml_file import MAX_BYTES
 
     resolved = load_recipe(name)
@@ -129,7 +128,7 @@ def validate_recipe(
     format: FormatOption = Format.text,
 ) -> None:
     """Check a recipe and all that it extends; exit code 3 if it is wrong."""
-    from blr.compressor.recipe.shipped_recipes import load_recipe
+    from blr.compressor.recipe.chosen import load_recipe
 
     resolved = load_recipe(file)
     result: dict[str, object] = {"recipe": file, "valid": True, "method": resolved.method}

@@ -166,14 +166,10 @@ def resume_command(arguments: list[str]) -> str:
 @contextmanager
 def started(gpus: int | None, running: Running) -> Iterator[None]:
     """Meanwhile be the first of `gpus` processes. Raises UsageError under torchrun or accelerate."""
-    if environment.is_started_by_us() or gpus is None:
-        yield
-        return
-    if environment.count() > 1:
-        raise UsageError(
-            f"--gpus {gpus} in one of {environment.count()} processes; leave it out under a launcher"
-        )
-    if gpus == 1:
+    ours, count = environment.is_started_by_us(), environment.count()
+    if gpus is not None and not ours and count > 1:
+        raise UsageError(f"--gpus {gpus} in one of {count} processes; leave it out under a launcher")
+    if ours or gpus is None or gpus == 1:
         yield
         return
     crew = Crew(gpus, running)
@@ -206,23 +202,18 @@ class Crew:
         self.count, self.running, self.over = count, running, False
         self.lock = threading.Lock()
         self.folder = make_scratch()
-        shared = {
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            environment.MEETING: str(self.folder / "meeting"),
-        }
+        shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        shared[environment.MEETING] = str(self.folder / "meeting")
         if any(name == "lo" for _, name in socket.if_nameindex()):
             shared["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         os.environ.update(shared | {"RANK": "0", "LOCAL_RANK": "0"})
         reader, self.alive = os.pipe()
         self.members = [self._start(number, reader) for number in range(1, count)]
         os.close(reader)
-        self.watchers = [
-            threading.Thread(target=self._watch, args=(number, member), daemon=True)
-            for number, member in enumerate(self.members, 1)
-        ]
-        for watcher in self.watchers:
-            watcher.start()
+        watcher = partial(threading.Thread, target=self._watch, daemon=True)
+        self.watchers = [watcher(args=numbered) for numbered in enumerate(self.members, 1)]
+        for thread in self.watchers:
+            thread.start()
 
     def _start(self, number: int, reader: int) -> subprocess.Popen[str]:
         own = {"RANK": str(number), "LOCAL_RANK": str(number), environment.PARENT: str(reader)}

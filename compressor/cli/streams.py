@@ -29,7 +29,7 @@ class Results:
 
     def __init__(self, stream: Any) -> None:
         self.stream, self._unread = stream, ""
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None  # from which on it takes nothing
 
     def write(self, text: str) -> int:
         """Write as a stream does. Raises ReaderGone, or StorageError when it fails otherwise."""
@@ -43,28 +43,21 @@ class Results:
         """Flush as a stream does. Raises as `write`."""
         self._do(self.stream.flush)
 
-    @property
-    def failed(self) -> bool:
-        return self._failure is not None
-
     def _do(self, act: Callable[[], object]) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         try:
             act()
         except OSError as error:
-            self._failure = self._failed(error)
-            raise self._failure from error
-
-    def _failed(self, error: OSError) -> Exception:
-        silence_results()
-        if error.errno == errno.EPIPE:
-            return ReaderGone()
-        sys.stderr.write(self._unread.rstrip("\n") + "\n")
-        return StorageError(
-            f"standard output: {os.strerror(error.errno or 0).lower()}; the results are on standard "
-            "error, above: give standard output a file with room or a pipe that is read"
-        )
+            silence_results()
+            self.failure = ReaderGone()
+            if error.errno != errno.EPIPE:
+                sys.stderr.write(self._unread.rstrip("\n") + "\n")
+                self.failure = StorageError(
+                    f"standard output: {os.strerror(error.errno or 0).lower()}; the results are on "
+                    "standard error, above: give standard output a file with room or a pipe that is read"
+                )
+            raise self.failure from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -109,7 +102,7 @@ def prepare() -> None:
 
 def let_go() -> None:
     """Drop a standard output that failed, so that the interpreter's last flush succeeds."""
-    if isinstance(sys.stdout, Results) and sys.stdout.failed:
+    if isinstance(sys.stdout, Results) and sys.stdout.failure:
         sys.stdout = sys.stdout.stream
 
 

@@ -21,8 +21,8 @@ from blr.compressor.cli.options import (
 )
 from blr.compressor.cli.signals import stop_on_signals
 from blr.compressor.planning.roofline import chosen_gpu
-from blr.compressor.recipe.heal_settings import checked_minutes
 from blr.compressor.recipe.option import Limits
+from blr.compressor.recipe.settings import checked_minutes
 
 METHODS = "svd,blast"
 COMMON = (  # what all points have in common

@@ -22,14 +22,7 @@ from blr.bench.options import (
 from blr.bench.results import BenchReport, check_output, publish
 from blr.bench.shapes import layer_work
 from blr.compressor.base.progress import Progress
-from blr.compressor.cli.options import (
-    Format,
-    FormatOption,
-    Quiet,
-    expanded,
-    setting_options,
-    taking,
-)
+from blr.compressor.cli.options import Format, FormatOption, Quiet, expanded, setting_options, taking
 from blr.compressor.cli.streams import report_now
 
 bench_app = typer.Typer(
@@ -37,8 +30,7 @@ bench_app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 OutputOption = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", callback=expanded, help="Write results.json here."),
+    Path | None, typer.Option("--output", "-o", callback=expanded, help="Write results.json here.")
 ]
 
 
@@ -79,14 +71,10 @@ add_command("prefill", PrefillOptions, "Time prompts in transformers, in bf16 an
 add_command("memory", MemoryOptions, "Measure memory of a forward pass: dense, low-rank and ours.")
 
 
+TUNED = "~/.cache/blr/tuned/GPU.yaml, which is read first"
 Table = Annotated[
     Path | None,
-    typer.Option(
-        *("--output", "-o"),
-        callback=expanded,
-        help="Write this YAML file.",
-        show_default="~/.cache/blr/tuned/GPU.yaml, which is read first",
-    ),
+    typer.Option("--output", "-o", callback=expanded, help="Write this YAML file.", show_default=TUNED),
 ]
 
 

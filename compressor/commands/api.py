@@ -18,7 +18,7 @@ from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.regular import read_start
 from blr.compressor.loading.resolve import default_output, resolve_model
-from blr.compressor.recipe.asked import asked_recipe
+from blr.compressor.recipe.chosen import asked_recipe
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.reading import OWN, check_text
 from blr.compressor.workspace.manifest import computing_digest
@@ -55,7 +55,7 @@ def compress(
     """
     from blr.compressor.commands.compress import Settings
     from blr.compressor.commands.compress import compress as compress_folder
-    from blr.compressor.recipe.heal_settings import MINUTES, checked_minutes
+    from blr.compressor.recipe.settings import MINUTES, checked_minutes
 
     asked = {name: settings.pop(name) for name in [*settings] if name in Recipe.model_fields}
     text, progress = None if calibration is None else str(calibration), progress or Progress(quiet=True)
@@ -72,10 +72,8 @@ def compress(
         check_output(progress.output, options.overwrite, (str(model),))
     whole = bool(options.heal or asked.get("mix") or own or options.allow_pickle)
     if stream and whole:
-        raise UsageError(
-            "--stream with --heal, --mix, --text self or --allow-pickle: these take the "
-            "whole model; leave it out, and set HF_HOME to a disk with room"
-        )
+        said = "--stream with --heal, --mix, --text self or --allow-pickle: these take the whole model"
+        raise UsageError(f"{said}; leave it out, and set HF_HOME to a disk with room")
     hub: dict[str, Any] = {"revision": options.revision, "offline": options.offline}
     found = resolve_model(str(model), **hub, stream=stream or (False if whole else None))
     options = options.named(found.name, found.revision)
@@ -97,12 +95,12 @@ def heal(
         checkpoint: a folder that `compress` wrote, or a hub id.
         teacher: the dense model; None takes the one that the checkpoint's manifest names.
         data: text files or data sets; "self", and None, the teacher's own text.
-        settings: fields of `recipe.heal_settings.HealOptions` (minutes, steps, lora, …), by name.
+        settings: fields of `recipe.settings.HealOptions` (minutes, steps, lora, …), by name.
     """
     from blr.compressor.base.threads import use_threads
     from blr.compressor.healing.teacher import named_teacher
     from blr.compressor.healing.tracking import check_installed
-    from blr.compressor.recipe.heal_settings import HealOptions, check_options
+    from blr.compressor.recipe.settings import HealOptions, check_options
 
     name, progress = str(checkpoint), progress or Progress(quiet=True)
     options = check_options(HealOptions(name, data=tuple(map(str, _several(data))), **settings))
@@ -127,11 +125,7 @@ def heal(
 
 
 def export(
-    checkpoint: str | Path,
-    output: str | Path,
-    *,
-    progress: Progress | None = None,
-    **settings: Any,
+    checkpoint: str | Path, output: str | Path, *, progress: Progress | None = None, **settings: Any
 ) -> ExportSummary:
     """Write a checkpoint in the layout of the kernels, with the decoding runtime, or in another form.
 
@@ -198,7 +192,7 @@ def evaluate(
 
     Args:
         checkpoint: a folder or hub id. text: text files or .jsonl.
-        settings: fields of `recipe.eval_settings.EvalSettings` (sts, tasks, against, …), by name.
+        settings: fields of `recipe.settings.EvalSettings` (sts, tasks, against, …), by name.
 
     Returns JSON-ready `checkpoint`, and `perplexity` with `tokens` (or a list `texts` of them), `tasks`
     with a score for each metric, or `spearman` in percent. With `against` each has the distance from the
@@ -206,7 +200,7 @@ def evaluate(
     """
     from blr.compressor.base.threads import use_threads
     from blr.compressor.integrations import lm_eval
-    from blr.compressor.recipe.eval_settings import EvalSettings, check_eval
+    from blr.compressor.recipe.settings import EvalSettings, check_eval
 
     names = [name for name in ("sts", "tasks_path", "keep_dense") if settings.get(name) is not None]
     settings |= {name: Path(settings[name]) for name in names}

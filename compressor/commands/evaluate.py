@@ -34,7 +34,7 @@ from blr.compressor.loading.load import EMBEDS, GENERATES, load_model, load_toke
 from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.loading.tokenizer import PROBE, check_ids, encode_padded, taken_by
 from blr.compressor.output.loss import percentiles
-from blr.compressor.recipe.eval_settings import USUAL_WINDOW, EvalSettings
+from blr.compressor.recipe.settings import USUAL_WINDOW, EvalSettings
 from blr.compressor.text.reading import Beginning, beginning_of, read_whole_text
 
 MAX_BYTES = 64 * 2**20  # of a text; all of it is tokenized at once
@@ -79,10 +79,8 @@ def evaluate_folder(
     if asked.sts:
         name = str((read_config(folder).get("architectures") or [""])[0])
         if name.endswith(("ForCausalLM", "LMHeadModel")) and not (folder / MODULES).exists():
-            raise CapabilityError(
-                f"{folder}: {name} continues text; expected an encoder of sentences for --sts; "
-                "take --text"
-            )
+            said = f"{name} continues text; expected an encoder of sentences for --sts"
+            raise CapabilityError(f"{folder}: {said}; take --text")
     data, trust = [*asked.text, *filter(None, [asked.sts])], asked.trust_remote_code
     start = read_start(data[0]) if data else ""
     tokenizer = load_tokenizer(folder, trust=trust, text=start)
@@ -132,8 +130,8 @@ class Evaluation:
         return {**asdict(found), "against": asdict(far)}
 
     def _correlation(self, folder: Path, pairs: list[Pair]) -> tuple[Spearman, Tensor]:
-        how = self.asked.batch, self.progress, read_sentences(folder)
-        return sts_spearman(self.model(folder), self.tokenizer, pairs, *how)
+        how = read_sentences(folder), self.asked.batch, self.progress
+        return sts_spearman(Encoder(self.model(folder), self.tokenizer, *how), pairs)
 
     def of_tasks(self) -> dict[str, object]:
         """The scores in tasks."""
@@ -151,10 +149,10 @@ class Evaluation:
         size = asked.window or min(USUAL_WINDOW, context_of(self.model(self.folder).config.to_dict()))
         begins = beginning_of(tokenizer)
         counted = _counted(size, asked.stride, list(tokenizer.convert_ids_to_tokens(list(begins))))
-        found = [
-            {"text": str(path), **self._of_text(ids, size, begins), "counted": counted}
-            for path, ids in zip(asked.text, tokens, strict=True)
-        ]
+        found = []
+        for path, ids in zip(asked.text, tokens, strict=True):
+            told = self._of_text(ids, size, begins)
+            found.append({"text": str(path), **told, "counted": counted})
         return found[0] if len(found) == 1 else {"texts": found}
 
     def _of_text(self, ids: Tensor, window: int, beginning: Beginning) -> dict[str, object]:
@@ -204,23 +202,43 @@ def perplexity(found: list[ScoredWindow], window: int, beginning: Beginning) -> 
     return Perplexity(math.exp(float(losses.mean())), len(losses), window, beginning)
 
 
+@dataclass(frozen=True)
+class Encoder:
+    """A model that embeds sentences, `batch` at once, as `head` pools its states."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    head: Sentences
+    batch: int
+    progress: Progress
+
+    def embed(self, sentences: list[str]) -> Tensor:
+        """Embeddings [n, d], computed in batches of similar length."""
+        order = sorted(range(len(sentences)), key=lambda n: len(sentences[n]))
+        groups = [order[n : n + self.batch] for n in range(0, len(order), self.batch)]
+        rows: dict[int, Tensor] = {}
+        with self.progress.layers(len(groups), "embedding") as advance:
+            for group in groups:
+                advance("")
+                rows.update(zip(group, self.pooled([sentences[n] for n in group]), strict=True))
+        return torch.stack([rows[n] for n in range(len(sentences))])
+
+    def pooled(self, sentences: list[str]) -> Tensor:
+        """Embeddings [m, d] of one batch."""
+        model, tokenizer, head = self.model, self.tokenizer, self.head
+        limit = min(context_of(model.config.to_dict()), head.length or tokenizer.model_max_length)
+        tokens = encode_padded(tokenizer, head.texts(sentences), limit).to(model.device)
+        check_ids(model, tokens["input_ids"])
+        hidden = model(**taken_by(model, tokens)).last_hidden_state  # [m, w, d]
+        return head.embed(hidden, tokens["attention_mask"], head.unpooled(tokenizer)).cpu()
+
+
 @torch.inference_mode()
-def sts_spearman(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    pairs: Sequence[Pair],
-    batch: int,
-    progress: Progress,
-    head: Sentences | None = None,
-) -> tuple[Spearman, Tensor]:
-    """Spearman correlation on `pairs`, whose sentences `head` embeds (None: by their mean states), and
-    the embeddings [2 n, d]."""
-    sentences = [s for first, second, _ in pairs for s in (first, second)]
-    head = head or Sentences()
-    embeddings = embed(model, tokenizer, sentences, batch, progress, head).double()
+def sts_spearman(encoder: Encoder, pairs: Sequence[Pair]) -> tuple[Spearman, Tensor]:
+    """Spearman correlation on `pairs`, and the embeddings [2 n, d]."""
+    embeddings = encoder.embed([s for first, second, _ in pairs for s in (first, second)]).double()
     gold = torch.tensor([score for *_, score in pairs], dtype=torch.float64)
-    found = rank_correlation(_of_each_pair(embeddings), gold)
-    return Spearman(found, len(pairs)), embeddings
+    return Spearman(rank_correlation(_of_each_pair(embeddings), gold), len(pairs)), embeddings
 
 
 def _of_each_pair(embeddings: Tensor) -> Tensor:
@@ -253,45 +271,13 @@ def read_pairs(path: Path) -> list[Pair]:
         rows = rows[1:]
     for number, row in enumerate(rows, 1):
         if len(row) < 3 or not is_numeral(row[-1]) or not math.isfinite(float(row[-1])):
-            raise InputError(
-                f"{path}: row {number} is {quote(row, 120)[1:-1]}, expected sentence, sentence, score; "
-                "repair the row"
-            )
+            found = f"row {number} is {quote(row, 120)[1:-1]}"
+            raise InputError(f"{path}: {found}, expected sentence, sentence, score; repair the row")
     if len(rows) < 2:
         raise InputError(
             f"{path}: {len(rows)} rows, expected two at least of sentence, sentence, score; give more"
         )
     return [(row[-3], row[-2], float(row[-1])) for row in rows]
-
-
-def embed(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    sentences: list[str],
-    batch: int,
-    progress: Progress,
-    head: Sentences,
-) -> Tensor:
-    """Sentence embeddings [n, d] as `head` pools them, computed in batches of similar length."""
-    order = sorted(range(len(sentences)), key=lambda n: len(sentences[n]))
-    groups = [order[n : n + batch] for n in range(0, len(order), batch)]
-    rows: dict[int, Tensor] = {}
-    with progress.layers(len(groups), "embedding") as advance:
-        for group in groups:
-            advance("")
-            pooled = _pool(model, tokenizer, [sentences[n] for n in group], head)
-            rows.update(zip(group, pooled, strict=True))
-    return torch.stack([rows[n] for n in range(len(sentences))])
-
-
-def _pool(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sentences: list[str], head: Sentences
-) -> Tensor:
-    limit = min(context_of(model.config.to_dict()), head.length or tokenizer.model_max_length)
-    tokens = encode_padded(tokenizer, head.texts(sentences), limit).to(model.device)
-    check_ids(model, tokens["input_ids"])
-    hidden = model(**taken_by(model, tokens)).last_hidden_state  # [m, w, d]
-    return head.embed(hidden, tokens["attention_mask"], head.unpooled(tokenizer)).cpu()
 
 
 def _ranks(values: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ from blr.compressor.checkpoint.config import read_config
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.loading.tokenizer import check_ids, encode_prompt
 from blr.compressor.modeling.cache_key import Check
-from blr.compressor.modeling.generation import held_decoder, obstacle
-from blr.compressor.modeling.requests import unusual_settings
+from blr.compressor.modeling.generation import held_decoder, obstacle, unusual_settings
 from blr.compressor.modeling.settings import export_settings
 from blr.compressor.runtime.decoder import Decoder, average
 from blr.compressor.runtime.failures import DecoderError
@@ -65,10 +64,9 @@ def generate(
     if length == 0:
         raise UsageError("the prompt has no tokens; give some text to continue")
     if length + sampling.max_new_tokens > context:
-        raise CapabilityError(
-            f"{length} prompt tokens and {sampling.max_new_tokens} new ones exceed the model's context "
-            f"of {context}; shorten the prompt or lower --max-new-tokens"
-        )
+        found = f"{length} prompt tokens and {sampling.max_new_tokens} new ones"
+        said = f"{found} exceed the model's context of {context}"
+        raise CapabilityError(f"{said}; shorten the prompt or lower --max-new-tokens")
     check_ids(model, inputs["input_ids"])
     torch.manual_seed(sampling.seed)
     started = monotonic()
@@ -162,9 +160,8 @@ def profile(
         found = held_decoder(model, settings)
     if isinstance(found, str):
         raise CapabilityError(f"no fused runtime for this model: {found}; leave --profile out")
-    decoder = found or Decoder(
-        model, batch=1, context=min(context_of(model.config.to_dict()), MAX_CONTEXT)
-    )
+    context = min(context_of(model.config.to_dict()), MAX_CONTEXT)
+    decoder = found or Decoder(model, batch=1, context=context)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     try:
         decoder.prefill(ids.to(model.device))

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from blr.compressor.base.device import device_name
-from blr.compressor.base.errors import CapabilityError, OutputError
+from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.processes import Processes
 from blr.compressor.base.progress import READING, Progress
 from blr.compressor.checkpoint.extras import METRICS
@@ -54,10 +54,9 @@ from blr.compressor.output.files import FolderContents
 from blr.compressor.output.folder_run import FolderRun, opened
 from blr.compressor.planning.forecast_healing import GpuGroup, disk_bytes, predicted, words
 from blr.compressor.planning.roofline import find_gpu
-from blr.compressor.recipe.heal_settings import HealOptions, check_options, healing_steps
+from blr.compressor.recipe.settings import HealOptions, check_options, healing_steps
 from blr.compressor.text.own import OwnText, write_own_text
 from blr.compressor.workspace.journal import canonical_json, headers_digest, layer_key, versions
-from blr.compressor.workspace.manifest import read_manifest
 from blr.compressor.workspace.scan import scan_source
 from blr.compressor.workspace.shards import assign_shards
 from blr.compressor.workspace.workspace import Workspace
@@ -264,10 +263,7 @@ class HealRun(FolderRun):
         }
 
     def facts(self, read: str) -> dict[str, object]:
-        try:
-            earlier = read_manifest(self.checkpoint.source.folder)
-        except OutputError:  # one without its manifest
-            earlier = {}
+        earlier = self.checkpoint.manifest
         healed = {"name": self.options.source_name, "revision": self.options.revision}
         facts = {
             "source": earlier.get("source", healed),

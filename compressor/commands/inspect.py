@@ -15,6 +15,7 @@ from blr.compressor.checkpoint.extras import LAYERS
 from blr.compressor.checkpoint.header import MAX_ELEMENTS, check_name
 from blr.compressor.checkpoint.regular import read_json
 from blr.compressor.checkpoint.source import check_is_output
+from blr.compressor.output.report import layer_facts
 from blr.compressor.structures.specs import DenseSpec, LowRankSpec, QuantizedSpec, spec_from_dict
 from blr.compressor.workspace.manifest import MANIFEST, check_listed, saved_by
 
@@ -47,10 +48,8 @@ def inspect_output(folder: Path, verify: bool = False) -> dict[str, object]:
         bits = sum(row["bits"] * row["dense_parameters"] for row in layers) / dense if layers else None
         totals = {"dense_parameters": dense, "parameters": structured, "cf": cf, "bits": bits}
     except (InputError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise InputError(
-            f"{folder}: not an output of blr compress ({quote(error, 200)[1:-1]}); "
-            "give the folder it wrote"
-        ) from None
+        said = f"not an output of blr compress ({quote(error, 200)[1:-1]})"
+        raise InputError(f"{folder}: {said}; give the folder it wrote") from None
     return {"output": str(folder), "layers": layers, **totals, **({"saved": saved} if saved else {})}
 
 
@@ -99,13 +98,7 @@ def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
     if type(bits) not in (int, float) or not 0 < bits < MOST_BITS:
         raise ValueError(f"layer {quote(name)} of {quote(bits, 40)} bits a weight")
     return {
-        "module": name,
-        "type": record["type"],
-        "structure": spec.structure,
-        "shape": [spec.out_features, spec.in_features],
-        "rank": spec.describe(),
-        "dense_parameters": spec.dense_parameters,
-        "parameters": spec.parameters,
+        **layer_facts(name, kind, spec),
         "cf": spec.dense_parameters / spec.parameters,
         "bits": bits,
         "output_error": record.get("weighted_error"),
@@ -119,19 +112,12 @@ def inspect_text(result: dict[str, Any]) -> str:
     known = any(row["output_error"] is not None for row in result["layers"])
     error, of = ("output_error", "error of outputs") if known else ("error", "error of weights")
     head = ("module", "structure", "shape", "rank or pattern", "parameters", "cf", "bits", of)
-    rows = [
-        (
-            row["module"],
-            row["structure"],
-            "x".join(map(str, row["shape"])),
-            row["rank"],
-            f"{row['parameters']:,}",
-            f"{row['cf']:.3f}",
-            f"{row['bits']:.3f}",
-            "-" if row[error] is None else f"{row[error]:.4f}",
-        )
-        for row in result["layers"]
-    ]
+    rows = []
+    for row in result["layers"]:
+        shape = "x".join(map(str, row["shape"]))
+        numbers = f"{row['parameters']:,}", f"{row['cf']:.3f}", f"{row['bits']:.3f}"
+        lost = "-" if row[error] is None else f"{row[error]:.4f}"
+        rows.append((row["module"], row["structure"], shape, row["rank"], *numbers, lost))
     total = f"{len(rows)} layers, {result['dense_parameters']:,} -> {result['parameters']:,}"
     bits = f", {result['bits']:.3f} bits a weight" if result["bits"] else ""
     fewer = f", {result['cf']:.3f} times fewer" if result["cf"] > 1 else ""

@@ -53,8 +53,7 @@ class Push:
 
     @property
     def bytes(self) -> int:
-        sizes = (len(f) if isinstance(f, bytes) else f.stat().st_size for f in self.files.values())
-        return sum(sizes)
+        return sum(len(f) if isinstance(f, bytes) else f.stat().st_size for f in self.files.values())
 
 
 def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> Push:
@@ -107,26 +106,15 @@ def send(push: Push, *, private: bool, revision: str | None, message: str) -> st
         api.create_repo(push.repository, private=True if private else None, exist_ok=True)
         info: Any = api.repo_info(push.repository, revision=revision)
     if private and not info.private:
-        raise HubError(
-            f"{push.repository}: a public repository, expected a private one for --private; make it "
-            "private on the hub, or name another"
-        )
+        said = "a public repository, expected a private one for --private"
+        raise HubError(f"{push.repository}: {said}; make it private on the hub, or name another")
     stale = _stale(push, api, {file.rfilename for file in info.siblings or []}, revision)
-    operations: list[CommitOperationDelete | CommitOperationAdd] = [
-        CommitOperationDelete(name) for name in stale
-    ]
-    operations += [
-        CommitOperationAdd(name, data if isinstance(data, bytes) else str(data))
-        for name, data in push.files.items()
-    ]
+    operations: list[CommitOperationDelete | CommitOperationAdd] = [*map(CommitOperationDelete, stale)]
+    for name, data in push.files.items():
+        operations.append(CommitOperationAdd(name, data if isinstance(data, bytes) else str(data)))
     with _hub_errors(push.repository):
-        done = api.create_commit(
-            push.repository,
-            operations,
-            commit_message=message,
-            parent_commit=info.sha,
-            revision=revision,
-        )
+        at: dict[str, Any] = {"parent_commit": info.sha, "revision": revision}
+        done = api.create_commit(push.repository, operations, commit_message=message, **at)
     return str(done.commit_url)
 
 
@@ -241,10 +229,6 @@ def _measured(found: Judged) -> Iterator[tuple[str, str, str, float]]:
 
 
 def printed(push: Push) -> dict[str, object]:
-    return {
-        "repository": push.repository,
-        "files": len(push.files),
-        "bytes": push.bytes,
-        "card": json.loads(json.dumps(push.front, default=os.fspath)),
-        "notes": list(push.notes),
-    }
+    sizes = {"files": len(push.files), "bytes": push.bytes}
+    card = json.loads(json.dumps(push.front, default=os.fspath))
+    return {"repository": push.repository, **sizes, "card": card, "notes": list(push.notes)}

@@ -30,24 +30,18 @@ def verify_output(folder: Path) -> dict[str, object]:
         named = {f"{name.partition('.')[0]}.py" for name in source.config.get("auto_map", {}).values()}
         found = found or ", ".join(sorted(name for name in named if not (folder / name).is_file()))
         if found:
-            raise VerifyError(
-                f"{folder}: {found} missing or not as its configuration says; save it again"
-            )
-        return {
-            "output": str(folder),
-            "files": sum(path.is_file() for path in folder.rglob("*")),
-            "ok": True,
-            "saved": saved,
-        }
+            said = f"{found} missing or not as its configuration says"
+            raise VerifyError(f"{folder}: {said}; save it again")
+        count = sum(path.is_file() for path in folder.rglob("*"))
+        return {"output": str(folder), "files": count, "ok": True, "saved": saved}
     return {"output": str(folder), "files": verify_manifest(folder), "ok": True}
 
 
 def verify_text(result: dict[str, object]) -> str:
     if "saved" in result:
-        return (
-            f"{result['output']}: {result['saved']}, which leaves no digests to compare: "
-            f"{result['files']} files, whose tensors fit the configuration"
-        )
+        said = f"{result['saved']}, which leaves no digests to compare"
+        files = f"{result['files']} files, whose tensors fit the configuration"
+        return f"{result['output']}: {said}: {files}"
     signed = f", signed by {result['signed']}" if "signed" in result else ""
     return f"{result['output']}: {result['files']} files match the manifest{signed}"
 
@@ -55,7 +49,6 @@ def verify_text(result: dict[str, object]) -> str:
 def _saved(folder: Path) -> str | None:
     """By whom a folder without a manifest was saved; None for a folder that is not of blr."""
     try:
-        path = folder / "config.json"
-        return saved_by(read_json(path, MAX_BYTES))
+        return saved_by(read_json(folder / "config.json", MAX_BYTES))
     except (InputError, KeyError, TypeError):
         return None

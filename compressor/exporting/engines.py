@@ -34,6 +34,7 @@ from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.modeling.registry import register
 from blr.compressor.output.files import check_fills, json_file
 from blr.compressor.output.loss_messages import MARK
+from blr.compressor.planning.layers import EXPERT, native_weights
 from blr.compressor.structures.specs import (
     CorrectedSpec,
     DenseSpec,
@@ -69,6 +70,12 @@ class FewBits:
     source: Source
     module: str
     spec: Spec
+
+    @property
+    def expert(self) -> str:
+        """The module of the experts that it is a layer of one of; "" for other layers."""
+        found = EXPERT.fullmatch(self.module)
+        return found[1] if found else ""
 
     @property
     def base(self) -> QuantizedSpec:
@@ -117,10 +124,12 @@ def layers_of(checkpoint: Checkpoint) -> list[FewBits]:
 
 @dataclass(frozen=True)
 class Begun:
-    """What an engine plans from: layers in few bits, the native configuration and all other tensors."""
+    """What an engine plans from: layers in few bits, their names in native checkpoints, the native
+    configuration and all other tensors."""
 
     source: Source
     layers: list[FewBits]
+    names: dict[str, str]
     config: dict[str, Any]
     tensors: Tensors
 
@@ -140,6 +149,7 @@ class Engine:
             causal language model of transformers is: ``model(input_ids=ids).logits``, ``model.config``.
         commands: the shell commands that run a folder, given its path and its plan.
         otherwise: another way to run there what it has no form of, as the end of a sentence.
+        experts: model types whose experts it takes, in few bits or dense.
     """
 
     name: str
@@ -152,6 +162,7 @@ class Engine:
     load: Callable[[Path, Any], Any]
     commands: Callable[[str, ExportPlan], list[str]]
     otherwise: str = ""
+    experts: Collection[str] = ()
 
     @property
     def missing(self) -> list[str]:
@@ -172,7 +183,7 @@ def plan_for(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     they are to be dense, and where none has one; as `engine.plan`."""
     source, engine = checkpoint.source, engine_of(options.kind)
     assert engine is not None
-    strange = _strange_modules(checkpoint)
+    strange = _strange_modules(checkpoint, engine)
     layers = layers_of(checkpoint)
     reasons = {layer.module: strange.get(layer.module) or refusal(engine, layer) for layer in layers}
     rest = {module: checkpoint.specs[module] for module, reason in reasons.items() if reason}
@@ -183,8 +194,8 @@ def plan_for(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
             f"({reasons[module]}); add --dense-rest to write those dense, or take --as dense"
             f"{engine.otherwise}"
         )
-    if any("experts" in name.split(".") for name in source.entries):
-        said = f"{source.folder} has experts, which blr writes for no engine"
+    if source.model_type not in engine.experts and any(".experts." in name for name in source.entries):
+        said = f"{source.folder} has experts, which blr does not write for {engine.title}"
         raise UsageError(f"--as {engine.name}: {said}; take --as dense")
     if not continues_text(source):
         raise UsageError(f"--as {engine.name}: {source.model_type} writes no text; take --as onnx")
@@ -218,12 +229,24 @@ def refusal(engine: Engine, layer: FewBits) -> str:
     return engine.refusal(layer)
 
 
-def _strange_modules(checkpoint: Checkpoint) -> dict[str, str]:
-    """The layers that are no linear layer of their own in the model, such as experts, and why."""
-    model = meta_model(checkpoint.source)
+def _strange_modules(checkpoint: Checkpoint, engine: Engine) -> dict[str, str]:
+    """The layers that are no linear layer of their own in the model, and why; but for experts that a
+    checkpoint has one by one, where `engine` takes them."""
+    source = checkpoint.source
+    model = meta_model(source)
     modules, names = dict(model.named_modules()), module_names(model, checkpoint.specs)
-    kinds = {module: type(modules.get(names[module])) for module in checkpoint.specs}
-    return {m: "no nn.Linear of its own" for m, kind in kinds.items() if kind is not nn.Linear}
+    known = {m for m, name in names.items() if type(modules.get(name)) is nn.Linear}
+    known |= (
+        set(_native_names(source, checkpoint.specs)) if source.model_type in engine.experts else set()
+    )
+    return {m: "no nn.Linear of its own" for m in checkpoint.specs if m not in known}
+
+
+def _native_names(source: Source, modules: Collection[str]) -> dict[str, str]:
+    """What native checkpoints call `modules`, but for those whose weight is a part of a stack."""
+    found = native_weights(source, modules).items()
+    named = {each[0]: name for name, each in found if name.endswith(".weight")}
+    return {module: name.removesuffix(".weight") for module, name in named.items()}
 
 
 def _base(spec: Spec) -> QuantizedSpec | None:
@@ -258,10 +281,11 @@ def _begun(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOpti
     taken = {f"{module}.{name}" for module, spec in kept.specs.items() for name in spec.stored()}
     entries = {name: entry for name, entry in source.entries.items() if name not in taken}
     others = plan_tensors(replace(source, entries=entries), {}, dtype, None, rest)
-    dense = {f"{m}.weight": (s.out_features, s.in_features) for m, s in kept.specs.items()}
+    names = _native_names(source, kept.specs)
+    dense = {f"{names[m]}.weight": (s.out_features, s.in_features) for m, s in kept.specs.items()}
     config = dense_config(source, dtype)
     check_fills(source, native_class(source), config, others.shapes | dense)
-    return Begun(source, layers_of(kept), config, others)
+    return Begun(source, layers_of(kept), names, config, others)
 
 
 def stored_bits(plan: ExportPlan) -> dict[str, float]:
@@ -307,10 +331,7 @@ ROTARY = ("default", "linear", "llama3")
 
 
 def check_decoder(
-    source: Source,
-    engine: Engine,
-    types: Mapping[str, str] = TYPES,
-    rotary: Collection[str] = ROTARY,
+    source: Source, engine: Engine, types: Mapping[str, str] = TYPES, rotary: Collection[str] = ROTARY
 ) -> PreTrainedConfig:
     """The configuration of a model that `engine` computes as transformers does. Raises CapabilityError
     for types and activations that `types` does not have, and scalings that `rotary` does not."""

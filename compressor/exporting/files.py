@@ -21,7 +21,6 @@ from blr.compressor.loading.loader_names import load_empty, misfit
 from blr.compressor.loading.native import read_context
 from blr.compressor.loading.sidecar_files import token_ids
 from blr.compressor.loading.vendor import code_files, contents_of, exported_classes, runtime_files
-from blr.compressor.modeling.drafts import ENDS, FOLDER, WEIGHTS
 from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import auto_name
 from blr.compressor.modeling.settings import ExportSettings
@@ -29,6 +28,7 @@ from blr.compressor.output.card import LOADING, card_front
 from blr.compressor.output.files import carried_files, filled_class, json_file, structured_config
 from blr.compressor.output.loss_messages import MARK
 from blr.compressor.planning.plan import Plan
+from blr.compressor.runtime.drafted import ENDS, FOLDER, WEIGHTS
 from blr.compressor.runtime.phases import FAMILIES
 from blr.compressor.structures.specs import Spec, spec_from_dict
 from blr.compressor.workspace.shards import Slot
@@ -263,9 +263,8 @@ def elsewhere(name: str, draft: str) -> dict[str, str]:
 def check_batch(batch: int) -> None:
     """Raise CapabilityError for more sequences than are decoded with a draft."""
     if batch > MOST_DRAFTED:
-        raise CapabilityError(
-            f"--batch {batch}: with --draft up to {MOST_DRAFTED} sequences are decoded at once; lower it"
-        )
+        said = f"with --draft up to {MOST_DRAFTED} sequences are decoded at once"
+        raise CapabilityError(f"--batch {batch}: {said}; lower it")
 
 
 def open_draft(folder: Path, checkpoint: Checkpoint, context: int, kept: Mapping[str, Any]) -> Draft:
@@ -297,24 +296,18 @@ def _check_pair(dense: Source, draft: Source, context: int) -> None:
         if (kind := source.model_type.removeprefix("blr_")) not in FAMILIES:
             known = ", ".join(FAMILIES)
             raise UsageError(f"--draft: {source.folder} is a {kind}; expected one of {known}")
-    name = f"--draft {draft.folder}"
+    name, remedy = f"--draft {draft.folder}", "give a model compressed from this one"
     sizes = [source.config.get("vocab_size") for source in (dense, draft)]
     if sizes[0] != sizes[1]:
-        raise UsageError(
-            f"{name}: a vocabulary of {sizes[1]} tokens, expected the model's {sizes[0]}; give a model "
-            "compressed from this one"
-        )
+        found = f"a vocabulary of {sizes[1]} tokens, expected the model's {sizes[0]}"
+        raise UsageError(f"{name}: {found}; {remedy}")
     ids = [found and found[1] for found in (token_ids(dense.folder), token_ids(draft.folder))]
     if ids[0] != ids[1]:
-        raise UsageError(
-            f"{name}: another tokenizer than the model's; give a model compressed from this one"
-        )
+        raise UsageError(f"{name}: another tokenizer than the model's; {remedy}")
     limit = read_context(draft)
     if context > limit:
-        raise CapabilityError(
-            f"{name}: {limit} positions, expected at least the context of {context}; give --context "
-            f"{limit}"
-        )
+        expected = f"expected at least the context of {context}"
+        raise CapabilityError(f"{name}: {limit} positions, {expected}; give --context {limit}")
 
 
 def _same(dense: Source, draft: Source, name: str) -> bool:

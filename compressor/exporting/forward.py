@@ -55,10 +55,8 @@ def traced(model: PreTrainedModel, kind: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = first_line(error, 200)
-        raise CapabilityError(
-            f"--as {kind}: {type(model).__name__} does not compile ({type(error).__name__}: {reason}); "
-            "leave the option out"
-        ) from error
+        why = f"{type(model).__name__} does not compile ({type(error).__name__}: {reason})"
+        raise CapabilityError(f"--as {kind}: {why}; leave the option out") from error
 
 
 def example_inputs(model: PreTrainedModel, kind: str) -> tuple[dict[str, Tensor], Free]:
@@ -77,10 +75,9 @@ def example_inputs(model: PreTrainedModel, kind: str) -> tuple[dict[str, Tensor]
         size = (batch, config.num_channels, config.image_size, config.image_size)
         image = torch.linspace(-1, 1, batch * size[1] * size[2] ** 2, device=model.device)
         return {"pixel_values": image.view(size).to(model.dtype)}, {"pixel_values": {0: rows}}
-    raise CapabilityError(
-        f"--as {kind}: {type(model).__name__} takes {model.main_input_name}; expected token ids or "
-        "images of one size; leave the option out"
-    )
+    found = f"{type(model).__name__} takes {model.main_input_name}"
+    expected = "expected token ids or images of one size"
+    raise CapabilityError(f"--as {kind}: {found}; {expected}; leave the option out")
 
 
 class ForwardPass(nn.Module):
@@ -122,11 +119,10 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor], kind: str) ->
     for name, exact in expected.items():
         exact = exact.float().cpu()
         error = float((found[name].float() - exact).norm() / exact.norm())
-        if not error <= DRIFT.get(found[name].dtype, 1e-3):
-            raise CapabilityError(
-                f"--as {kind}: {name} of the compiled pass is off by {error:.2g}, expected less than "
-                f"{DRIFT.get(found[name].dtype, 1e-3):g}; leave the option out"
-            )
+        most = DRIFT.get(found[name].dtype, 1e-3)
+        if not error <= most:
+            off = f"{name} of the compiled pass is off by {error:.2g}, expected less than {most:g}"
+            raise CapabilityError(f"--as {kind}: {off}; leave the option out")
 
 
 def write_onnx(model: PreTrainedModel, folder: Path, progress: Progress) -> Written:
@@ -140,8 +136,7 @@ def write_onnx(model: PreTrainedModel, folder: Path, progress: Progress) -> Writ
         model = model.float()
     model.config.use_cache = False
     before = {path.name for path in folder.iterdir()}
-    names = _trace(model, folder / GRAPH)
-    _check_graph(model, folder / GRAPH, names, progress)
+    _check_graph(model, folder / GRAPH, _trace(model, folder / GRAPH), progress)
     return _written(folder, sorted({path.name for path in folder.iterdir()} - before))
 
 
@@ -204,16 +199,13 @@ def _quiet() -> Iterator[None]:
 def check_pt2(name: str, generates: bool) -> None:
     """Raise CapabilityError where no compiled forward pass can be made of the model class `name`."""
     if generates:
-        raise CapabilityError(
-            f"--as pt2: {name} generates text, and a compiled forward pass holds no cache; "
-            "leave it out, the exported folder has a decoding runtime"
-        )
+        said = f"{name} generates text, and a compiled forward pass holds no cache"
+        remedy = "leave it out, the exported folder has a decoding runtime"
+        raise CapabilityError(f"--as pt2: {said}; {remedy}")
     wanted = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
     if not any(map(shutil.which, wanted)):
-        raise CapabilityError(
-            f"--as pt2: no C++ compiler ({' or '.join(wanted)}), AOTInductor needs one; install "
-            "it, or leave the option out"
-        )
+        said = f"no C++ compiler ({' or '.join(wanted)}), AOTInductor needs one"
+        raise CapabilityError(f"--as pt2: {said}; install it, or leave the option out")
 
 
 def write_pt2(model: PreTrainedModel, folder: Path) -> Written:
@@ -259,7 +251,5 @@ def _results(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
             return torch.load(found)
     said = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
     why = f"signal {-done.returncode}" if done.returncode < 0 else said
-    raise CapabilityError(
-        f"--as pt2: the compiled pass does not run here with torch {torch.__version__} ({why}); "
-        "leave the option out, or try another version of torch"
-    )
+    fails = f"the compiled pass does not run here with torch {torch.__version__} ({why})"
+    raise CapabilityError(f"--as pt2: {fails}; leave the option out, or try another version of torch")

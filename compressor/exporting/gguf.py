@@ -31,16 +31,7 @@ from blr.compressor.exporting.engines import (
     window_told,
 )
 from blr.compressor.exporting.gguf_file import BLOCK, File, blocks, counted, superblocks
-from blr.compressor.exporting.gguf_models import (
-    added_to,
-    architecture_of,
-    architecture_value,
-    check_architecture,
-    model_values,
-    name_of,
-    row_order,
-    tokenizer_values,
-)
+from blr.compressor.exporting.gguf_models import REMEDY, Decoder, check_architecture, tokenizer_values
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.exporting.plan import ExportPlan
 from blr.compressor.exporting.tensors import Make, Tensors
@@ -73,18 +64,19 @@ def plan(begun: Begun, options: ExportOptions) -> dict[str, Any]:
     """The members of the plan. Raises CapabilityError for models and tokenizers that llama.cpp does not
     have."""
     source, layers, make = begun.source, begun.layers, dict(begun.tensors.make)
-    native = check_architecture(source, engine())
-    values = model_values(native, options.source_name)
-    values |= tokenizer_values(source.folder, native.vocab_size)
+    native = Decoder(check_architecture(source, engine()))
+    values = native.values(options.source_name)
+    values |= tokenizer_values(source.folder, native.config.vocab_size)
     model = File(values, Tensors(source, make=make))
-    adapter = File(ADAPTER_VALUES | architecture_value(native), Tensors(source, make=make))
+    adapter = File(ADAPTER_VALUES | native.type, Tensors(source, make=make))
     _add_others(model, source, native, begun.tensors)
     for layer in layers:
         _add_packed(model, native, layer)
         if layer.rank:
             _add_adapter(adapter, native, layer)
     files = {MODEL: model} | ({ADAPTER: adapter} if adapter.infos else {})
-    window = () if architecture_of(native).period else window_told(native, engine())
+    named = {layer.module: native.name_of(f"{layer.module}.weight") for layer in layers}
+    window = () if native.architecture.period else window_told(native.config, engine())
     return {
         "config": begun.config,
         "tensors": Tensors(source, make=make),
@@ -92,7 +84,7 @@ def plan(begun: Begun, options: ExportOptions) -> dict[str, Any]:
         "beside": {name: file.tensors.slots for name, file in files.items()},
         "told": _told(layers) + window,
         "headers": {name: file.header() for name, file in files.items()},
-        "names": {each.module: _name(native, each).removesuffix(".weight") for each in layers},
+        "names": {module: name.removesuffix(".weight") for module, name in named.items()},
     }
 
 
@@ -106,22 +98,21 @@ def _told(layers: Sequence[FewBits]) -> tuple[str, ...]:
     return (said,) if wider else ()
 
 
-def _add_others(model: File, source: Source, config: PreTrainedConfig, others: Tensors) -> None:
+def _add_others(model: File, source: Source, native: Decoder, others: Tensors) -> None:
     """Add the tensors beside the layers in few bits, and the factors of rotary positions."""
+    config = native.config
     for slot in others.slots:
-        name, entry = name_of(config, slot.name), slot.origin
+        name, entry = native.name_of(slot.name), slot.origin
         if slot.name.endswith("rotary_emb.inv_freq") or (
             slot.name == "lm_head.weight" and config.tie_word_embeddings
         ):
             continue
         if not name:
-            raise CapabilityError(
-                f"--as gguf: llama.cpp has no place for {slot.name} of a {config.model_type}; "
-                "take --as mlx, vllm or dense"
-            )
+            found = f"llama.cpp has no place for {slot.name} of a {config.model_type}"
+            raise CapabilityError(f"--as gguf: {found}; {REMEDY}")
         kind = entry.dtype if len(entry.shape) > 1 and entry.dtype in ("F16", "BF16") else "F32"
         read = others.make.get(entry) or partial(source.load_tensor, entry)
-        make = partial(_plain, read, kind, row_order(config, name), added_to(config, name))
+        make = partial(_plain, read, kind, native.row_order(name), native.added_to(name))
         model.add(name, kind, entry.shape, make)
     if rotary_of(config).get("", {}).get("rope_type") == "llama3":
         factors = rotary_factors(config)
@@ -143,14 +134,10 @@ def rotary_factors(config: PreTrainedConfig) -> Tensor:
     return config.rope_parameters["rope_theta"] ** -places / scaled
 
 
-def _name(config: PreTrainedConfig, layer: FewBits) -> str:
-    return name_of(config, f"{layer.module}.weight")
-
-
-def _add_packed(model: File, config: PreTrainedConfig, layer: FewBits) -> None:
-    name, shape = _name(config, layer), (layer.spec.out_features, layer.spec.in_features)
-    make = partial(_blocks, layer, row_order(config, name))
-    model.add(name, kind(layer), shape, make)
+def _add_packed(model: File, native: Decoder, layer: FewBits) -> None:
+    shape = layer.spec.out_features, layer.spec.in_features
+    name = native.name_of(f"{layer.module}.weight")
+    model.add(name, kind(layer), shape, partial(_blocks, layer, native.row_order(name)))
 
 
 def _blocks(layer: FewBits, order: Tensor | None) -> Tensor:
@@ -170,12 +157,12 @@ def _held(scale: Tensor, base: QuantizedSpec) -> bool:
     return bool(scale.to(torch.float16).isfinite().all())
 
 
-def _add_adapter(adapter: File, config: PreTrainedConfig, layer: FewBits) -> None:
+def _add_adapter(adapter: File, native: Decoder, layer: FewBits) -> None:
     """Add the factors of a correction."""
-    name, spec = _name(config, layer), layer.spec
+    name, spec = native.name_of(f"{layer.module}.weight"), layer.spec
     for factor, part, shape, order in (
         ("V", "lora_a", (layer.rank, spec.in_features), None),
-        ("U", "lora_b", (spec.out_features, layer.rank), row_order(config, name)),
+        ("U", "lora_b", (spec.out_features, layer.rank), native.row_order(name)),
     ):
         make = partial(_plain, partial(layer.factor, factor, "float32"), "F32", order)
         adapter.add(f"{name}.{part}", "F32", shape, make)
@@ -214,10 +201,8 @@ def _check_loads(source: Source, folder: Path) -> Written:
         reader = llama_cpp.Llama(str(folder / MODEL), vocab_only=True, verbose=False)
         found = reader.tokenize(PROBE.encode(), add_bos=True, special=False)
         if found != load_tokenizer(source.folder)(PROBE).input_ids:
-            raise CapabilityError(
-                f"--as gguf: llama.cpp reads a text as other tokens than the tokenizer of "
-                f"{source.folder}, expected the same; take --as mlx, vllm or dense"
-            )
+            said = f"llama.cpp reads a text as other tokens than the tokenizer of {source.folder}"
+            raise CapabilityError(f"--as gguf: {said}, expected the same; {REMEDY}")
     return written
 
 

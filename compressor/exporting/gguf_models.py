@@ -88,16 +88,6 @@ ARCHITECTURES = {
 }
 
 
-def architecture_of(config: PreTrainedConfig) -> Architecture:
-    """The architecture of a model that `check_architecture` lets pass."""
-    return ARCHITECTURES[config.model_type]
-
-
-def architecture_value(config: PreTrainedConfig) -> dict[str, str]:
-    """The entry of a file that says for which type of models it is."""
-    return {"general.architecture": architecture_of(config).name}
-
-
 def check_architecture(source: Source, engine: Engine) -> PreTrainedConfig:
     """The configuration of a model that llama.cpp computes as transformers does. Raises CapabilityError
     for others."""
@@ -109,9 +99,8 @@ def check_architecture(source: Source, engine: Engine) -> PreTrainedConfig:
     layers, width = config.num_hidden_layers, config.head_dim
     scalar = config.hidden_size // config.num_attention_heads if layers == made.whole else width
     if config.query_pre_attn_scalar != scalar:
-        raise unlike(
-            source, engine, f"query_pre_attn_scalar {config.query_pre_attn_scalar}", str(scalar)
-        )
+        found = f"query_pre_attn_scalar {config.query_pre_attn_scalar}"
+        raise unlike(source, engine, found, str(scalar))
     kinds = [
         "full_attention" if n % made.period == 0 else "sliding_attention" for n in range(1, layers + 1)
     ]
@@ -126,67 +115,82 @@ def check_architecture(source: Source, engine: Engine) -> PreTrainedConfig:
     return config
 
 
-def name_of(config: PreTrainedConfig, stored: str) -> str:
-    """What llama.cpp calls a tensor; "" if it has no such. A block's is ``blk.3.attn_q.weight``."""
-    module, _, part = stored.rpartition(".")
-    names = {**TENSORS, **architecture_of(config).tensors}
-    if block := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module):
-        name = names.get(block[2])
-        return f"blk.{block[1]}.{name}.{part}" if name else ""
-    return f"{names[module]}.{part}" if module in names else ""
+@dataclass(frozen=True)
+class Decoder:
+    """A model that `check_architecture` lets pass, as llama.cpp calls and computes it."""
 
+    config: PreTrainedConfig
 
-def row_order(config: PreTrainedConfig, name: str) -> Tensor | None:
-    """The order of the rows of a tensor in llama.cpp; None if it is ours. Its Llama rotates neighbours,
-    where transformers rotates halves of a head."""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    layer = name.split(".")[-2]
-    if not architecture_of(config).neighbours or layer not in heads:
-        return None
-    rows = torch.arange(heads[layer] * width_of(config))
-    return rows.unflatten(0, (-1, 2, width_of(config) // 2)).transpose(1, 2).flatten()
+    @property
+    def architecture(self) -> Architecture:
+        return ARCHITECTURES[self.config.model_type]
 
+    @property
+    def width(self) -> int:
+        """The width of a head."""
+        config = self.config
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
-def added_to(config: PreTrainedConfig, name: str) -> float:
-    """What a tensor of llama.cpp has more than ours: Gemma's norms multiply by one plus their weight."""
-    return 1.0 if architecture_of(config).period and name.endswith("norm.weight") else 0.0
+    @property
+    def type(self) -> dict[str, object]:
+        """The entry of a file that says for which type of models it is."""
+        return {"general.architecture": self.architecture.name}
 
+    def name_of(self, stored: str) -> str:
+        """What llama.cpp calls a tensor; "" if it has no such. A block's is ``blk.3.attn_q.weight``."""
+        module, _, part = stored.rpartition(".")
+        names = {**TENSORS, **self.architecture.tensors}
+        if block := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module):
+            name = names.get(block[2])
+            return f"blk.{block[1]}.{name}.{part}" if name else ""
+        return f"{names[module]}.{part}" if module in names else ""
 
-def width_of(config: PreTrainedConfig) -> int:
-    """The width of a head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    def row_order(self, name: str) -> Tensor | None:
+        """The order of the rows of a tensor in llama.cpp; None if it is ours. Its Llama rotates
+        neighbours, where transformers rotates halves of a head."""
+        config, layer = self.config, name.split(".")[-2]
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        if not self.architecture.neighbours or layer not in heads:
+            return None
+        rows = torch.arange(heads[layer] * self.width)
+        return rows.unflatten(0, (-1, 2, self.width // 2)).transpose(1, 2).flatten()
 
+    def added_to(self, name: str) -> float:
+        """What a tensor of llama.cpp has more than ours: Gemma's norms multiply by one plus their
+        weight."""
+        return 1.0 if self.architecture.period and name.endswith("norm.weight") else 0.0
 
-def model_values(config: PreTrainedConfig, name: str) -> dict[str, object]:
-    """The sizes of a decoder. name: of the model."""
-    made, width, rotary = architecture_of(config), width_of(config), rotary_of(config)
-    whole = rotary.get("") or rotary["full_attention"]
-    sizes = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "rope.dimension_count": int(width * whole.get("partial_rotary_factor", 1.0)),
-        "rope.freq_base": float(whole["rope_theta"]),
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": width,
-        "attention.value_length": width,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-    }
-    if whole["rope_type"] == "linear":
-        sizes |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(whole["factor"])}
-    if made.period:
-        sizes["attention.sliding_window"] = config.sliding_window
-    if "sliding_attention" in rotary:
-        sizes["rope.freq_base_swa"] = float(rotary["sliding_attention"]["rope_theta"])
-    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if value := getattr(config, cap, None):
-            sizes[cap] = float(value)
-    general = {"type": "model", "name": name, "quantization_version": 2}
-    found = architecture_value(config) | {f"general.{k}": v for k, v in general.items()}
-    return found | {f"{made.name}.{k}": v for k, v in sizes.items()}
+    def values(self, name: str) -> dict[str, object]:
+        """The sizes of a decoder. name: of the model."""
+        config, made, width = self.config, self.architecture, self.width
+        rotary = rotary_of(config)
+        whole = rotary.get("") or rotary["full_attention"]
+        sizes = {
+            "vocab_size": config.vocab_size,
+            "context_length": config.max_position_embeddings,
+            "embedding_length": config.hidden_size,
+            "block_count": config.num_hidden_layers,
+            "feed_forward_length": config.intermediate_size,
+            "rope.dimension_count": int(width * whole.get("partial_rotary_factor", 1.0)),
+            "rope.freq_base": float(whole["rope_theta"]),
+            "attention.head_count": config.num_attention_heads,
+            "attention.head_count_kv": config.num_key_value_heads,
+            "attention.key_length": width,
+            "attention.value_length": width,
+            "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        }
+        if whole["rope_type"] == "linear":
+            sizes |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(whole["factor"])}
+        if made.period:
+            sizes["attention.sliding_window"] = config.sliding_window
+        if "sliding_attention" in rotary:
+            sizes["rope.freq_base_swa"] = float(rotary["sliding_attention"]["rope_theta"])
+        for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if value := getattr(config, cap, None):
+                sizes[cap] = float(value)
+        general = {"type": "model", "name": name, "quantization_version": 2}
+        found = self.type | {f"general.{k}": v for k, v in general.items()}
+        return found | {f"{made.name}.{k}": v for k, v in sizes.items()}
 
 
 def tokenizer_values(folder: Path, size: int) -> dict[str, object]:

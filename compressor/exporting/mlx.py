@@ -142,8 +142,7 @@ def adapter_config(
     """The configuration of the corrections for mlx-lm."""
     keys = [layer.module for layer in corrected]
     layers = {"rank": rank, "scale": 1.0, "dropout": 0.0, "keys": keys}
-    blocks = config.num_hidden_layers
-    return {"fine_tune_type": "lora", "num_layers": blocks, "lora_parameters": layers}
+    return {"fine_tune_type": "lora", "num_layers": config.num_hidden_layers, "lora_parameters": layers}
 
 
 def load(folder: Path, dtype: object = "auto") -> ForeignModel:

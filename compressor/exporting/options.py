@@ -8,7 +8,7 @@ from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.exhaustion import check_packages
 from blr.compressor.checkpoint.context import NGRAM
 from blr.compressor.planning.roofline import chosen_gpu
-from blr.compressor.recipe.run_settings import RunSettings
+from blr.compressor.recipe.settings import RunSettings
 
 QUANTIZED = ("int8", "int4")
 NONE = "none"
@@ -16,9 +16,7 @@ _KERNELS = ("gpu", "quantize", "quantize_head", "kv_quantize", "self_contained",
 _RUNTIME = ("batch", "context", *_KERNELS)
 ENGINES = ("vllm", "mlx", "gguf")  # inference engines of others, each a module of this room
 NO_USE = {  # what is exported to the options that it has no use for
-    "dense": _RUNTIME,
-    "plain": _RUNTIME,
-    **dict.fromkeys(ENGINES, _RUNTIME),
+    **dict.fromkeys(("dense", "plain", *ENGINES), _RUNTIME),
     "onnx": _KERNELS,
     "pt2": ("draft",),
 }
@@ -82,10 +80,8 @@ def check_options(options: ExportOptions) -> ExportOptions:
     the kernels take, or packages that are not installed."""
     if not 1 <= options.batch <= MAX_BATCH:
         refusal = UsageError if options.batch < 1 else CapabilityError
-        raise refusal(
-            f"--batch {options.batch}: the decoding kernels take 1 to {MAX_BATCH} sequences; export for "
-            "fewer, larger batches generate with transformers"
-        )
+        said = f"--batch {options.batch}: the decoding kernels take 1 to {MAX_BATCH} sequences"
+        raise refusal(f"{said}; export for fewer, larger batches generate with transformers")
     if options.context is not None and options.context < 1:
         raise UsageError(f"--context {options.context}: expected a number of tokens, at least 1")
     for name, value, known in (

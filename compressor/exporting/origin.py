@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from blr.compressor.base.errors import InputError
+from blr.compressor.base.errors import InputError, OutputError
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading.checked import check_transformers, check_unquantized, open_checked
 from blr.compressor.structures.specs import Spec, spec_from_dict
-from blr.compressor.workspace.manifest import check_listed, saved_by
+from blr.compressor.workspace.manifest import check_listed, read_manifest, saved_by
 
 # As in modeling/modeling_blr.py, which imports transformers: the format of config.blr, names, and
 # what an output's configuration has beside the native one
@@ -31,6 +32,14 @@ class Checkpoint:
     specs: Mapping[str, Spec]
     compressed: bool
     saved: str | None = None
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What its manifest says; {} of a dense one, or without a manifest."""
+        try:
+            return read_manifest(self.source.folder)
+        except OutputError:
+            return {}
 
 
 def open_checkpoint(folder: Path, allow_pickle: bool = False, scratch: Path | None = None) -> Checkpoint:
@@ -55,10 +64,8 @@ def _specs(source: Source) -> dict[str, Spec]:
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         refuse(path, "no blr table of a format this version reads", f"format {FORMAT}", AGAIN)
     if not table.keys().isdisjoint(EXPORTED):
-        raise InputError(
-            f"{source.folder}: an export already, its tensors are not those of a checkpoint; "
-            "give the checkpoint it was exported from"
-        )
+        said = "an export already, its tensors are not those of a checkpoint"
+        raise InputError(f"{source.folder}: {said}; give the checkpoint it was exported from")
     layers = table.get("layers")
     if not isinstance(layers, dict):
         refuse(path, "no blr.layers", "a table of structured layers", AGAIN)
@@ -88,8 +95,5 @@ def native_config(source: Source) -> dict[str, object]:
     """The configuration of the dense model that was compressed."""
     names = source.config.get("architectures") or []
     config = {key: value for key, value in source.config.items() if key not in OUR_KEYS}
-    return {
-        **config,
-        "model_type": source.model_type.removeprefix(OUR_TYPE),
-        "architectures": [name.removeprefix(OUR_CLASS) for name in names],
-    }
+    classes = [name.removeprefix(OUR_CLASS) for name in names]
+    return {**config, "model_type": source.model_type.removeprefix(OUR_TYPE), "architectures": classes}

@@ -27,12 +27,7 @@ from blr.compressor.exporting.options import DEFAULT_CONTEXT, ExportOptions
 from blr.compressor.exporting.origin import FORMAT, Checkpoint
 from blr.compressor.exporting.quantizer import Quantizer, find_head, make_quantizer
 from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors
-from blr.compressor.loading.native import (
-    meta_model,
-    native_class,
-    quiet_transformers,
-    read_context,
-)
+from blr.compressor.loading.native import meta_model, native_class, quiet_transformers, read_context
 from blr.compressor.loading.vendor import code_files
 from blr.compressor.modeling.modeling_blr import LAYOUT, module_names
 from blr.compressor.modeling.models import model_class
@@ -48,7 +43,7 @@ from blr.compressor.output.files import (
     structured_config,
 )
 from blr.compressor.output.loss_messages import MARK
-from blr.compressor.planning.experts import TRANSPOSED
+from blr.compressor.planning.layers import TRANSPOSED
 from blr.compressor.planning.plan import Plan
 from blr.compressor.runtime.failures import CACHES
 from blr.compressor.structures.specs import KroneckerSpec, LowRankSpec, Spec, families
@@ -150,12 +145,6 @@ class ExportPlan:
         return None if self.settings is None else self.settings.context
 
     @property
-    def notes(self) -> list[str]:
-        slow = sum(map(without_kernels, self.checkpoint.specs.values()))
-        said = f"{slow} layers of formats without kernels are unpacked by torch wherever they compute"
-        return [said] if slow and self.settings is not None else list(self.told)
-
-    @property
     def plain(self) -> int:
         """How many structured layers packing would not make smaller."""
         return 0 if self.settings is None else len(self.settings.plain)
@@ -192,19 +181,22 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     settings = ExportSettings(LAYOUT, *use, **packed)
     config = files.export_config(checkpoint, settings, options.dtype, options.self_contained)
     cls = filled_class(source, config, tensors.shapes)
-    told = settings, options.source_name, options.kind, draft
+    about = settings, options.source_name, options.kind, draft
+    slow = sum(map(without_kernels, specs.values()))
+    said = f"{slow} layers of formats without kernels are unpacked by torch wherever they compute"
     return ExportPlan(
         checkpoint=checkpoint,
         stored=specs,
         config=config,
         tensors=tensors,
         densified=[],
-        small_files=partial(files.small_files, checkpoint, config, *told),
+        small_files=partial(files.small_files, checkpoint, config, *about),
         check_loads=partial(check_loads, source, cls),
         described=config["blr"]["export"],
         settings=settings,
         quantizer=quantizer,
         beside={} if draft is None else draft.beside,
+        told=(said,) if slow else (),
         draft=draft,
     )
 
@@ -223,10 +215,9 @@ def _refuse_packed(checkpoint: Checkpoint, modules: Iterable[str], option: str) 
     """Raise UsageError if one of `modules` is stored in few bits already."""
     packed = [module for module in modules if checkpoint.specs[module].quantized]
     if packed:
-        raise UsageError(
-            f"{option}: {checkpoint.source.folder} holds {packed[0]} and {len(packed) - 1} more layers "
-            "in few bits already, and they are exported as they are; leave the option out"
-        )
+        found = f"{checkpoint.source.folder} holds {packed[0]} and {len(packed) - 1} more layers"
+        said = "in few bits already, and they are exported as they are"
+        raise UsageError(f"{option}: {found} {said}; leave the option out")
 
 
 def without_kernels(spec: Spec) -> bool:
@@ -315,17 +306,11 @@ def is_pair(spec: Spec) -> bool:
 def plain_config(dense: dict[str, object], pairs: dict[str, Spec]) -> dict[str, object]:
     """Make config.json with our model type and classes, and the sizes of every pair."""
     config = structured_config(dense, Plan([]))
-    config["blr"] = {
-        "format": FORMAT,
-        "pairs": {
-            name: {
-                "in_features": s.in_features,
-                "out_features": s.out_features,
-                "rank": s.shapes()["V"][-1],
-            }
-            for name, s in pairs.items()
-        },
-    }
+    sizes = {}
+    for name, s in pairs.items():
+        rank = s.shapes()["V"][-1]
+        sizes[name] = {"in_features": s.in_features, "out_features": s.out_features, "rank": rank}
+    config["blr"] = {"format": FORMAT, "pairs": sizes}
     return config
 
 

@@ -161,10 +161,9 @@ def _without_larger(found: Quantizer) -> Quantizer:
     sizes = {module: found.sizes(module) for module in found.packings.keys() - own}
     larger = {module for module, (before, after) in sizes.items() if after >= before}
     if found.kind and not sizes.keys() - larger:
-        raise InputError(
-            f"{found.source.folder}: no layer gets smaller in {found.kind}, whose rows are padded to "
-            f"groups of {GROUP}; leave --quantize out, or compress with fewer or no blocks"
-        )
+        said = f"no layer gets smaller in {found.kind}, whose rows are padded to groups of {GROUP}"
+        remedy = "leave --quantize out, or compress with fewer or no blocks"
+        raise InputError(f"{found.source.folder}: {said}; {remedy}")
     packings = {m: packing for m, packing in found.packings.items() if m not in larger}
     dense = {m: layer for m, layer in found.dense.items() if m not in larger}
     return replace(found, packings=packings, dense=dense, plain=sorted(larger - found.dense.keys()))
@@ -195,10 +194,8 @@ def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> PackedHea
         return PackedHead(own.name.removesuffix(".weight"), kind, own, tied=False)
     giving = model.all_tied_weights_keys.get(f"{name}.weight", "").removesuffix(".weight")
     if giving not in stored:
-        raise InputError(
-            f"{source.folder}: no floating-point weight {list(shape)} of {name}, expected one to "
-            "quantize; leave --quantize-head out"
-        )
+        found = f"no floating-point weight {list(shape)} of {name}, expected one to quantize"
+        raise InputError(f"{source.folder}: {found}; leave --quantize-head out")
     return PackedHead(name, kind, stored[giving], tied=True)
 
 
@@ -214,9 +211,8 @@ def _head_module(model: PreTrainedModel, kind: str) -> str:
     if not any(type(model).__name__ in ((n,) if isinstance(n, str) else n) for n in known):
         reason = "is no causal language model"
     if reason:
-        raise UsageError(
-            f"--quantize-head {kind}: {type(model).__name__} {reason}; leave the option out"
-        )
+        found = f"{type(model).__name__} {reason}"
+        raise UsageError(f"--quantize-head {kind}: {found}; leave the option out")
     return name
 
 
@@ -231,8 +227,6 @@ def _dense_layers(source: Source, specs: Mapping[str, Spec]) -> dict[str, DenseL
         if family.layer_type(module := entry.name.removesuffix(".weight"))
     }
     if not specs and not dense:
-        raise InputError(
-            f"{source.folder}: no linear layer of floating-point weights to quantize; "
-            "leave --quantize out"
-        )
+        found = "no linear layer of floating-point weights to quantize"
+        raise InputError(f"{source.folder}: {found}; leave --quantize out")
     return dense

@@ -12,13 +12,13 @@ from blr.compressor.base.disk import Bytes
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.base.quoting import quote
 from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, TensorEntry
-from blr.compressor.checkpoint.numerics import check_product
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.quantizer import Quantizer
-from blr.compressor.planning.experts import native_weights
+from blr.compressor.planning.layers import native_weights
 from blr.compressor.structures.packing import factors_of, restored
 from blr.compressor.structures.specs import SCALE, Spec, Stored, stored_names
+from blr.compressor.workspace.scan import check_product
 from blr.compressor.workspace.shards import Slot
 from blr.kernels.common.layout import to_physical
 from blr.kernels.common.orders import Order, order_of
@@ -132,34 +132,28 @@ def plan_tensors(
     Raises InputError: a factor that is missing or of another shape than its spec says.
     """
     densified, paired = densified or {}, paired or {}
-    factors, merged = _factors(source, specs), _factors(source, densified)
-    pairs, biases = _factors(source, paired), {f"{module}.bias": f"{module}.U.bias" for module in paired}
-    dense = {f"{module}.weight": module for module in (quantizer.dense if quantizer else ())}
+    factors = _factors(source, {**specs, **densified, **paired})
+    if quantizer is not None:
+        factors |= {f"{module}.weight": (module, "weight") for module in quantizer.dense}
+    biases = {f"{module}.bias": f"{module}.U.bias" for module in paired}
     joined = native_weights(source, densified)
     firsts = {modules[0]: name for name, modules in joined.items()}
     found = Tensors(source)
     for entry in source.entries.values():
         target = STORED[dtype] if dtype and entry.is_float else entry.dtype
-        if entry.name in factors:
-            module, factor = factors[entry.name]
-            if quantizer is not None and module in quantizer.packings:
-                found.add_packed(quantizer, module, factor, target)
-            else:
-                name, order = relaid_name(specs[module], factor)
-                found.add(f"{module}.{name}", entry, target, order)
-        elif entry.name in merged:
-            module, factor = merged[entry.name]
-            if module in firsts and factor == next(iter(densified[module].stored())):  # once a weight
-                name = firsts[module]
-                parts = {each: densified[each] for each in joined[name]}
-                found.add_dense(name, parts, target, module in transposed)
-        elif entry.name in pairs:
-            module = pairs[entry.name][0]
+        module, factor = factors.get(entry.name, ("", ""))
+        if quantizer is not None and module in quantizer.packings:
+            found.add_packed(quantizer, module, factor, target)
+        elif module in specs:
+            name, order = relaid_name(specs[module], factor)
+            found.add(f"{module}.{name}", entry, target, order)
+        elif module in paired:
             found.add_paired(module, paired[module], entry, target)
-        elif quantizer is not None and entry.name in dense:
-            found.add_packed(quantizer, dense[entry.name], "weight", target)
-        else:
+        elif module not in densified:
             found.add(biases.get(entry.name, entry.name), entry, target)
+        elif module in firsts and factor == next(iter(densified[module].stored())):  # once a weight
+            parts = {each: densified[each] for each in joined[firsts[module]]}
+            found.add_dense(firsts[module], parts, target, module in transposed)
         if quantizer is not None and quantizer.head is not None and quantizer.copies(entry):
             found.add_packed(quantizer, quantizer.head.module, "weight", target)
     return found
@@ -240,9 +234,8 @@ def _check_stored(source: Source, name: str, stored: Stored) -> None:
     fits = entry is not None and (entry.dtype == dtype if dtype else entry.is_float)
     if entry is None or entry.shape != shape or not fits:
         found = "no tensor" if entry is None else f"{entry.dtype} of shape {list(entry.shape)}"
-        expected = (
-            f"{dtype or 'floating-point numbers'} of shape {list(shape)}, as config.blr.layers says"
-        )
+        wanted = f"{dtype or 'floating-point numbers'} of shape {list(shape)}"
+        expected = f"{wanted}, as config.blr.layers says"
         refuse(source.folder, f"{found} under {quote(name)}", expected, "compress the model again")
 
 
@@ -257,10 +250,9 @@ def _convert(source: Source, entry: TensorEntry, order: Order | None, dtype: str
     cast = tensor.to(getattr(torch, TORCH_NAMES[dtype]))
     lost = int((torch.isfinite(tensor) & ~torch.isfinite(cast)).sum()) if dtype != entry.dtype else 0
     if lost:
-        raise NumericsError(
-            f"{entry.file}: {lost} values of {quote(entry.name)} are out of range of {cast.dtype}, "
-            "expected finite numbers; choose --dtype bfloat16 or float32"
-        )
+        found = f"{lost} values of {quote(entry.name)} are out of range of {cast.dtype}"
+        expected = "expected finite numbers; choose --dtype bfloat16 or float32"
+        raise NumericsError(f"{entry.file}: {found}, {expected}")
     return to_physical(cast, order) if order else cast
 
 

@@ -3,6 +3,8 @@
 A weight in few bits becomes `weight_packed`, `weight_scale` and `weight_shape` in the format
 pack-quantized, symmetric and in groups, with the values that it had. vLLM's grids hold integers only.
 So levels of int2, which are half-integers, are doubled, their scales halved, and 3 bits hold them.
+
+Experts are written one by one, in 8 and 4 bits: vLLM has kernels of experts for no others.
 """
 
 import re
@@ -29,6 +31,8 @@ from blr.compressor.output.files import json_file
 BITS = {8: 8, 4: 4, 3: 3, 2: 3}  # of our formats to those of the integers that hold their values
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank of vLLM 0.33 takes
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one layer each in vLLM
+EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # whose experts are of one scheme a block
+PARTS = 3  # gate, up and down of an expert
 ADAPTER, SERVED = "adapter", "corrected"  # the folder of the corrections, and the model that has them
 CONFIG, WEIGHTS = f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapter_model.safetensors"
 
@@ -38,7 +42,8 @@ def engine() -> Engine:
     packages = ("compressed-tensors", "peft")
     adapter = f"`{ADAPTER}`, which a server has as the model `{SERVED}`,"
     plugin = ", or serve the checkpoint itself by the plugin of blr-compress"
-    return Engine("vllm", "vLLM", packages, refusal, kind, adapter, plan, load, commands, plugin)
+    served = "vllm", "vLLM", packages, refusal, kind, adapter, plan, load, commands, plugin
+    return Engine(*served, experts=EXPERTS)
 
 
 def kind(layer: FewBits) -> str:
@@ -49,6 +54,8 @@ def kind(layer: FewBits) -> str:
 def refusal(layer: FewBits) -> str:
     """Why vLLM has no exact form of a weight in few bits, or its correction; "" if it has one."""
     base = layer.base
+    if layer.expert and (layer.correction is not None or base.bits not in (8, 4)):
+        return "vLLM takes experts in int8 and int4, without corrections"
     if base.bits == 3 and base.curved:
         return CURVED
     if base.in_features % base.group:
@@ -61,10 +68,11 @@ def plan(begun: Begun, options: ExportOptions) -> dict[str, Any]:
     differently."""
     layers, tensors = begun.layers, begun.tensors
     _check_fused(layers)
+    _check_experts(layers)
     corrected = [layer for layer in layers if layer.rank]
     adapter = Tensors(begun.source, make=tensors.make)
     for layer in layers:
-        _add_packed(tensors, layer, options.dtype)
+        _add_packed(tensors, layer, begun.names[layer.module], options.dtype)
     for layer in corrected:
         _add_adapter(adapter, layer, options.dtype)
     return {
@@ -72,6 +80,7 @@ def plan(begun: Begun, options: ExportOptions) -> dict[str, Any]:
         "config": {**begun.config, "quantization_config": quantization(layers)},
         "tensors": tensors,
         "beside": {WEIGHTS: adapter.slots} if corrected else {},
+        "names": begun.names,
         "told": _told(layers),
     }
 
@@ -90,6 +99,20 @@ def _check_fused(layers: Sequence[FewBits]) -> None:
                 )
 
 
+def _check_experts(layers: Sequence[FewBits]) -> None:
+    """Raise UsageError where a mixture has more schemes than readers know: vLLM makes one layer of the
+    experts of a block, and transformers takes one scheme for all experts and one for all else."""
+    experts = [layer for layer in layers if layer.expert]
+    parts = {(layer.expert, layer.module.split(".")[-2]) for layer in experts}
+    others = {scheme(layer) for layer in layers if not layer.expert}
+    whole = len(parts) == PARTS * len({block for block, _ in parts})
+    if experts and (not whole or len(set(map(scheme, experts))) > 1 or len(others) > 1):
+        raise UsageError(
+            f"--as vllm: layers of {experts[0].expert} or beside it are stored differently, or dense; "
+            "compress all layers of an expert alike, and all other layers alike"
+        )
+
+
 def scheme(layer: FewBits) -> tuple[int, int]:
     """Bits and group of the integers that a layer is written in."""
     return BITS[layer.base.bits], layer.base.group
@@ -101,16 +124,16 @@ def _told(layers: Sequence[FewBits]) -> tuple[str, ...]:
     return (said,) if wider else ()
 
 
-def _add_packed(tensors: Tensors, layer: FewBits, dtype: str | None) -> None:
+def _add_packed(tensors: Tensors, layer: FewBits, name: str, dtype: str | None) -> None:
     (bits, group), stored = scheme(layer), layer.stored(dtype)
     o, i = layer.spec.out_features, layer.spec.in_features
-    for name, kind, size in (
+    for part, kind, size in (
         ("shape", "I64", (2,)),
         ("packed", "I32", (o, -(-i * bits // 32))),
         ("scale", stored, (o, i // group)),
     ):
-        make = partial(_packed_part, layer, name, TORCH_NAMES[stored])
-        tensors.add_made(f"{layer.module}.weight_{name}", kind, size, make)
+        make = partial(_packed_part, layer, part, TORCH_NAMES[stored])
+        tensors.add_made(f"{name}.weight_{part}", kind, size, make)
 
 
 def _packed_part(layer: FewBits, name: str, dtype: str) -> Tensor:
@@ -141,24 +164,25 @@ def quantization(layers: Sequence[FewBits]) -> dict[str, object]:
     model = meta_model(layers[0].source)
     names = module_names(model, [layer.module for layer in layers])
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    groups: dict[tuple[int, int], list[str]] = {}
+    groups: dict[tuple[int, int], dict[str, None]] = {}  # patterns in order
     for layer in layers:
-        groups.setdefault(scheme(layer), []).append(_named(names[layer.module]))
+        pattern = _named(layer.expert, r"\.\d+\.\w+") if layer.expert else _named(names[layer.module])
+        groups.setdefault(scheme(layer), {})[pattern] = None
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {
-            f"group_{n}": {"targets": targets, "weights": _arguments(*each)}
+            f"group_{n}": {"targets": list(targets), "weights": _arguments(*each)}
             for n, (each, targets) in enumerate(groups.items())
         },
         "ignore": [_named(name) for name in linear if name not in names.values()],
     }
 
 
-def _named(name: str) -> str:
-    """The pattern of compressed-tensors for a module, whatever is before its name."""
-    return rf"re:(.*\.)?{re.escape(name)}$"
+def _named(name: str, inside: str = "") -> str:
+    """The pattern of compressed-tensors for a module, or those `inside`, whatever is before its name."""
+    return rf"re:(.*\.)?{re.escape(name)}{inside}$"
 
 
 def _arguments(bits: int, group: int) -> dict[str, object]:
@@ -183,9 +207,11 @@ def adapter_config(corrected: Sequence[FewBits]) -> dict[str, object]:
 
 def load(folder: Path, dtype: object = "auto") -> Any:
     """The model in a written folder, by transformers and peft alone."""
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 
+    stacked = AutoConfig.from_pretrained(folder, local_files_only=True).model_type in EXPERTS
     unpacked = CompressedTensorsConfig(run_compressed=False)  # peft asks layers for their weight
+    unpacked = CompressedTensorsConfig(dequantize=True) if stacked else unpacked
     with quiet_transformers(), warnings.catch_warnings(action="ignore"):
         how = {"dtype": dtype, "quantization_config": unpacked, "local_files_only": True}
         model: Any = AutoModelForCausalLM.from_pretrained(folder, **how)

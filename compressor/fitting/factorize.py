@@ -23,8 +23,9 @@ from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.moments import Moments
 from blr.compressor.fitting.rounding import is_latent, plain_fit, round_layer, round_layers
-from blr.compressor.planning.forecast_time import predicted_cost
-from blr.compressor.planning.plan import Layer, Plan, PlannedLayer
+from blr.compressor.planning.forecast import predicted_cost
+from blr.compressor.planning.layers import Layer
+from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import FitOptions, relative_error

@@ -27,8 +27,8 @@ from blr.compressor.fitting.moments import Moments, Sums, expert_moments, produc
 from blr.compressor.fitting.refit import Errors, Refitting
 from blr.compressor.fitting.sensitivity import HIDDEN
 from blr.compressor.fitting.student import FitRun, Student, train_and_keep
-from blr.compressor.planning.experts import AT_ONCE
-from blr.compressor.planning.forecast_time import predicted_cost
+from blr.compressor.planning.forecast import predicted_cost
+from blr.compressor.planning.layers import AT_ONCE
 from blr.compressor.recipe.architectures import Group
 from blr.compressor.workspace.journal import layer_key
 

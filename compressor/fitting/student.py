@@ -25,7 +25,7 @@ from blr.compressor.fitting.moments import Moments, gram_of
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.fitting.sensitivity import Sensitivity
 from blr.compressor.fitting.trainable_layers import Twin, compose_layers, make_twin
-from blr.compressor.loading.training_kernels import fuse_trained
+from blr.compressor.modeling.fused import fuse_trained
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.training_sizes import WIDEST
 from blr.compressor.structures.latent import Plain, Trained

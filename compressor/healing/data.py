@@ -20,7 +20,7 @@ from blr.compressor.healing.student_and_teacher import EMBEDS, task_of
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.output.loss import Text, healing_text
-from blr.compressor.recipe.heal_settings import MINUTES, SELF, HealOptions
+from blr.compressor.recipe.settings import MINUTES, SELF, HealOptions
 from blr.compressor.text.own import ROOM, OwnText
 from blr.compressor.text.reading import (
     Beginning,

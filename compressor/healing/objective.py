@@ -15,7 +15,7 @@ from blr.compressor.loading.sentences import Sentences
 from blr.compressor.modeling.masks import unpacked
 from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.planning.training_sizes import CHUNK
-from blr.compressor.recipe.heal_settings import HIDDEN, HealOptions
+from blr.compressor.recipe.settings import HIDDEN, HealOptions
 from blr.kernels.common.registration import ContextOf
 from blr.kernels.training.distance.op import relative_errors
 from blr.kernels.training.divergence.op import divergence_sum

@@ -32,7 +32,7 @@ from blr.compressor.output.check import Bar, OutputCheck
 from blr.compressor.output.files import carried_files, check_reload
 from blr.compressor.output.loss_messages import MARK, better_healing
 from blr.compressor.output.report import mean_errors, report_pages
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 from blr.compressor.structures.base import relative_error
 from blr.compressor.structures.packing import restored
 from blr.compressor.structures.spec import WIDTHS

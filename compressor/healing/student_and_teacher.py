@@ -31,10 +31,10 @@ from blr.compressor.healing.trained_parameters import (
 from blr.compressor.loading.load import load_computing, load_model
 from blr.compressor.loading.native import continues_text
 from blr.compressor.loading.sentences import Sentences
-from blr.compressor.loading.training_kernels import fuse_trained
+from blr.compressor.modeling.fused import fuse_trained
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import module_names
-from blr.compressor.recipe.heal_settings import KINDS, HealOptions
+from blr.compressor.recipe.settings import KINDS, HealOptions
 from blr.compressor.structures.balance import balanced
 from blr.compressor.structures.latent import Latent, Plain, Trained, add_gradients
 
@@ -139,7 +139,7 @@ class TrainedPair(TrainedSet):
         return self.masters.get(self.first_names.get(name, name))
 
     def kinds(self) -> list[str]:
-        """The kinds (`heal_settings.KINDS`) of what is trained; additions have none."""
+        """The kinds (`settings.KINDS`) of what is trained; additions have none."""
         parts, names = parts_of(self.twins), [n for n in self.masters if not is_addition(n)]
         found = {"factors" if n in parts else kind_of(self.student, n) for n in names}
         return [kind for kind in KINDS if kind in found]

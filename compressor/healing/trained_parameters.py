@@ -23,7 +23,7 @@ from blr.compressor.loading.native import native_errors, quiet_transformers
 from blr.compressor.loading.streamed import empty_model
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import Numbered, module_names
-from blr.compressor.recipe.heal_settings import KINDS
+from blr.compressor.recipe.settings import KINDS
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, Spec
 
 LEFT, RIGHT = "added_B", "added_A"
@@ -66,7 +66,7 @@ def choose(
 
 
 def kind_of(model: PreTrainedModel, name: str) -> str:
-    """Which of `heal_settings.KINDS` the parameter called `name` is."""
+    """Which of `settings.KINDS` the parameter called `name` is."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     if isinstance(module, Numbered):

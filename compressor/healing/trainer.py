@@ -22,7 +22,7 @@ from blr.compressor.healing.data import Data
 from blr.compressor.healing.objective import Embedding, Objective
 from blr.compressor.healing.state import State, load_state, save_state
 from blr.compressor.healing.student_and_teacher import TrainedPair, checkpoint_blocks, compile_blocks
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 from blr.compressor.workspace.journal import Journal
 
 EVALUATIONS = 10  # in a run, besides the first one

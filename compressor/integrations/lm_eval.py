@@ -50,7 +50,6 @@ class TaskDistance:
 
 
 def compared(found: tuple[Scores, Items], dense: tuple[Scores, Items]) -> TaskDistance:
-    """How a model does beside its dense one."""
     wanted = dense[0].tasks
     recovery = {
         task: {n: 100 * v / wanted[task][n] for n, v in metrics.items() if wanted[task].get(n)}
@@ -80,14 +79,11 @@ def run_tasks(model: object, tokenizer: object, asked: Asked, batch: int = 8) ->
 
     names, manager = asked.names, _manager(asked.names, asked.path)
     subject: object = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
-    options = {
-        "num_fewshot": asked.shots,
-        "limit": asked.limit,
-        "bootstrap_iters": 0,
-        "log_samples": asked.items,
-    }
+    options = {"num_fewshot": asked.shots, "limit": asked.limit, "log_samples": asked.items}
     try:
-        found: Any = lm_eval.simple_evaluate(subject, tasks=names, task_manager=manager, **options)
+        found: Any = lm_eval.simple_evaluate(
+            subject, tasks=names, task_manager=manager, bootstrap_iters=0, **options
+        )
     except OSError as error:  # of the hub and of datasets too
         remedy = "check the network, or run once with it: data sets are cached"
         raise HubError(f"{', '.join(names)}: no data ({named_line(error)}); {remedy}") from error

@@ -1,11 +1,8 @@
 """LoRA of peft on layers of ours, under the names that the dense model's layers have.
 
-peft wraps what is an `nn.Linear`. Its tuner of LoRA is replaced by one that takes structured layers and
-those in few bits, too, by name, by default and by "all-linear". An adapter is merged where the structure
-holds the sum exactly: ``U Vᵀ + B A`` is low-rank with r' more columns, and BLAST with couplings of one
-for them. So is taken out of a layer what an initialization (PiSSA, OLoRA) puts into its adapter; other
-structures, and initializations that change a layer otherwise, are refused.
-"""
+An adapter is merged where the structure holds the sum exactly: ``U Vᵀ + B A`` is low-rank with r' more
+columns, and BLAST with couplings of one for them. So is taken out of a layer what an initialization
+(PiSSA, OLoRA) puts into its adapter. All else is refused."""
 
 from __future__ import annotations
 
@@ -86,7 +83,6 @@ class StructuredLora(LoraLinear):
             self.merged_adapters.append(name)
 
     def unmerge(self) -> None:
-        """Take the adapters out of the factors again."""
         while self.merged_adapters:
             name = self.merged_adapters.pop()
             if name in self.lora_A:
@@ -151,7 +147,6 @@ def _refusing(inject: Callable[..., object]) -> object:
 
 
 def stand_in(layer: Any) -> nn.Linear:
-    """A dense layer of the weight and bias of one of ours."""
     with torch.no_grad():
         weight = layer.composed()
     outputs, inputs = weight.shape
@@ -176,7 +171,6 @@ def check_takes_products(layer: object) -> None:
 
 
 def described(layer: Any) -> str:
-    """The structure of a layer, for whoever reads why it is refused."""
     return f"{layer.described.structure} ({layer.described.describe()})"
 
 

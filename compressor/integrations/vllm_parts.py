@@ -1,9 +1,7 @@
 """The part of a structured layer in one process of a server: its share of the factors, and its product.
 
-A server splits a layer by its outputs (q, k, v, gate, up) or by its inputs (o, down): a cut of U or V
-along one axis, and of what couples blocks. Inputs leave a sum over the processes, which for plain low
-rank is taken behind V: r numbers a token in place of o.
-"""
+A server splits a layer by its outputs or inputs: a cut of U or V along one axis, and of what couples
+blocks. Inputs leave a sum over the processes, for plain low rank behind V: r numbers a token, not o."""
 
 from __future__ import annotations
 
@@ -16,29 +14,21 @@ from torch import Tensor, nn
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.modeling.float8 import is_float8, prepare_layer
-from blr.compressor.modeling.layers import layer_of
+from blr.compressor.modeling.layers import KERNELS, layer_of
+from blr.compressor.modeling.modeling_blr import STRUCTURES
 from blr.compressor.modeling.splitting import AXES
-from blr.compressor.structures.specs import KroneckerSpec, LowRankSpec, Shape, Spec
+from blr.compressor.structures.specs import LowRankSpec, Shape, Spec
 from blr.kernels.common.layout import relaid
 from blr.kernels.common.orders import order_of
-from blr.kernels.layers.blast.op import blast_linear
-from blr.kernels.layers.blast.reference import blast_linear as blast_reference
-from blr.kernels.layers.kronecker.op import kronecker_linear
-from blr.kernels.layers.lowrank.op import lowrank_linear
-from blr.kernels.layers.lowrank.reference import grouped_lowrank_linear
-from blr.kernels.layers.monarch.op import monarch_linear
-from blr.kernels.layers.monarch.reference import monarch_linear as monarch_reference
 
 Reduce = Callable[[Tensor], Tensor]
 SHARED = "shared_V"  # where the first of several parts has the Vs of all
 
 
 class Part(nn.Module):
-    """The part `share` of the layer `name` [o, i]: parameters named as on disk, "." as "_".
-
-    Whole layers, and low-rank ones cut by outputs, run on blr's kernels; other cuts are batched
-    products. `spec` is None for a dense weight. Raises CapabilityError as `local_shapes`.
-    """
+    """The part `share` of the layer `name` [o, i]: parameters named as on disk, "." as "_". Whole
+    layers, and low-rank ones cut by outputs, run on blr's kernels; other cuts are batched products.
+    `spec` is None for a dense weight. Raises CapabilityError as `local_shapes`."""
 
     def __init__(
         self, name: str, spec: Spec | None, shape: Shape, share: Share, dtype: torch.dtype
@@ -55,7 +45,6 @@ class Part(nn.Module):
             self.register_parameter(self.path(factor), empty)
 
     def path(self, factor: str) -> str:
-        """Where in the module a factor is."""
         return factor.replace(".", "_")
 
     def load(self, factor: str, whole: Tensor) -> None:
@@ -84,19 +73,11 @@ class Part(nn.Module):
         if self.in_rank_space:
             U, V = factors
             return nn.functional.linear(reduce(x @ V), U)
-        if isinstance(self.spec, KroneckerSpec):
-            return kronecker_linear(x, factors)
-        if isinstance(self.spec, LowRankSpec):
-            if self.spec.groups > 1:
-                return grouped_lowrank_linear(x, *factors, side=self.spec.side)
-            return lowrank_linear(x, *factors)
-        return self._blocks(x, factors)
-
-    def _blocks(self, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
-        whole = self.share.size == 1
-        if len(factors) == 3:
-            return (blast_linear if whole else blast_reference)(x, *factors)
-        return (monarch_linear if whole else monarch_reference)(x, *factors)
+        own = self.share.size == 1 or isinstance(self.spec, LowRankSpec)
+        product = KERNELS[self.spec.structure].product if own else None
+        if product is not None:
+            return product(self.spec, x, None, *factors)
+        return STRUCTURES[self.spec.structure].product(self.spec.to_dict(), x, None, *factors)
 
     def _get(self, name: str) -> Tensor:
         return self.get_parameter(self.path(name))
@@ -135,14 +116,16 @@ class PackedPart(Part):
 
     def __init__(self, name: str, spec: Spec, share: Share, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
-        check_whole(name, spec, share)
+        if share.size > 1:
+            found = f"{name}: {spec.structure} {spec.describe()} over {share.size} processes"
+            remedy = "expected factors in the model's dtype; serve it in one process"
+            raise CapabilityError(f"{found}; {remedy}")
         self.name, self.spec, self.share = name, spec, share
         self.layer = layer_of(spec, bias=False).to(dtype).requires_grad_(False)
         self.names = list(spec.stored())
         self.loaded, self.in_rank_space, self.can_share_input = set(), False, False
 
     def path(self, factor: str) -> str:
-        """Where in the module a stored tensor is."""
         return f"layer.{factor}"
 
     def _get(self, name: str) -> Tensor:
@@ -186,7 +169,7 @@ def local_shapes(name: str, spec: Spec | None, shape: Shape, share: Share) -> di
     found = {}
     for factor, whole in ({"weight": shape} if spec is None else spec.shapes()).items():
         axis = _axis(name, spec, factor, share)
-        if axis is not None and (whole[axis] % share.size or _blocks(spec) % share.size):
+        if axis is not None and (whole[axis] % share.size or getattr(spec, "blocks", 0) % share.size):
             raise CapabilityError(
                 f"{name}: {spec.describe() if spec else 'dense'} over {share.size} processes; expected "
                 "blocks that they divide; take fewer, or compress with --blocks a multiple of them"
@@ -195,17 +178,7 @@ def local_shapes(name: str, spec: Spec | None, shape: Shape, share: Share) -> di
     return found
 
 
-def check_whole(name: str, spec: Spec, share: Share) -> None:
-    """Raise CapabilityError where `share` is but a part of a layer that is held whole."""
-    if share.size > 1:
-        raise CapabilityError(
-            f"{name}: {spec.structure} {spec.describe()} over {share.size} processes; expected factors "
-            "in the model's dtype; serve it in one process"
-        )
-
-
 def local(name: str, spec: Spec | None, factor: str, whole: Tensor, share: Share) -> Tensor:
-    """The part of a factor that `share` holds: a view."""
     axis = _axis(name, spec, factor, share)
     if axis is None:
         return whole
@@ -225,7 +198,3 @@ def _axis(name: str, spec: Spec | None, factor: str, share: Share) -> int | None
             f"{', '.join(sorted(AXES))}; serve it in one process"
         )
     return AXES[kind][share.side].get(factor)
-
-
-def _blocks(spec: Spec | None) -> int:
-    return getattr(spec, "blocks", 0)

@@ -1,20 +1,20 @@
 """vLLM serves compressed Llama, Mistral, Qwen2 and Qwen3 checkpoints by its own models.
 
-The entry point `vllm.general_plugins` calls `register` in each of its processes. A layer of theirs (one
-for q, k and v, one for gate and up) then holds a part for every layer on disk, of whatever structure.
-Written against vLLM 0.32: `ModelRegistry`, `QuantizationConfig`, `LinearMethodBase`, the attributes of
-`ColumnParallelLinear` and `RowParallelLinear`, `load_weights` of layers and `shard_id` of tensors.
-Anything else (another family, an export) goes through vLLM's Transformers backend.
-"""
+A layer of theirs (one for q, k and v, one for gate and up) holds a part for every layer on disk. Written
+against vLLM 0.32: its registry, `QuantizationConfig`, `LinearMethodBase`, parallel linear layers and
+`load_weights`. Anything else goes through vLLM's Transformers backend."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import VllmConfig
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import (
     LinearBase,
@@ -25,6 +25,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from blr.compressor.base.errors import CapabilityError
+from blr.compressor.exporting.origin import EXPORTED
 from blr.compressor.integrations.vllm_parts import Share, make_part, pack, product, shares_input
 from blr.compressor.structures.specs import Spec, spec_from_dict
 
@@ -40,7 +41,34 @@ def register() -> None:
     register_configurations()
     for family in FAMILIES:
         name = f"Blr{family}ForCausalLM"
-        ModelRegistry.register_model(name, f"blr.compressor.integrations.vllm_models:{name}")
+        ModelRegistry.register_model(name, f"{__name__}:{name}")
+
+
+class ServedModel:
+    """Mixin that gives a model's layers their structures ahead of its construction."""
+
+    def __init__(self: Any, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        if vllm_config.quant_config is not None:
+            found = f"{vllm_config.model_config.model}: --quantization of a model of blr"
+            raise CapabilityError(f"{found}; leave it out")
+        table = vllm_config.model_config.hf_config.blr or {}
+        if not table.keys().isdisjoint(EXPORTED):
+            found = f"{vllm_config.model_config.model}: found an export of blr"
+            raise CapabilityError(f"{found}, expected what `blr compress` writes; {INSTEAD}")
+        layers = ServedConfig(table.get("layers", {}), type(self).packed_modules_mapping)
+        self.quant_config = vllm_config.quant_config = layers
+        native: Any = super()
+        native.__init__(vllm_config=vllm_config, prefix=prefix)
+
+
+@cache
+def __getattr__(name: str) -> type:
+    """vLLM's model of one of `FAMILIES` with structured layers, made when vLLM asks for its name."""
+    family = name.removeprefix("Blr").removesuffix("ForCausalLM")
+    if family not in FAMILIES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    native = getattr(import_module(f"vllm.model_executor.models.{family.lower()}"), name[3:])
+    return type(name, (ServedModel, native), {"__module__": __name__})
 
 
 class ServedConfig(QuantizationConfig):
@@ -126,7 +154,6 @@ class ServedMethod(LinearMethodBase):
                 part.relayout_()
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., i'] -> [..., Σ o']."""
         y = product(layer.parts, x, tensor_model_parallel_all_reduce)
         if getattr(layer, "summed", False) and not layer.skip_bias_add:
             bias = layer.bias  # rank 0 alone is given it, for the sum that is not taken

@@ -41,7 +41,6 @@ def read_as_loaded(source: Source) -> Source:
 
 
 def check_dense(folder: Path, model_type: str) -> None:
-    """Raise InputError for an output of blr."""
     if model_type.startswith(OURS):
         raise InputError(
             f"{folder}: model type {model_type!r} is already compressed by blr; "
@@ -87,7 +86,6 @@ def is_usual(source: Source) -> bool:
 
 
 def _names(words: str, prefix: str = "") -> Iterator[str]:
-    """The tensors that `words` of a layout name."""
     for word in words.split():
         module, mark, bias = word.partition("+")
         if word.endswith("="):
@@ -106,6 +104,5 @@ def _is_whole(numbers: set[tuple[int, ...]]) -> bool:
 
 @cache
 def layouts() -> dict[str, dict[str, Any]]:
-    """The tables of `configs/usual.yaml` by class."""
     table = read_config_table("usual.yaml")
     return {name: layout for layout in table for name in layout["classes"]}

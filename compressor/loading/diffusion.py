@@ -15,6 +15,7 @@ from blr.compressor.checkpoint.config import DIFFUSERS, REMEDY
 from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source, open_source
+from blr.compressor.loading.loader_names import misfit
 from blr.compressor.loading.native import native_errors, quiet_diffusers
 from blr.compressor.loading.smoke_run import NO_CHECK, Trial, check_model, refuse_model, trial_of
 from blr.compressor.workspace.manifest import check_listed
@@ -43,7 +44,6 @@ def load_diffusion(folder: Path, *, dtype: str | None = None, device: str = "aut
 
 
 def load_written(folder: Path) -> object:
-    """Load the model of a folder that was just written, as stored."""
     return _structured(open_source(folder), None)
 
 
@@ -55,33 +55,22 @@ def _structured(source: Source, dtype: str | None) -> nn.Module:
 
 
 def dense_model(source: Source, *, meta: bool = False) -> nn.Module:
-    """Load the dense model in `source`, as stored; with `meta` without its weights.
-
-    Raises CapabilityError without diffusers; InputError for an unknown class, or tensors of another one.
-    """
+    """Load the dense model in `source`, as stored; with `meta` without its weights. Raises
+    CapabilityError without diffusers; InputError for an unknown class, or tensors of another one."""
     cls = dense_class(source)
     config = {**source.config, DIFFUSERS.kind: source.model_type}
     with native_errors(source), quiet_diffusers(), init_empty_weights(include_buffers=False):
         model = cls.from_config(config)
-    if found := misfit(model, {name: entry.shape for name, entry in source.entries.items()}):
-        refuse(source.folder, f"{found} for {cls.__name__}", "the tensors of one model", REMEDY)
+    found = {name: tuple(entry.shape) for name, entry in source.entries.items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    odd = {"missing_keys": wanted.keys() - found.keys(), "unexpected_keys": found.keys() - wanted.keys()}
+    odd["mismatched_keys"] = {n for n in wanted.keys() & found.keys() if wanted[n] != found[n]}
+    if wrong := misfit(odd, "missing", "unexpected", "mismatched"):
+        refuse(source.folder, f"{wrong} for {cls.__name__}", "the tensors of one model", REMEDY)
     if not meta:
         state = {name: source.load_tensor(entry) for name, entry in source.entries.items()}
         model.load_state_dict(state, assign=True)
     return model.eval()
-
-
-def misfit(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> str:
-    """Name the tensors in which `shapes` differ from those of `model`; empty if none do."""
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for kind, names in (
-        ("missing", expected.keys() - shapes.keys()),
-        ("unexpected", shapes.keys() - expected.keys()),
-        ("mismatched", {n for n in expected.keys() & shapes.keys() if expected[n] != tuple(shapes[n])}),
-    ):
-        if names:
-            return f"{kind} tensors {quote(sorted(names)[:3], 240)[1:-1]} of {len(names)}"
-    return ""
 
 
 def dense_class(source: Source) -> Any:
@@ -116,7 +105,6 @@ def _diffusers(source: Source) -> Any:
 
 
 def stored_dtype(source: Source) -> torch.dtype:
-    """The dtype of most bytes of the weights."""
     sizes: dict[str, int] = {}
     for entry in source.entries.values():
         if entry.is_float:

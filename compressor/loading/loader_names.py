@@ -1,15 +1,13 @@
 """What transformers takes of a dense checkpoint: the class, its tensors, and which of them are one.
 
-Its loader is asked, on the meta device. What it reads past is left out, what it finds under another
-name of a tied weight gets the name that is tied to, and what it would fill with random numbers is an
-error. All that comes after sees a checkpoint as its class saves it.
-"""
+Its loader is asked, on the meta device. All that comes after sees a checkpoint as its class saves it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +41,8 @@ MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])  # steps of t
 
 def taken(source: Source) -> Source:
     """`source` as transformers reads it: `entries` by the names of its class, all other tensors in
-    `left`, `config` with the class and the ties that hold.
-
-    Raises InputError for an unknown class, and for tensors that are missing, of another shape or of
-    blocks that config.json does not count.
-    """
+    `left`, `config` with the class and the ties that hold. Raises InputError for an unknown class, and
+    for tensors that are missing, of another shape or of blocks that config.json does not count."""
     source = source if source.config.get("architectures") else _named(source)
     cls = native_class(source)
     model, info = _loaded(source, cls)
@@ -62,9 +57,6 @@ def _loaded(source: Source, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel
     config = made_config(source)
     with native_errors(source):
         return load_empty(cls, None, config=config, state_dict=meta_tensors(source.entries.values()))
-
-
-# --- The class ------------------------------------------------------------------------------------
 
 
 def _named(source: Source) -> Source:
@@ -102,9 +94,6 @@ def _left(source: Source, name: str) -> int | None:
     return sum(keys.key(stored) not in keys.known for stored in source.entries)
 
 
-# --- Its tensors ----------------------------------------------------------------------------------
-
-
 def _refuse_blocks(source: Source, model: PreTrainedModel, info: LoadingReport) -> None:
     """Refuse blocks beyond those that config.json counts, unless the class ignores them by name."""
     lists = {name: len(m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
@@ -118,22 +107,14 @@ def _refuse_blocks(source: Source, model: PreTrainedModel, info: LoadingReport) 
 
 
 def _placed(source: Source, keys: Keys) -> Source:
-    """`source` without the tensors that its class has no place for."""
-    entries, left = dict[str, TensorEntry](), list[TensorEntry]()
-    for name, entry in source.entries.items():
-        if keys.key(name) in keys.known:
-            entries[name] = entry
-        else:
-            left.append(entry)
+    entries = {name: entry for name, entry in source.entries.items() if keys.key(name) in keys.known}
+    left = [entry for name, entry in source.entries.items() if name not in entries]
     if not left:
         return source
     name, more = source.config["architectures"][0], f" and {len(left) - 1} more" * (len(left) > 1)
     listed = f"{quote(left[0].name)[1:-1]}{more}"
     said = f"left out, as transformers does: {listed}, for which {name} has no place"
     return replace(source, entries=entries, left=tuple(left), said=(*source.said, said))
-
-
-# --- Which are one --------------------------------------------------------------------------------
 
 
 def _tied(source: Source, model: PreTrainedModel, keys: Keys) -> Source:
@@ -156,20 +137,16 @@ def _tied(source: Source, model: PreTrainedModel, keys: Keys) -> Source:
 
 
 def _are_equal(source: Source, name: str, other: str) -> bool:
-    """Whether two stored tensors hold the same bytes."""
     one, two = source.entries[name], source.entries[other]
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
-    pieces = zip(source.read_bytes(one), source.read_bytes(two), strict=True)
-    return all(first == second for first, second in pieces)
+    return all(map(eq, source.read_bytes(one), source.read_bytes(two)))
 
 
 def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple[str, str]]) -> Source:
-    """Untie `source`, some of whose tied weights have values of their `own`.
-
-    An encoder-decoder keeps its config.json: there the key also scales outputs, and transformers finds
-    the difference when it loads.
-    """
+    """Untie `source`, some of whose tied weights have values of their `own`. An encoder-decoder keeps
+    its config.json: there the key also scales outputs, and transformers finds the difference when it
+    loads."""
     name, giving = own[0]
     said = (
         f"{name} is stored with values of its own, though config.json ties it to {giving}: taken as it "
@@ -186,7 +163,6 @@ def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple
 
 
 def _without_ties(config: dict[str, object]) -> dict[str, object]:
-    """`config` without tied weights, in all its parts."""
     parts = {k: _without_ties(v) if isinstance(v, dict) else v for k, v in config.items()}
     return {**parts, **{key: False for key in TIES if key in parts}}
 
@@ -226,11 +202,7 @@ def load_empty(
     """A model of class `cls` on the meta device, and the loader's `output_loading_info`."""
     with quiet_transformers():
         model, info = cls.from_pretrained(
-            folder,
-            device_map="meta",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **options,
+            folder, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     return model, info
 
@@ -251,10 +223,8 @@ def renamed(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
 
 
 def merged_names(model: PreTrainedModel, name: str, stored: Collection[str]) -> list[list[str]]:
-    """The stored tensors behind the merged parameter `name`, a list for each expert in order.
-
-    Empty if the parameter is made otherwise, or if some tensors are not among `stored`.
-    """
+    """The stored tensors behind the merged parameter `name`, a list for each expert in order. Empty if
+    the parameter is made otherwise, or if some tensors are not among `stored`."""
     for converter in get_model_conversion_mapping(model):
         target = next((t for t in getattr(converter, "target_patterns", ()) if name.endswith(t)), None)
         steps = [type(step).__name__ for step in getattr(converter, "operations", ())]

@@ -1,7 +1,5 @@
-"""Classes of transformers: the one that a checkpoint names, checked before use, and its linear layers.
-
-A family without a table in `configs/` has its layers found on the meta device.
-"""
+"""Classes of transformers: the one that a checkpoint names, checked before use, and its linear layers. A
+family without a table in `configs/` has its layers found on the meta device."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -81,9 +79,8 @@ def continues_text(source: Source) -> bool:
 
 def sees_and_writes(source: Source) -> bool:
     """Whether that class reads images beside text and is not listed as a causal language model."""
-    if _among(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, source):
-        return False
-    return _among(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, source)
+    causal = _among(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, source)
+    return not causal and _among(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, source)
 
 
 def has_encoder(source: Source) -> bool:
@@ -137,10 +134,8 @@ def family_of(source: Source) -> Family:
 
 def discover_family(source: Source) -> Family:
     """Make a family's table from the model itself: all linear layers of its blocks, the others as heads.
-
     `blocks` is the one list of blocks of a model that reads text. Raises InputError for a model type or
-    architecture that transformers does not know.
-    """
+    architecture that transformers does not know."""
     model = meta_model(source)
     inner, outer = linear_layers(model)
     transposed = any(isinstance(module, Conv1D) for module in inner.values())
@@ -170,16 +165,13 @@ def _blocks(model: PreTrainedModel, inner: Collection[str]) -> str | None:
 
 
 def _above(name: str) -> list[str]:
-    """The names of the modules around the module `name`."""
     return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
 
 
 def linear_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """The linear layers of the blocks of `model`, and all others, by name; not those of routers.
-
-    Blocks are members of lists of modules in the base model. Layers for a task stand outside of the base
-    model, poolers outside of lists. In a list of heads the members are layers, or classes named a head.
-    """
+    """The linear layers of the blocks of `model`, and all others, by name; not those of routers. Blocks
+    are members of lists of modules in the base model. Layers for a task stand outside of the base model,
+    poolers outside of lists. In a list of heads the members are layers, or classes named a head."""
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
     every = dict(model.named_modules(remove_duplicate=False))
     lists = {name for name, m in every.items() if isinstance(m, nn.ModuleList | nn.Sequential)}
@@ -195,28 +187,29 @@ def linear_layers(model: PreTrainedModel) -> tuple[dict[str, nn.Module], dict[st
     return found
 
 
+_MULTIPLIES: dict[type, bool] = {}  # by class
+
+
 def _is_linear(module: nn.Module) -> bool:
     """Whether a module computes x Wᵀ + bias: some `nn.Linear`s do not (Llama 4's router)."""
     if not isinstance(module, nn.Linear):
         return isinstance(module, Conv1D)
-    return type(module).forward is nn.Linear.forward or _multiplies(type(module), module)
-
-
-_MULTIPLIES: dict[type, bool] = {}  # by class
-
-
-def _multiplies(kind: type, module: nn.Linear) -> bool:
+    kind = type(module)
     if kind not in _MULTIPLIES:
-        draw = torch.Generator().manual_seed(0)
-        x = torch.randn(2, module.in_features, generator=draw)
-        given = {name: torch.randn(p.shape, generator=draw) for name, p in module.named_parameters()}
-        try:
-            found = torch.func.functional_call(module, given, (x,))
-            usual = nn.functional.linear(x, given["weight"], given.get("bias"))
-            _MULTIPLIES[kind] = bool(torch.allclose(found, usual, rtol=1e-3, atol=1e-3))
-        except Exception:  # whatever it asks for beside x, or gives beside y
-            _MULTIPLIES[kind] = False
+        _MULTIPLIES[kind] = kind.forward is nn.Linear.forward or _multiplies(module)
     return _MULTIPLIES[kind]
+
+
+def _multiplies(module: nn.Linear) -> bool:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(2, module.in_features, generator=draw)
+    given = {name: torch.randn(p.shape, generator=draw) for name, p in module.named_parameters()}
+    try:
+        found = torch.func.functional_call(module, given, (x,))
+        usual = nn.functional.linear(x, given["weight"], given.get("bias"))
+        return bool(torch.allclose(found, usual, rtol=1e-3, atol=1e-3))
+    except Exception:  # whatever it asks for beside x, or gives beside y
+        return False
 
 
 def meta_model(source: Source, *, buffers: bool = False) -> PreTrainedModel:
@@ -230,12 +223,10 @@ def meta_model(source: Source, *, buffers: bool = False) -> PreTrainedModel:
 
 
 def quiet_transformers() -> AbstractContextManager[None]:
-    """Silence transformers but for errors."""
     return _quiet(logging)
 
 
 def quiet_diffusers() -> AbstractContextManager[None]:
-    """Silence diffusers but for errors."""
     from diffusers.utils import logging as its
 
     return _quiet(its)

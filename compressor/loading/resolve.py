@@ -95,7 +95,6 @@ def resolve_model(
 
 
 def _model_in(folder: Path) -> Path:
-    """`folder`, or where in it the transformer of a pipeline of diffusers is."""
     inner = folder / PIPELINE_PART
     is_pipeline = os.path.isfile(folder / PIPELINE) and not os.path.lexists(folder / "config.json")
     return inner if is_pipeline and os.path.isdir(inner) else folder
@@ -271,10 +270,8 @@ def _stays(repository: str, revision: str | None, patterns: list[str], stream: b
 
 def stand_in(repository: str, revision: str | None, patterns: list[str]) -> tuple[Path, str]:
     """Make a folder of the model's files with headers in place of weights; the folder and the commit.
-
     Raises HubError for a repository without safetensors, InputError for an unsafe index, and what the
-    hub's client raises.
-    """
+    hub's client raises."""
     from huggingface_hub.constants import HF_HOME
 
     small = [pattern for pattern in patterns if not pattern.endswith(WEIGHTS)]

@@ -1,9 +1,7 @@
 """How a folder of sentence-transformers makes a sentence's embedding of the model's hidden states.
 
-Read from modules.json and the folders it names, as that package does: pooling, length, and dense
-layers behind; and from config_sentence_transformers.json: the prompt before every sentence and how many
-dimensions are kept. A folder without modules.json is pooled by the mean.
-"""
+Read from modules.json, the folders it names and config_sentence_transformers.json, as that package does.
+A folder without modules.json is pooled by the mean."""
 
 import json
 import os
@@ -40,12 +38,9 @@ REMEDY = "evaluate it with sentence-transformers itself"
 
 @dataclass(frozen=True)
 class Sentences:
-    """How sentences become embeddings.
-
-    `modes` of pooling are put side by side; `length` is the most tokens (None: the model's); `lower`
-    makes lower case; `dense` layers follow the pooling; `prompt` comes before every sentence, pooled or
-    not (`pools_prompt`); `dimensions` are kept (None: all).
-    """
+    """How sentences become embeddings. `modes` of pooling are put side by side; `length` is the most
+    tokens (None: the model's); `lower` makes lower case; `dense` layers follow the pooling; `prompt`
+    comes before every sentence, pooled or not (`pools_prompt`); `dimensions` are kept (None: all)."""
 
     modes: tuple[str, ...] = ("mean",)
     length: int | None = None
@@ -56,7 +51,6 @@ class Sentences:
     dimensions: int | None = None
 
     def texts(self, sentences: list[str]) -> list[str]:
-        """The sentences as the tokenizer gets them."""
         texts = [self.prompt + sentence for sentence in sentences]
         return [text.lower() for text in texts] if self.lower else texts
 

@@ -86,11 +86,9 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", 
 
 
 def check_carried(source: Source, config: Mapping[str, object]) -> None:
-    """Raise now what would fail when an output with `config` is checked after hours of work.
-
-    Raises InputError for a bad tokenizer or generation_config.json, OutputError for a tokenizer that
-    cannot be carried over to the model type of `config`.
-    """
+    """Raise now what would fail when an output with `config` is checked after hours of work. Raises
+    InputError for a bad tokenizer or generation_config.json, OutputError for a tokenizer that cannot be
+    carried over to the model type of `config`."""
     check_tokenizer(source.folder)
     check_generation(source.folder)
     for name in source.extras.pickled:  # weights that a module of sentence-transformers would lack
@@ -125,11 +123,8 @@ def check_generation(folder: Path) -> None:
 
 def keep_tokenizer(source: Path, folder: Path) -> dict[str, tuple[int, str]]:
     """Name the source's tokenizer class in tokenizer_config.json where it would not be found without
-    blr.
-
-    Returns the size and SHA-256 of a file that was rewritten. Raises OutputError if the tokenizer still
-    gives other ids, with blr's code or without.
-    """
+    blr. Returns the size and SHA-256 of a file that was rewritten. Raises OutputError if the tokenizer
+    still gives other ids, with blr's code or without."""
     before = token_ids(source)
     if before is None or _same_ids(before, folder):
         return {}

@@ -13,10 +13,9 @@ from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.quoting import first_line, quote
 from blr.compressor.checkpoint.context import context_of
-from blr.compressor.checkpoint.numerics import check_finite, check_product, norm
 from blr.compressor.loading.native import quiet_transformers
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.kernels.fp8.reference import is_number
+from blr.compressor.workspace.scan import check_finite, check_product, norm
 
 TOKENS, SAMPLES, FRAMES = 16, 8000, 3000  # of a text, a sound, a spectrum
 NO_CHECK = "--no-check commits without having run anything"
@@ -135,7 +134,6 @@ def plain_tokens(config: PreTrainedConfig) -> Tensor:
 
 
 def _image(model: PreTrainedModel) -> Tensor | None:
-    """[1, channels, height, width]"""
     config = getattr(model.config, "vision_config", model.config)
     size = getattr(config, "image_size", None)
     if size is None and model.main_input_name != "pixel_values":
@@ -145,7 +143,6 @@ def _image(model: PreTrainedModel) -> Tensor | None:
 
 
 def _spectrum(model: PreTrainedModel) -> Tensor:
-    """[1, bands, frames]"""
     bands = getattr(model.config, "num_mel_bins", 80)
     frames = 2 * getattr(model.config, "max_source_positions", FRAMES // 2)
     return torch.randn(1, bands, frames, generator=_generator())
@@ -186,8 +183,7 @@ def check_model(model: nn.Module, where: object) -> None:
 
 def check_layer(name: str, layer: StructuredLinear) -> None:
     """`check_product` of a structured layer in the dtype it computes in."""
-    spec = layer.spec
-    dtype = next(t.dtype for t in (*layer.parameters(), *layer.buffers()) if is_number(t))
+    spec, dtype = layer.spec, layer.like().dtype
 
     def held() -> dict[str, Tensor]:
         return {part: layer.factor(part) for part in layer.held}

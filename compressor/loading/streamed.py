@@ -1,8 +1,6 @@
-"""A model of which one block at a time is in memory: weights are read when a block is about to run.
-
-Made and filled by transformers' own loader, part by part, so that renamed tensors and experts that are
-merged arrive as in any model.
-"""
+"""A model of which one block at a time is in memory: weights are read when a block is about to run. Made
+and filled by transformers' own loader, part by part, so that renamed tensors and experts that are merged
+arrive as in any model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +71,6 @@ def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedM
 
 
 def is_small(source: Source) -> bool:
-    """Whether all of its weights may be in memory at once."""
     return source.nbytes <= WHOLE
 
 
@@ -116,7 +113,6 @@ class Parts:
         return next((name for name in names if name in self.blocks), "")
 
     def fill(self, part: str) -> None:
-        """Read the tensors of a part."""
         state = {n: self.source.load_tensor(self.source.entries[n]) for n in self.stored[part]}
         settings = LoadStateDictConfig(
             device_map={"": "cpu"}, dtype=self.model.dtype, weight_mapping=self.transforms
@@ -136,7 +132,6 @@ class Parts:
             self.model.tie_weights(missing_keys=set(self.missing), recompute_mapping=False)
 
     def drop(self, part: str) -> None:
-        """Move the tensors of a part to the meta device."""
         for key in self.keys[part]:
             owner, _, leaf = key.rpartition(".")
             module: Any = self.model.get_submodule(owner)

@@ -1,9 +1,7 @@
-"""Tries a tokenizer in a process of its own before anything relies on it.
+"""Tries a tokenizer in a process of its own, with limits, before anything relies on it.
 
-tokenizer.json is a small program: regular expressions that may backtrack for hours, normalizers that
-may turn a word into gigabytes, both in native code that no exception stops. So a short text is
-encoded by a child with limits of its own, which a bad tokenizer uses up or crashes, at no harm.
-"""
+tokenizer.json is a small program: regular expressions that backtrack for hours, normalizers that turn a
+word into gigabytes, in native code that no exception stops."""
 
 from __future__ import annotations
 
@@ -83,7 +81,6 @@ def encode_prompt(
 
 
 def taken_by(model: PreTrainedModel, inputs: Mapping[str, object]) -> dict[str, object]:
-    """Those of `inputs` that the model has an argument for."""
     known = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in known}
 
@@ -101,10 +98,8 @@ def encode_padded(tokenizer: PreTrainedTokenizerBase, texts: list[str], longest:
 
 def check_tokenizer(folder: Path, text: str = "") -> None:
     """Try tokenizer.json, if there is one, on a probing text and the start of `text`, once a process.
-
     Raises InputError if it cannot be read, crashes, or takes too much time, memory or tokens;
-    CapabilityError if no process can be started.
-    """
+    CapabilityError if no process can be started."""
     if not os.path.lexists(folder / "tokenizer.json"):
         return
     path = inside(folder, "tokenizer.json")

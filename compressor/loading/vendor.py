@@ -1,10 +1,7 @@
 """The Python files that a folder carries, so that it loads where `blr` is not installed.
 
-One file, `modeling/modeling_blr.py`, the same bytes for every model; a model of diffusers has another
-small one. An export that is to be fast without the package (`blr export --self-contained`) also has what
-`blr.compressor.bundling` joins of the package's own modules: layers with kernels and the decoding
-runtime, without the kernels of structures and numbers that the folder has not.
-"""
+One, `modeling/modeling_blr.py`, for every model. `blr export --self-contained` adds what
+`blr.compressor.bundling` joins: the decoding runtime and those kernels that the folder needs."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from functools import cache
 from importlib.resources import files
 
 from blr.compressor import __version__
-from blr.compressor.bundling.bundle import bundle, reached
-from blr.compressor.bundling.module import BundleError, Module
+from blr.compressor.bundling.bundle import BundleError, Module, bundle, reached
 from blr.compressor.modeling.modeling_blr import HOME
 from blr.compressor.modeling.settings import ExportSettings
 from blr.compressor.structures.specs import Spec, families
@@ -41,7 +37,6 @@ several modules have carries its module's."""
 
 
 def code_files() -> dict[str, bytes]:
-    """The Python files of a checkpoint, by name."""
     return _verbatim(HOME)
 
 
@@ -54,17 +49,14 @@ def _verbatim(*names: str) -> dict[str, bytes]:
     return {f"{name}.py": _source(f"{MODELING}.{name}").encode() for name in names}
 
 
-DRAFTED = ("runtime.drafted", "runtime.proposals", "runtime.acceptance", "modeling.drafts")
+DRAFTED = ("runtime.drafted", "runtime.proposals")
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What an export holds, which decides on the kernels that it needs.
-
-    structures: names of its specs. quantized: whether weights are in few bits. rows: sequences decoded
-    at once, 0 for a model that generates nothing. drafted: whether tokens are proposed. experts: whether
-    it is a mixture of them.
-    """
+    """What an export holds, which decides on the kernels that it needs. structures: names of its specs.
+    quantized: whether weights are in few bits. rows: sequences decoded at once, 0 for a model that
+    generates nothing. drafted: whether tokens are proposed. experts: whether it is a mixture of them."""
 
     structures: frozenset[str]
     quantized: bool = False
@@ -73,7 +65,6 @@ class Contents:
     experts: bool = False
 
     def left_out(self) -> frozenset[str]:
-        """Modules and packages that the export does without."""
         absent = {f"decode.{kind}.reference" for kind in ("attention", "gemv", "quantized")}  # no GPU's
         if not self.quantized:
             absent |= {f"decode.quantized.{part}" for part in ("grouped", "launch")}

@@ -1,9 +1,5 @@
-"""Keeps what is made for a model, a decoder or graphs, and makes it anew when the model changes.
-
-Both know addresses of tensors and what modules did when they were made; decoders copy some factors, too.
-So they are made anew when adapters are added or switched, a layer is replaced, or weights move. They
-call no hooks: see `is_watched`.
-"""
+"""Keeps what is made for a model, a decoder or graphs, and makes it anew when the model changes: both
+know addresses of tensors, and what modules did when they were made. They call no hooks: `is_watched`."""
 
 import threading
 from collections.abc import Callable
@@ -30,13 +26,10 @@ class Basis:
 
     def __init__(self, model: nn.Module, values: bool = False) -> None:
         modules = list(model.modules())
-        held: list[dict[str, Any]] = []
-        for module in modules:
-            held += module._modules, module._parameters, module._buffers
-        entries = [(found, name, value) for found in held for name, value in found.items()]
-        self.holders: list[dict[str, object]] = [found for found, _, _ in entries]
-        self.names = [name for _, name, _ in entries]
-        self.values = [value for _, _, value in entries]
+        held: list[Any] = [d for m in modules for d in (m._modules, m._parameters, m._buffers)]
+        self.holders = [found for found in held for _ in found]
+        self.names = [name for found in held for name in found]
+        self.values = [value for found in held for value in found.values()]
         self.tensors = [value for value in self.values if isinstance(value, Tensor)]
         self.versions = [_version(tensor) for tensor in self.tensors] if values else None
         self.places = list(map(_place, self.tensors))

@@ -1,9 +1,6 @@
-"""Replays forward passes of exported encoders as CUDA graphs.
-
-Launches take longer than the computation of a small batch. The first call with inputs of new shapes
-captures its kernels in a CUDA graph with buffers of its own; later calls copy their inputs in, replay
-the graph and return copies of the outputs. Threads take turns.
-"""
+"""Replays forward passes as CUDA graphs: launches take longer than the computation of a small batch. The
+first call with inputs of new shapes captures its kernels; later ones copy their inputs in, replay the
+graph and return copies of the outputs. Threads take turns."""
 
 import threading
 from collections import OrderedDict
@@ -17,10 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from blr.compressor.modeling.cache_key import held_for
-from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.masks import is_full, unmasked
 from blr.compressor.modeling.modeling_blr import Mixin
-from blr.compressor.modeling.settings import export_settings, warn_once
+from blr.compressor.modeling.settings import CACHE_NAMES, export_settings, warn_once
 from blr.kernels.common.capturing import Captured, own_stream
 from blr.kernels.common.placing import on_gpu
 
@@ -39,11 +35,8 @@ Capture = Callable[[Callable[[], object]], Replay | None]
 
 
 class CapturedForward(Mixin):
-    """Mixin of exported models that do not generate: a call replays a graph where it can.
-
-    It can on a GPU, in evaluation mode, without gradients, hooks or tracing, for inputs that are
-    tensors or plain values. Everything else, and a model that cannot be captured, runs as usual.
-    """
+    """Mixin of exported models that do not generate: a call replays a graph where it can. It can on a
+    GPU, in evaluation mode, without gradients, hooks or tracing, for tensors and plain values."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         native = super().__call__
@@ -56,20 +49,18 @@ class CapturedForward(Mixin):
         inside = unmasked if plain else nullcontext
         asked = [getattr(self.config, name, None) for name in ASKED]
         with on_gpu(self.device):
-            return graphs.run(native, (args, kwargs), inside, asked)
+            result = graphs.replayed(native, (args, kwargs), inside, asked)
+        return native(*args, **kwargs) if result is None else result
 
 
 class ForwardGraphs:
-    """The graphs of one model, by the shapes of its inputs.
-
-    capture: turns a function without arguments, whose tensors stay where they are, into one that repeats
-    its kernels and returns its first result, overwritten; None where that is not worth it. most: how
-    many shapes are kept; then the least recently used is dropped.
-    """
+    """The graphs of one model, by the shapes of its inputs. capture: turns a function without arguments,
+    whose tensors stay where they are, into one that repeats its kernels and returns its first result,
+    overwritten; None where that is not worth it. most: how many shapes are kept; then the least recently
+    used is dropped."""
 
     def __init__(self, capture: Capture | None = None, most: int = MAX_GRAPHS) -> None:
-        self.capture = capture or captured_if_faster
-        self.most = most
+        self.capture, self.most = capture or captured_if_faster, most
         self.entries: OrderedDict[Hashable, tuple[list[Tensor], Replay | None]] = OrderedDict()
         self.failed = False
         self.maskless: bool | None = None  # whether a mask that hides nothing is as good as none
@@ -85,48 +76,33 @@ class ForwardGraphs:
                 self.maskless = False
         return self.maskless
 
-    def run(
-        self, forward: Forward, inputs: Inputs, inside: Inside = nullcontext, asked: Asked = ()
-    ) -> Any:
-        """``forward(*inputs[0], **inputs[1])``, by a graph if there is one; see `replayed`."""
-        result = self.replayed(forward, inputs, inside, asked)
-        return forward(*inputs[0], **inputs[1]) if result is None else result
-
     def replayed(
         self, forward: Forward, inputs: Inputs, inside: Inside = nullcontext, asked: Asked = ()
     ) -> Any:
         """``forward(*inputs[0], **inputs[1])`` by a graph, which is captured first for new shapes; None
-        where the pass is to run as usual.
-
-        Args:
-            inside: the context of a capture. asked: what else results depend on.
-        """
+        where the pass is to run as usual. inside: the context of a capture. asked: what else results
+        depend on."""
         leaves, spec = tree_flatten(inputs)
         key = None if self.failed else _key([*leaves, *asked], spec)
         if key is None:
             return None
         with self.turn:
-            return self._result(key, forward, leaves, spec, inside)
-
-    def _result(
-        self, key: Hashable, forward: Forward, leaves: list[object], spec: TreeSpec, inside: Inside
-    ) -> object:
-        """The result of the graph for `key`, made first for a new one; None where there is none."""
-        if key not in self.entries:
-            with inside():
-                self._add(key, forward, leaves, spec)
+            if key not in self.entries:
+                with inside():
+                    self._add(key, forward, leaves, spec)
             if self.failed:
                 return None
-        self.entries.move_to_end(key)
-        buffers, replay = self.entries[key]
-        if replay is None:
-            return None
+            self.entries.move_to_end(key)
+            buffers, replay = self.entries[key]
+            return None if replay is None else self._replay(replay, buffers, _tensors(leaves))
+
+    def _replay(self, replay: Replay, buffers: list[Tensor], given: list[Tensor]) -> object:
         if buffers and buffers[0].is_cuda:  # wait for the stream that used the buffers last
             here = torch.cuda.current_stream(buffers[0].device)
             if self.stream not in (None, here):
                 here.wait_stream(self.stream)
             self.stream = here
-        for buffer, tensor in zip(buffers, _tensors(leaves), strict=True):
+        for buffer, tensor in zip(buffers, given, strict=True):
             buffer.copy_(tensor)
         return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, replay())
 
@@ -151,14 +127,12 @@ class ForwardGraphs:
 
 
 def _capturable(model: Any) -> bool:
-    """Whether a call of `model` now may replay a graph."""
     if getattr(model, "_is_replica", False):  # of DataParallel, its weights are there for one call
         return False
     if model.device.type != "cuda" or model.training or torch.is_grad_enabled():
         return False
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
-    if torch.cuda.is_current_stream_capturing():
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if traced or torch.cuda.is_current_stream_capturing():
         return False
     return not hasattr(model, "_hf_hook") and export_settings(model.config) is not None
 
@@ -194,7 +168,7 @@ def _key(leaves: list[object], spec: object) -> Hashable:
 
 def _check_output(result: object) -> None:
     """Raise ValueError for results that a replay cannot repeat: a cache grows from call to call."""
-    if isinstance(result, dict) and any(result.get(name) is not None for name in NAMES):
+    if isinstance(result, dict) and any(result.get(name) is not None for name in CACHE_NAMES):
         raise ValueError("it returns a cache")
     if not all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_flatten(result)[0]):
         raise ValueError("it returns more than tensors")
@@ -205,7 +179,6 @@ def _maskless(kwargs: dict[str, object]) -> dict[str, object]:
 
 
 def _equal(a: object, b: object) -> bool:
-    """Whether two results are the same numbers."""
     (ours, kind), (others, other) = tree_flatten(a), tree_flatten(b)
     if kind != other:
         return False
@@ -214,7 +187,6 @@ def _equal(a: object, b: object) -> bool:
 
 
 def captured(run: Callable[[], object]) -> Replay:
-    """Capture the kernels of `run` in a CUDA graph."""
     warm_up(run)
     return Captured(run)
 

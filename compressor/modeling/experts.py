@@ -1,9 +1,6 @@
-"""Experts of mixtures with kernels: few tokens take one launch for all experts that they chose.
-
-Many take grouped products with weights that are made plain for the time of the call.
-
-Else they are those of `modeling_blr.py`, which multiply by one expert after the other.
-"""
+"""Experts of mixtures with kernels: few tokens take one launch for all experts that they chose. Many
+take grouped products with weights that are made plain for the time of the call. Else they are those of
+`modeling_blr.py`, which multiply by one expert after the other."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,10 +1,6 @@
-"""Adds methods of ours to single modules of a model, which keep their class's name, signature and
-source.
+"""Puts mixins before the class of single modules, which keep that class's name, signature and source.
 
-A mixin is put before the class of one module. Copies and pickles name the native class, which pickle
-finds, and the mixins. `inspect` finds the signature and the source of the native `forward`, by which
-others decide what a module is: vLLM's Transformers backend looks for attention there.
-"""
+Others decide by these what a module is (vLLM's Transformers backend). Copies and pickles work."""
 
 from __future__ import annotations
 
@@ -55,6 +51,11 @@ def extended_class(native: Any, mixins: tuple[Any, ...]) -> type[nn.Module]:
 def _empty(native: object, mixins: tuple[object, ...]) -> nn.Module:
     made = extended_class(native, mixins)
     return made.__new__(made)
+
+
+def same(x: object) -> object:
+    """Stand for a layer whose work is done elsewhere."""
+    return x
 
 
 def with_children(module: Module, children: Mapping[str, object]) -> Module:

@@ -1,12 +1,7 @@
 """Products of layers with float8 weights, and float8 activations that several layers share.
 
-Where the device multiplies in float8, activations are rounded as well, with a scale a token, once for
-all layers that read one input. Elsewhere weights are dequantized, of which a warning tells once. In a
-block with such weights a norm, a GELU or the gate of an MLP is one kernel that writes its result twice,
-as it is and in float8; so is the norm of the embeddings, which the first block reads. Under
-`torch.compile` the native module makes the result, which the compiler drops if only the float8 rows are
-read.
-"""
+Activations are rounded once for all layers that read one input; a norm, a GELU or the gate of an MLP
+writes its result in float8, too. Elsewhere weights are dequantized, of which a warning tells once."""
 
 from __future__ import annotations
 
@@ -18,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.modeling.extended import Extension, extend
-from blr.compressor.modeling.probes import activation_of, gate_of, norm_of
+from blr.compressor.modeling.probes import activation_of, gate_of, norm_of, siblings
 from blr.compressor.modeling.settings import warn_once
-from blr.compressor.modeling.siblings import siblings
 from blr.compressor.structures.specs import QuantizedSpec, Spec
 from blr.kernels.common.available import HALF
 from blr.kernels.common.dispatch import Plans
@@ -28,13 +22,7 @@ from blr.kernels.common.names import FOLDERS
 from blr.kernels.common.registration import rows
 from blr.kernels.common.watching import is_traced
 from blr.kernels.decode.quantized.formats import ROW
-from blr.kernels.fp8.op import (
-    STRUCTURES,
-    fp8_device,
-    fp8_product,
-    fp8_rows,
-    fp8_rows_and,
-)
+from blr.kernels.fp8.op import STRUCTURES, fp8_device, fp8_product, fp8_rows, fp8_rows_and
 from blr.kernels.fp8.reference import Factors, Rows, Scales, aligned, even_ranks, scales_of
 
 if TYPE_CHECKING:
@@ -60,14 +48,9 @@ class Float8Layer(Protocol):
     bias: Tensor | None
     packing: QuantizedSpec
 
-    def buffers(self) -> Iterator[Tensor]:
-        """All buffers."""
-
-    def packed(self, name: str = "weight") -> Packed:
-        """The packed factor `name`."""
-
-    def factor(self, name: str) -> Tensor:
-        """The factor `name`, dense."""
+    def buffers(self) -> Iterator[Tensor]: ...
+    def packed(self, name: str = "weight") -> Packed: ...
+    def factor(self, name: str) -> Tensor: ...
 
 
 def float8_product(layer: Float8Layer, x: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -92,7 +75,6 @@ def structure_of(packing: Spec) -> str:
 
 
 def is_float8(layer: object) -> TypeGuard[Float8Layer]:
-    """Whether it is a layer of ours with float8 weights."""
     return bool(getattr(getattr(layer, "packing", None), "fp8", False))
 
 
@@ -155,7 +137,6 @@ def hindrance(layer: Float8Layer, x: Tensor) -> str | None:
 
 
 def asks_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a gradient is asked for to one of them."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -202,11 +183,8 @@ EMBEDDINGS = "embeddings"  # what modules are called whose norm the first block 
 
 class Float8Maker(Extension):
     """Mixin before a norm or an activation, which leaves its result in float8 for the layers that read
-    it.
-
-    float8_make: its name in `reference.MAKES`. float8_eps: of a norm. float8_readers: how the float8
-    layers of its block are packed, by the features of their inputs.
-    """
+    it. float8_make: its name in `reference.MAKES`. float8_eps: of a norm. float8_readers: how the float8
+    layers of its block are packed, by the features of their inputs."""
 
     float8_make: str
     float8_eps: float

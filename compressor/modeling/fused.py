@@ -1,8 +1,6 @@
-"""Norms, gates, rotations and activations by one kernel each where transformers takes several.
-
-Several kernels read and write the widest tensors of a block again (times in scripts/log). The native
-module computes under `torch.compile`, for gradients, on a CPU and in single precision.
-"""
+"""Norms, gates, rotations and activations by one kernel each where transformers takes several. These
+read and write the widest tensors of a block again (times in scripts/log). The native module computes
+under `torch.compile`, on a CPU and, but in training, for gradients and in single precision."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -13,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from blr.compressor.modeling.cache_names import NAMES
-from blr.compressor.modeling.extended import Extension, extend, with_children
+from blr.compressor.modeling.extended import Extension, extend, same, with_children
+from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.probes import (
     CLOSE,
     SMALL,
@@ -24,14 +22,17 @@ from blr.compressor.modeling.probes import (
     norm_of,
     numbers,
 )
-from blr.compressor.modeling.ranks import RankedLayer, RankRequest, ranked
+from blr.compressor.modeling.ranks import RankRequest, ranked
+from blr.compressor.modeling.settings import CACHE_NAMES
 from blr.compressor.modeling.slices import is_hooked, limit_of
-from blr.kernels.common.available import HALF
+from blr.kernels.common.available import HALF, TRAINED, kernel_device
 from blr.kernels.common.transient import tokens_within
 from blr.kernels.common.watching import is_unwatched
 from blr.kernels.fused.activated.launch import activated
+from blr.kernels.fused.gated.gradient import gated_with_gradient
 from blr.kernels.fused.gated.launch import gated
 from blr.kernels.fused.normed.launch import is_faster, layer_norm
+from blr.kernels.fused.rotary.gradient import rotated_with_gradient
 from blr.kernels.fused.rotary.launch import rotated
 from blr.kernels.fused.rotary.reference import rotate
 
@@ -39,15 +40,41 @@ Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 
 def fuse(model: nn.Module) -> None:
-    """Let the norms, gates and rotations of `model` be one kernel each, in eager mode on a GPU."""
+    """Let the norms, gates and rotations of `model` be one kernel, in eager mode on a GPU."""
     fuse_norms(model)
     fuse_gates(model)
     fuse_rotary(model)
 
 
+def fuse_trained(model: nn.Module) -> None:
+    """Let attention, gated MLPs and norms of `model` compute by kernels, with gradients or without.
+    Modules keep their class and their tensors. A norm that computes anything else (Gemma's 1 + weight)
+    stays."""
+    for module in model.modules():
+        kind: Any = type(module)
+        forward = kind.native.forward if isinstance(module, Extension) else kind.forward
+        make = module.fused_gate if isinstance(module, FusedGate) else gate_of(module)
+        if calls_rotation(forward):
+            module.forward = partial(_attend, module, forward)
+        elif make is not None:
+            module.forward = partial(_trained_gate, module, make)
+        elif (norm := norm_of(module)) is not None and norm[0] == "rms":
+            module.forward = partial(_trained_norm, module, forward, norm[1])
+
+
 def is_fused(x: Tensor, weight: Tensor) -> bool:
     """Whether the fused kernel computes a norm of `x` by `weight`."""
     return is_unwatched(x) and x.is_cuda and x.dtype == weight.dtype and x.dtype in HALF
+
+
+def _is_trained(*tensors: Tensor) -> bool:
+    """Whether kernels compute with these, and nobody but autograd looks on."""
+    if torch.compiler.is_compiling() or not all(type(t) is Tensor for t in tensors):
+        return False
+    first = tensors[0]
+    alike = all(t.dtype == first.dtype and t.device == first.device for t in tensors)
+    watched = torch._C._is_any_autocast_enabled() or torch._C._is_tracing()
+    return alike and not watched and first.dtype in TRAINED and kernel_device(first)
 
 
 class FusedNorm(Extension):
@@ -63,6 +90,14 @@ class FusedNorm(Extension):
         return rms_norm(x, self.weight.shape, self.weight, self.fused_eps)
 
 
+def _trained_norm(
+    norm: Any, native: Callable[..., object], eps: float, x: Tensor, *args: object, **kwargs: object
+) -> object:
+    if args or kwargs:  # a gated norm with its gate
+        return native(norm, x, *args, **kwargs)
+    return rms_norm(x, norm.weight.shape, norm.weight, eps)
+
+
 class FusedLayerNorm(Extension):
     """Mixin before torch's layer norm of the last axis."""
 
@@ -71,7 +106,6 @@ class FusedLayerNorm(Extension):
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        """The native result [..., d]."""
         if not is_fused(x, self.weight) or not is_faster(x):
             return super().forward(x)
         return layer_norm(x, self.weight, self.bias, self.eps)
@@ -98,7 +132,6 @@ class FusedGate(Extension):
     fused_gate: str
 
     def forward(self, x: Tensor) -> Tensor:
-        """The native result [..., d]."""
         return self.down_proj(_gated(self, x)) if is_fused(x, x) else super().forward(x)
 
 
@@ -108,6 +141,13 @@ def _gated(mlp: FusedGate, x: Tensor) -> Tensor:
     if is_fused(gate, up) and type(up) is Tensor and gate.shape == up.shape:
         return gated(gate, up, mlp.fused_gate)
     return mlp.act_fn(gate) * up
+
+
+def _trained_gate(mlp: Any, make: str, x: Tensor) -> object:
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    if _is_trained(gate, up) and gate.shape == up.shape:
+        return mlp.down_proj(gated_with_gradient(gate, up, make))
+    return mlp.down_proj(mlp.act_fn(gate) * up)
 
 
 def fuse_gates(model: nn.Module) -> None:
@@ -125,13 +165,19 @@ class FusedRotary(Extension):
     """Mixin before a class of attention whose `forward` calls `ROTATION`."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """The native result."""
         native: Any = super().forward
         inner = behind_renaming(native.__func__)
         watched = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if watched or is_renamed(inner, kwargs):
             return native(*args, **kwargs)
         return rotating(inner, _fused)(self, *args, **kwargs)
+
+
+def _attend(attention: object, native: Callable[..., object], *args: object, **kwargs: object) -> object:
+    inner = behind_renaming(native)
+    if torch.compiler.is_compiling() or is_renamed(inner, kwargs):
+        return native(attention, *args, **kwargs)
+    return rotating(inner, _trained)(attention, *args, **kwargs)
 
 
 def fuse_rotary(model: nn.Module) -> None:
@@ -157,7 +203,7 @@ def behind_renaming(function: Any) -> Any:
 
 def is_renamed(inner: FunctionType, kwargs: Mapping[str, object]) -> bool:
     """Whether a cache is given by a name that `inner` does not know."""
-    return any(name in kwargs and name not in inner.__code__.co_varnames for name in NAMES)
+    return any(name in kwargs and name not in inner.__code__.co_varnames for name in CACHE_NAMES)
 
 
 @cache
@@ -173,10 +219,8 @@ def rotating(forward: Any, change: Callable[[Rotation], Rotation]) -> Callable[.
 
 
 def _fused(native: Rotation) -> Rotation:
-    def rotation(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        fused = type(k) is Tensor and is_fused(q, k) and is_fused(cos, q) and is_whole(q, cos)
+    def rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: object, **kwargs: object) -> Any:
+        fused = type(k) is Tensor and is_fused(q, k) and is_fused(cos, q) and _is_whole(q, cos)
         if args or kwargs or not fused:
             return native(q, k, cos, sin, *args, **kwargs)
         return rotated(q, k, cos, sin)
@@ -184,7 +228,18 @@ def _fused(native: Rotation) -> Rotation:
     return rotation
 
 
-def is_whole(q: Tensor, cos: Tensor) -> bool:
+def _trained(native: Rotation) -> Rotation:
+    def rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: object, **kwargs: object) -> Any:
+        fixed = isinstance(cos, Tensor) and not (cos.requires_grad or sin.requires_grad)
+        fused = fixed and _is_trained(q, k, cos, sin) and _is_whole(q, cos)
+        if args or kwargs or not fused:
+            return native(q, k, cos, sin, *args, **kwargs)
+        return rotated_with_gradient(q, k, cos, sin)
+
+    return rotation
+
+
+def _is_whole(q: Tensor, cos: Tensor) -> bool:
     """Whether all features of heads are rotated; GLM, GPT-NeoX, Phi and others rotate a part."""
     return cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
 
@@ -222,7 +277,7 @@ class FusedActivation(Extension):
         if x.shape[:-1].numel() < tokens_within(0, 1):  # less than a slice
             return super().forward(*args, **kwargs)
         fused = partial(_activated, layers[0], self.fused_kind)
-        copy = with_children(self, {self.fused_layer: fused, self.fused_activation: _same})
+        copy = with_children(self, {self.fused_layer: fused, self.fused_activation: same})
         return super(FusedActivation, copy).forward(*args, **kwargs)
 
 
@@ -245,14 +300,10 @@ def _widens(layer: Any) -> bool:
 def _applies(module: nn.Module, layer: str, activation: str) -> bool:
     """Whether a module activates all outputs of its layer; tried on a few numbers."""
     weight, x, act = numbers(SMALL, SMALL), numbers(1, 3, SMALL), module.get_submodule(activation)
-    parts = {**dict.fromkeys(module._modules, _same), layer: lambda x: x @ weight, activation: act}
+    parts = {**dict.fromkeys(module._modules, same), layer: lambda x: x @ weight, activation: act}
     return computes(with_children(module, parts).forward, x, act(x @ weight))
 
 
-def _activated(layer: RankedLayer, activation: str, x: Tensor) -> Tensor:
+def _activated(layer: StructuredLinear, activation: str, x: Tensor) -> Tensor:
     ranks, product = layer(RankRequest(x))
     return activated(ranks, product.U, product.bias, activation)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

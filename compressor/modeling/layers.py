@@ -1,8 +1,6 @@
 """The structured layers of `modeling_blr.py` with kernels for products, where the package is installed.
-
 `KERNELS` has one entry a structure. On a GPU the factors lie in memory as the kernels read them
-(`relayout_`); names, shapes and what is saved are the same everywhere.
-"""
+(`relayout_`); names, shapes and what is saved are the same everywhere."""
 
 from __future__ import annotations
 
@@ -16,9 +14,8 @@ from torch.nn.functional import linear
 
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.after_import import after_import
-from blr.compressor.modeling.cpu_product import cpu_product
 from blr.compressor.modeling.float8 import float8_product, forget_scales, is_float8, prepare_layer
-from blr.compressor.modeling.packed_product import packed_product
+from blr.compressor.modeling.packed_products import cpu_product, packed_product
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
 from blr.compressor.modeling.stages import Packed, packed_factor
 from blr.compressor.structures.specs import CorrectedSpec, Spec, spec_from_dict
@@ -44,8 +41,7 @@ class Kernels:
     product: computes ``x Wᵀ + bias`` from a layer's spec, x, the bias and the factors in order; None:
     the formula does. widens: whether the last axis of every factor is the rank. takes_sums: whether a
     product of low rank can be added to its weight as more columns of the factors. packed: the factors of
-    a product of matrices, in the order in which they are multiplied.
-    """
+    a product of matrices, in the order in which they are multiplied."""
 
     product: Callable[..., Tensor] | None = None
     widens: bool = False
@@ -73,11 +69,8 @@ FORMULA = Kernels()
 
 
 class KernelLinear(modeling_blr.FormulaLinear):
-    """A layer whose products are kernels.
-
-    spec: of its structure. packing: how its factors are packed, or None. exported: whether they lie as
-    kernels read them. cpu_weights: see `cpu_product`.
-    """
+    """A layer whose products are kernels. spec: of its structure. packing: how its factors are packed.
+    exported: whether they lie as kernels read them. cpu_weights: see `cpu_product`."""
 
     cpu_weights: Any = None
 
@@ -105,7 +98,6 @@ class KernelLinear(modeling_blr.FormulaLinear):
 
     @property
     def bits(self) -> int | None:
-        """Bits of a packed number, None for a layer that is not packed."""
         return None if self.packing is None else self.packing.bits
 
     def __getattr__(self, name: str) -> Any:
@@ -126,32 +118,21 @@ class KernelLinear(modeling_blr.FormulaLinear):
         return super().factor(name)
 
     def ordered(self) -> list[Tensor]:
-        """All factors and indices, in the order of the spec."""
         return [self.factor(name) for name in self.held]
 
     def packed(self, name: str = "weight") -> Packed:
-        """The packed factor `name`."""
         return packed_factor(self, name)
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.packing is not None:
-            if is_float8(self) and (y := float8_product(self, x, bias)) is not None:
-                return y
-            y = self.cpu_product(x, bias)
-            if y is not None or (y := packed_product(self, self.kernels.packed, x, bias)) is not None:
-                return y
-        if self.kernels.product is None:
-            return super().product(x, bias)
-        return self.kernels.product(self.spec, x, bias, *self.factors_for(x))
-
-    def cpu_product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """The product for one token a sequence on a CPU, by packed factors; None elsewhere."""
-        packed = self.packing is not None and self.kernels.packed
-        return cpu_product(self, self.kernels.packed, x, bias) if packed else None
-
-    def factors_for(self, x: Tensor) -> list[Tensor]:
-        """The factors with which the product of x is computed."""
-        return self.ordered()
+    def packed_product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """``x Wᵀ + bias`` by packed factors; None where they are to be dequantized."""
+        if self.packing is None:
+            return None
+        if is_float8(self) and (y := float8_product(self, x, bias)) is not None:
+            return y
+        if not (names := self.kernels.packed):
+            return None
+        y = cpu_product(self, names, x, bias)
+        return packed_product(self, names, x, bias) if y is None else y
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -168,13 +149,9 @@ class KernelLinear(modeling_blr.FormulaLinear):
 
 
 class StructuredLinear(KernelLinear):
-    """A product of factors, packed or not.
-
-    cached: whether a cache of keys and values asks for its ranks.
-    wide: how many ranks there are with the zeros behind them, and where the factors lay in memory when
-        these were put there; None without zeros.
-    shared: the layers of the same input that this one may be computed with, or None.
-    """
+    """A product of factors, packed or not. cached: whether a cache of keys and values asks for ranks.
+    wide: how many ranks there are with the zeros behind them, and where the factors lay when these were
+    put there, or None. shared: the layers of the same input that it may be computed with, or None."""
 
     cached = False
     wide: tuple[int, tuple[object, ...]] | None = None
@@ -199,8 +176,15 @@ class StructuredLinear(KernelLinear):
             return y
         return self.product(x, self.bias)
 
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if (y := self.packed_product(x, bias)) is not None:
+            return y
+        if self.kernels.product is None:
+            return super().product(x, bias)
+        return self.kernels.product(self.spec, x, bias, *self.factors_for(x))
+
     def ordered(self) -> list[Tensor]:
-        if self.packing is None and not self.exported:  # as they are stored: the way of every token
+        if self.has_own_layout:  # as they are stored: the way of every token
             if (factors := self._modules.get("factors")) is not None:
                 return [*factors().values()]
             known: Any = self._parameters  # asked by name each costs the host a microsecond more
@@ -209,7 +193,7 @@ class StructuredLinear(KernelLinear):
 
     @property
     def has_own_layout(self) -> bool:
-        """Whether its factors are neither packed nor exported, so that they may lie in any order."""
+        """Whether its factors, neither packed nor exported, may lie in any order."""
         return self.packing is None and not self.exported
 
     def relayout_(self) -> Self:
@@ -244,7 +228,6 @@ class StructuredLinear(KernelLinear):
         return self.wide is not None and self.wide[1] == self._places()
 
     def _places(self) -> tuple[object, ...]:
-        """Addresses and strides of the factors: a new tensor may lie where a freed one lay."""
         return tuple([(f.data_ptr(), f.stride()) for f in self.ordered()])
 
     def factors_for(self, x: Tensor) -> list[Tensor]:
@@ -266,31 +249,24 @@ class QuantizedLinear(KernelLinear):
     """A dense weight in few bits; replaces nn.Linear and, transposed, GPT-2's Conv1D."""
 
     def composed(self) -> Tensor:
-        """W [o, i] in the dtype of the scales."""
         return self.factor("weight")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The output [..., o] of x [..., i]; at most `WHOLE` weights are dequantized at a time."""
-        if (y := self.cpu_product(x, self.bias)) is not None:
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x Wᵀ + bias``; at most `WHOLE` weights are dequantized at a time."""
+        if (y := self.packed_product(x, bias)) is not None:
             return y
         w, step = self.packed(), rows_at_once(self.in_features)
-        if is_float8(self) and (y := float8_product(self, x, self.bias)) is not None:
-            return y
-        if not w.fp8 and x.dtype == w.scale.dtype and w.runs_kernels():
-            return packed_linear(x, w.packed, w.scale, self.bias, w.bits, w.group, w.curved)
         if step >= self.out_features:
-            return linear(x, w.dequantized(), self.bias)
+            return linear(x, w.dequantized(), bias)
         parts = zip(w.packed.split(step), w.scale.split(step), strict=True)
         made = (w._replace(packed=packed, scale=scale).dequantized() for packed, scale in parts)
         y = torch.cat([linear(x, weight) for weight in made], -1)
-        return y if self.bias is None else y + self.bias
+        return y if bias is None else y + bias
 
 
 class CorrectedLinear(modeling_blr.SummedLinear):
-    """The sum of a dense weight in few bits and a structure.
-
-    plain: what the factors of a low-rank correction were made from, and both in plain numbers.
-    """
+    """The sum of a dense weight in few bits and a structure. plain: what the factors of a low-rank
+    correction were made from, and both in plain numbers."""
 
     plain: tuple[object, tuple[Tensor, Tensor]] | None = None
 
@@ -299,7 +275,6 @@ class CorrectedLinear(modeling_blr.SummedLinear):
         super().__init__(spec.to_dict(), bias, exported)
 
     def make(self, part: str, exported: bool) -> KernelLinear:
-        """The layer called `part`, base or correction."""
         return layer_of(dict(self.spec.parts())[part], False, exported)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -364,7 +339,6 @@ def make_layer(entry: modeling_blr.Entry, bias: bool, exported: bool = False) ->
 
 
 def rows_at_once(width: int) -> int:
-    """How many rows of `width` weights are dequantized at a time."""
     return max(WHOLE // max(width, 1), 1)
 
 

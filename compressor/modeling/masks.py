@@ -1,13 +1,12 @@
-"""Keeps transformers from asking for the values of masks in passes that must not wait for the GPU.
-
-It asks whether there is padding, and whether a row holds several sequences, since attention without a
-mask takes a faster kernel. While a CUDA graph is captured it cannot ask and makes a whole mask.
-"""
+"""Keeps transformers from asking for the values of masks in passes that must not wait for the GPU. It
+asks whether there is padding, and whether a row holds several sequences, for a faster kernel of
+attention. While a CUDA graph is captured it cannot ask and makes a whole mask."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 from transformers import masking_utils
@@ -17,13 +16,15 @@ _lock = threading.Lock()
 
 @dataclass
 class _Answered:
-    """A function of transformers that answers some threads without looking."""
+    """A function of transformers that gives some threads an answer without looking."""
 
     native: Callable[..., object]
+    answer: object
     threads: list[int] = field(default_factory=list)  # once for each that is inside
 
-
-_answered: dict[str, _Answered] = {}
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        asked = threading.get_ident() not in self.threads
+        return self.native(*args, **kwargs) if asked else self.answer
 
 
 @contextmanager
@@ -55,22 +56,15 @@ def _answering(name: str, answer: object) -> Iterator[None]:
         return
     me = threading.get_ident()
     with _lock:
-        if name not in _answered:
-            _answered[name] = found = _Answered(getattr(masking_utils, name))
-            setattr(masking_utils, name, _replaced(found, answer))
-        _answered[name].threads.append(me)
+        found: Any = getattr(masking_utils, name)
+        if not isinstance(found, _Answered):
+            found = _Answered(found, answer)
+            setattr(masking_utils, name, found)
+        found.threads.append(me)
     try:
         yield
     finally:
         with _lock:
-            _answered[name].threads.remove(me)
-            if not _answered[name].threads:
-                setattr(masking_utils, name, _answered.pop(name).native)
-
-
-def _replaced(answered: _Answered, answer: object) -> Callable[..., object]:
-    def function(*args: object, **kwargs: object) -> object:
-        asked = threading.get_ident() not in answered.threads
-        return answered.native(*args, **kwargs) if asked else answer
-
-    return function
+            found.threads.remove(me)
+            if not found.threads:
+                setattr(masking_utils, name, found.native)

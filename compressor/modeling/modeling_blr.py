@@ -280,22 +280,22 @@ def _low_rank_shapes(n: SimpleNamespace) -> dict[str, Shape]:
 def monarch(entry: Entry, x: Tensor, bias: Tensor | None, U: Tensor, V: Tensor) -> Tensor:
     """``W_kl = U_kl V_klᵀ``: U [b, q, r] runs over (l, s) in its last axis, V [b, p, r] over (k, s).
     Source: "Memory-Efficient Acceleration of Block Low-Rank Foundation Models", section 2."""
-    blocks, batch = V.shape[0], x.shape[:-1]
-    x = x.reshape(-1, blocks, x.shape[-1] // blocks).transpose(0, 1)  # [l, n, p]
-    z = (x @ V).unflatten(-1, (blocks, V.shape[2] // blocks))  # [l, n, k, s]
+    (inputs, p, r), (outputs, q, _), batch = V.shape, U.shape, x.shape[:-1]
+    x = x.reshape(-1, inputs, p).transpose(0, 1)  # [l, n, p]
+    z = (x @ V).unflatten(-1, (outputs, r // outputs))  # [l, n, k, s]
     z = z.permute(2, 1, 0, 3).flatten(2)  # [k, n, l·s]
-    y = (z @ U.transpose(1, 2)).transpose(0, 1).reshape(*batch, blocks * U.shape[1])
+    y = (z @ U.transpose(1, 2)).transpose(0, 1).reshape(*batch, outputs * q)
     return y if bias is None else y + bias
 
 
 def blast(entry: Entry, x: Tensor, bias: Tensor | None, U: Tensor, S: Tensor, V: Tensor) -> Tensor:
     """``W_kl = U_k diag(S_kl) V_lᵀ``: U [b, q, r], S [b, b, r], V [b, p, r]. Source: as of `monarch`."""
-    blocks, batch = V.shape[0], x.shape[:-1]
-    x = x.reshape(-1, blocks, x.shape[-1] // blocks).transpose(0, 1)  # [l, n, p]
+    (inputs, p, _), (outputs, q, _), batch = V.shape, U.shape, x.shape[:-1]
+    x = x.reshape(-1, inputs, p).transpose(0, 1)  # [l, n, p]
     z = (x @ V).permute(2, 1, 0)  # [r, n, l]
     z = torch.bmm(z, S.permute(2, 1, 0))  # [r, n, k]
     y = z.permute(2, 1, 0) @ U.transpose(1, 2)  # [k, n, q]
-    y = y.transpose(0, 1).reshape(*batch, blocks * U.shape[1])
+    y = y.transpose(0, 1).reshape(*batch, outputs * q)
     return y if bias is None else y + bias
 
 

@@ -1,9 +1,6 @@
-"""Structured models where the package is installed: those of `modeling_blr.py`, with kernels.
-
-The layers are those of `layers.py`; blocks compute in slices, norms, gates and rotations are one kernel,
-caches hold ranks, factors are cut over processes, and exports run in the decoding runtime or as CUDA
-graphs.
-"""
+"""Structured models where the package is installed: those of `modeling_blr.py`, with kernels. The layers
+are those of `layers.py`; blocks compute in slices, norms, gates and rotations are one kernel, caches
+hold ranks, factors are cut over processes, and exports run in the decoding runtime or as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,20 +14,18 @@ from transformers import initialization as init
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.experts import KernelExperts
 from blr.compressor.modeling.exported import model_class as exported_class
 from blr.compressor.modeling.float8 import prepare_float8, share_rows
 from blr.compressor.modeling.fused import fuse, fuse_activations
-from blr.compressor.modeling.head_slices import part_heads
 from blr.compressor.modeling.layers import KernelLinear, make_layer, prepare_layers
-from blr.compressor.modeling.modeling_blr import PREFIX, Entry, Factor, StructuredConfig, StructuredModel
+from blr.compressor.modeling.modeling_blr import PREFIX, Entry, StructuredConfig, StructuredModel
 from blr.compressor.modeling.modeling_blr import replace_layers as put_layers
 from blr.compressor.modeling.rank_attention import keep_ranks
 from blr.compressor.modeling.rank_cache import rank_cache
-from blr.compressor.modeling.settings import caches_ranks
+from blr.compressor.modeling.settings import CACHE_NAMES, caches_ranks
 from blr.compressor.modeling.shared_input import share_siblings
-from blr.compressor.modeling.slices import bound_blocks, bound_norms
+from blr.compressor.modeling.slices import bound_blocks, bound_norms, part_heads
 from blr.compressor.modeling.splitting import (
     freeze_parts,
     pair_plan,
@@ -72,7 +67,6 @@ class KernelModel(StructuredModel):
             self._tp_plan = {**table_plan(self), **pair_plan(self)}
 
     def initialize_weights(self) -> None:
-        """Give all layers first values, packed ones too."""
         initialize_packed(self)  # first: then transformers marks all layers
         super().initialize_weights()
 
@@ -90,7 +84,7 @@ class KernelModel(StructuredModel):
         **options: object,
     ) -> None:
         """Make a cache as transformers does; it holds ranks if the checkpoint says so."""
-        made = [name for name in NAMES if model_kwargs.get(name) is None]  # not by whoever calls
+        made = [name for name in CACHE_NAMES if model_kwargs.get(name) is None]  # not by whoever calls
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest, **options)
         if (kind := caches_ranks(self.config)) is None:
             return
@@ -112,7 +106,6 @@ class KernelModel(StructuredModel):
         return super().maybe_distribute_model(model, distributed_config, *rest, **options)
 
     def finish_loading(self) -> None:
-        """Give weights that were loaded onto a GPU their kernel layout."""
         prepare_layers(self)
         freeze_parts(self)
         prepare_float8(self)
@@ -139,7 +132,6 @@ def __getattr__(name: str) -> type:
     return model_class(name)
 
 
-MIXER, SHIFT, BYTE = 2654435761, 16, 255  # of a multiplicative hash (Knuth)
 SMALL = 191  # the bits of a byte but the one that makes a float8 2 or more, or no number
 PART = 0.5  # of unit gain: a weight and its correction are summed, and neither is trained to less
 FLOAT8 = 0.6  # root mean square of such numbers
@@ -152,25 +144,11 @@ def initialize_packed(model: nn.Module) -> None:
     for layer in model.modules():
         if not isinstance(layer, KernelLinear) or getattr(layer, "_is_hf_initialized", False):
             continue
-        for factor in layer.held.values():
-            if factor.bits:
-                packed, scale = layer.stored(factor)
-                _fill(packed, _mixed, factor)
-                _fill(scale, _scale, factor)
-
-
-def _fill(buffer: Tensor, values: Callable[[Tensor, Factor], Tensor], factor: Factor) -> None:
-    if not buffer.is_meta and not getattr(buffer, "_is_hf_initialized", False):
-        init.copy_(buffer, values(buffer, factor))
-
-
-def _mixed(buffer: Tensor, factor: Factor) -> Tensor:
-    places = torch.arange(buffer.numel(), device=buffer.device)
-    mixed = (places * MIXER >> SHIFT) & (SMALL if factor.storage == "float8" else BYTE)
-    return mixed.to(torch.uint8).view(buffer.dtype).view(buffer.shape)
-
-
-def _scale(buffer: Tensor, factor: Factor) -> Tensor:
-    """Scales that give the numbers `PART` of a standard deviation of unit gain."""
-    levels = FLOAT8 if factor.storage == "float8" else 2**factor.bits / 12**0.5
-    return torch.full_like(buffer, PART * factor.unit / levels)
+        for factor in (factor for factor in layer.held.values() if factor.bits):
+            packed, scale = layer.stored(factor)
+            if packed.is_meta or getattr(packed, "_is_hf_initialized", False):
+                continue
+            fp8, numbers = factor.storage == "float8", torch.randint_like(packed, 256, dtype=torch.uint8)
+            levels = FLOAT8 if fp8 else 2**factor.bits / 12**0.5
+            init.copy_(packed, (numbers & SMALL if fp8 else numbers).view(packed.dtype))
+            init.copy_(scale, torch.full_like(scale, PART * factor.unit / levels))

@@ -1,12 +1,13 @@
-"""Finds out what a module computes by asking it on a few numbers, whatever its name is."""
+"""Finds out what a module computes, by asking it on a few numbers, and which layers read one input."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from blr.compressor.recipe.architectures import SIBLINGS
 from blr.kernels.fp8.reference import MAKES
 
 GATED = {"swiglu": nn.functional.silu, "geglu": lambda x: nn.functional.gelu(x, approximate="tanh")}
@@ -91,3 +92,15 @@ def stacked_gate_of(experts: nn.Module) -> str | None:
         if computes(lambda x: native._apply_gate(stub, x), x, act(gate) * up):
             return make
     return None
+
+
+def siblings(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Every group of layers with one input, in the order of their block. Encoder-decoder models have
+    none: keys and values may have another input than queries."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return
+    for parent in model.modules():
+        for names in SIBLINGS:
+            found = [child for name, child in parent.named_children() if name in names]
+            if len(found) > 1:
+                yield found

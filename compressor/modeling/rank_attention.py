@@ -1,8 +1,6 @@
 """Gives a cache the ranks of an attention's keys and values, and makes those of all tokens from ranks.
-
 Between its layer and the cache a key is normed, rotated, or both, in an order that families differ in.
-The order is found by comparing with the keys that the attention's own `forward` makes.
-"""
+The order is found by comparing with the keys that the attention's own `forward` makes."""
 
 from __future__ import annotations
 
@@ -37,7 +35,6 @@ class Made(NamedTuple):
     dtype: torch.dtype
 
     def flat(self, ranks: Tensor) -> Tensor:
-        """Keys or values [B, t, H·D] from ranks."""
         return self.product.outputs(ranks, self.start, self.stop)
 
 
@@ -104,7 +101,10 @@ class RankStep:
         """Keys and values [B, H, T, D] of all tokens that a cache holds."""
         made = self.made["keys"], self.made["values"]
         flat = [m.flat(store.ranks(m.dtype)) for m, store in zip(made, held.stores, strict=True)]
-        width, angles = self.attention.head_dim, held.rotation.all if held.rotation else None
+        width, angles = self.attention.head_dim, None
+        if held.rotation is not None:
+            cosines, sines = held.rotation.held
+            angles = cosines, sines
         assert self.attention.key_orders  # of an attention that was explained
         keys = ordered(self.attention, self.attention.key_orders[0], flat[0], angles)
         return keys, _heads(flat[1], width)
@@ -145,7 +145,6 @@ def keep_ranks(model: nn.Module) -> None:
 
 
 def projections(attention: nn.Module) -> tuple[str, ...]:
-    """Names of the layers that make keys and values."""
     return (JOINT,) if JOINT in attention._modules else APART
 
 
@@ -182,7 +181,6 @@ def _rotated(attention: RankAttention, keys: Tensor, angles: Angles | None) -> T
 def _fits(
     attention: RankAttention, order: tuple[str, ...], flat: Tensor, angles: Angles | None, keys: Tensor
 ) -> bool:
-    """Whether an order of steps leads from the outputs `flat` of the layer to `keys`."""
     try:
         return _close(ordered(attention, order, flat, angles), keys)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):

@@ -1,15 +1,11 @@
 """A cache of transformers that holds the ranks of keys and values in the place of these.
 
-Ranks are held in their dtype, in int8, or the first quarter in int8 and the others in int4, which loses
-a sixth or less of what int4 alone does (`scripts/log`). An attention (`rank_attention.py`) gives the
-cache the ranks of new tokens and gets all tokens' keys and values, made for one layer at a time.
-Rotations are kept once for all layers.
-"""
+They are held in their dtype, in int8, or a quarter in int8 and the others in int4 (`scripts/log`). An
+attention (`rank_attention.py`) gives it ranks of new tokens and gets all tokens' keys and values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,19 +20,19 @@ if TYPE_CHECKING:
     from blr.compressor.modeling.rank_attention import RankStep
 
 LARGEST = {"int8": 127, "int4": 7}
-
 Parts = tuple[Tensor, ...]
+Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
 
 
 class RankFormat(NamedTuple):
     """How ranks [B, T, …, r] are held: `pack` makes the tensors [B, T, …] that are held, `unpack` ranks
-    of a dtype from these."""
+    of a dtype from these. Functions by names that pickle finds: a cache may be kept in a file."""
 
     pack: Callable[[Tensor], Parts]
     unpack: Callable[[Parts, torch.dtype], Tensor]
 
 
-def _rounded(ranks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _rounded(ranks: Tensor, kind: str = "int8") -> tuple[Tensor, Tensor]:
     """Ranks rounded to whole numbers in int8, and each token's scale. Computed in float32: half
     precision has no number between 127 and 128, and int8 ends at 127."""
     wide, most = ranks.float(), LARGEST[kind]
@@ -54,10 +50,10 @@ def _mixed(ranks: Tensor) -> Parts:
     """The first ranks in int8 and their scale, then the others in int4, two a byte, and their scale."""
     first, others = ranks.tensor_split([leading(ranks.shape[-1])], -1)
     if not others.shape[-1]:
-        return _rounded(first, "int8")
+        return _rounded(first)
     whole, scale = _rounded(others, "int4")
     low, high = (whole + 8).to(torch.uint8).unflatten(-1, (2, -1)).unbind(-2)
-    return *_rounded(first, "int8"), low | high << 4, scale
+    return *_rounded(first), low | high << 4, scale
 
 
 def _unmixed(parts: Parts, dtype: torch.dtype) -> Tensor:
@@ -77,62 +73,46 @@ def _only(parts: Parts, dtype: torch.dtype) -> Tensor:
     return parts[0]
 
 
-_FORMATS = (  # functions by names that pickle finds: a cache may be kept in a file
-    RankFormat(_whole, _only),
-    RankFormat(partial(_rounded, kind="int8"), _scaled),
-    RankFormat(_mixed, _unmixed),
-)
+_FORMATS = RankFormat(_whole, _only), RankFormat(_rounded, _scaled), RankFormat(_mixed, _unmixed)
 FORMATS = dict(zip(KV_CACHES, _FORMATS, strict=True))
-Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
 
 
-class RankStore:
+class Tokens:
+    """Tensors `held` [B, T, …] of all tokens so far."""
+
+    held: Parts = ()
+
+    def append(self, new: Parts) -> None:
+        """Add those of new tokens. What is one for all sequences is repeated where the other has one for
+        each."""
+        pairs = zip(self.held, new, strict=True) if self.held else ()
+        self.held = tuple(_joined(*pair) for pair in pairs) or new
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace each tensor by ``function`` of it."""
+        self.held = tuple(map(function, self.held))
+
+
+class RankStore(Tokens):
     """Ranks [B, T, …, r] of all tokens so far, in one of `FORMATS`."""
 
     def __init__(self, kind: str) -> None:
         self.format = FORMATS[kind]
-        self.held: Parts = ()
 
     @property
     def length(self) -> int:
-        """The number T of tokens."""
         return self.held[0].shape[1] if self.held else 0
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that are held."""
-        return sum(tensor.nbytes for tensor in self.held)
-
-    def append(self, new: Parts) -> None:
-        """Add new tokens, whose ranks the format has packed."""
-        pairs = zip(self.held, new, strict=True)
-        self.held = tuple(torch.cat(pair, 1) for pair in pairs) if self.held else new
-
     def ranks(self, dtype: torch.dtype) -> Tensor:
-        """The ranks of all tokens."""
         return self.format.unpack(self.held, dtype)
 
-    def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace each tensor that is held, [B, T, …], by ``function`` of it."""
-        self.held = tuple(function(tensor) for tensor in self.held)
 
-
-class AngleTable:
+class AngleTable(Tokens):
     """Cosines and sines of all tokens, shared by all layers that are given the same. The first of these
     layers, the leader, extends and changes them. new: those of the newest tokens."""
 
     def __init__(self, leader: RankLayer, new: Angles) -> None:
-        self.leader, self.new, self.all = leader, new, new
-
-    def extend(self, new: Angles) -> None:
-        """Add those of new tokens."""
-        pairs = zip(self.all, new, strict=True)
-        self.new, self.all = new, (_joined(*next(pairs)), _joined(*next(pairs)))
-
-    def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replace cosines and sines by ``function`` of them."""
-        cosines, sines = self.all
-        self.all = function(cosines), function(sines)
+        self.leader, self.new, self.held = leader, new, new
 
 
 class RankLayer(DynamicLayer):
@@ -151,7 +131,6 @@ class RankLayer(DynamicLayer):
 
     @property
     def length(self) -> int:
-        """Tokens whose ranks it holds."""
         return self.stores[0].length
 
     def update(
@@ -187,34 +166,27 @@ class RankLayer(DynamicLayer):
                 self.rotation = AngleTable(self, new)
                 self.rotations.append(self.rotation)
         elif self.rotation.leader is self:
-            self.rotation.extend(new)
+            self.rotation.new = new
+            self.rotation.append(new)
 
     def hold_whole(self, keys: Tensor, values: Tensor) -> None:
-        """From here on hold whole tensors, of which these are those of all tokens so far."""
         self.lazy_initialization(keys, values)
         self.keys, self.values = keys, values
         self.reset_ranks()
 
     def reset_ranks(self) -> None:
-        """Forget all ranks."""
         self.stores = (RankStore(self.kind), RankStore(self.kind))
         self.rotation = None
 
     @property
     def nbytes(self) -> int:
         """The bytes of its ranks, without rotations, which layers share."""
-        return sum(store.nbytes for store in self._distinct())
-
-    def _distinct(self) -> set[RankStore]:
-        """Its stores; one where keys and values share it."""
-        return set(self.stores)
+        return sum(tensor.nbytes for store in set(self.stores) for tensor in store.held)
 
     def get_seq_length(self) -> int:
-        """Tokens held."""
         return self.length or super().get_seq_length()
 
     def reset(self) -> None:
-        """Forget all tokens."""
         self.rotations.clear()
         self.reset_ranks()
         super().reset()
@@ -229,18 +201,15 @@ class RankLayer(DynamicLayer):
             self._change(lambda tensor: tensor.narrow(1, 0, kept))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the sequences of these numbers."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Take the sequences of these numbers."""
         if self.length:
             self._change_rows(lambda tensor: tensor.index_select(0, indices.to(tensor.device)))
         else:
             super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence."""
         if self.length:
             self._change_rows(lambda tensor: tensor.repeat_interleave(repeats, 0))
         else:
@@ -252,13 +221,12 @@ class RankLayer(DynamicLayer):
 
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor that is held, [B, T, …], by ``function`` of it."""
-        for store in self._distinct():
+        for store in set(self.stores):
             store.change(function)
         if self.rotation is not None and self.rotation.leader is self:
             self.rotation.change(function)
 
     def offload(self) -> None:
-        """Move ranks to the CPU."""
         if self.length:
             self.home = self.stores[0].held[0].device
             self._move(torch.device("cpu"))
@@ -266,24 +234,19 @@ class RankLayer(DynamicLayer):
             super().offload()
 
     def prefetch(self) -> None:
-        """Move ranks back to where they came from."""
         if self.length:
             self._move(getattr(self, "home", self.stores[0].held[0].device))
         else:
             super().prefetch()
 
     def _move(self, device: torch.device) -> None:
-        for store in self._distinct():
+        for store in set(self.stores):
             store.change(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 class RankCache(Cache):
-    """The cache of a decoder whose k and v are of low rank.
-
-    Args:
-        layers: those that a `DynamicCache` of the model has; full ones are replaced.
-        kind: of `FORMATS`.
-    """
+    """The cache of a decoder whose k and v are of low rank. layers: those that a `DynamicCache` of the
+    model has; full ones are replaced. kind: of `FORMATS`."""
 
     def __init__(self, layers: Iterable[Any], kind: str = "ranks", offloading: bool = False) -> None:
         rotations: list[AngleTable] = []
@@ -292,7 +255,6 @@ class RankCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the ranks of all layers."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, RankLayer))
 
 
@@ -306,14 +268,11 @@ def rank_cache(cache: object, config: PreTrainedConfig, kind: str) -> object:
 
 
 def _joined(before: Tensor, new: Tensor) -> Tensor:
-    """Both tables, one behind the other along the tokens. A table for all sequences is repeated where
-    the other has one for each."""
     rows = max(len(before), len(new))
-    return torch.cat([held.expand(rows, -1, -1) for held in (before, new)], 1)
+    return torch.cat([t.expand(rows, *t.shape[1:]) for t in (before, new)], 1)
 
 
 def _same(known: Angles, new: Angles) -> bool:
-    """Whether two tables are the same tensors in memory."""
     return all(
         a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape
         for a, b in zip(known, new, strict=True)

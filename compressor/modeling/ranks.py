@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+if TYPE_CHECKING:
+    from blr.compressor.modeling.layers import StructuredLinear
 
 
 class RankRequest(NamedTuple):
@@ -45,18 +47,6 @@ class OfRanks(NamedTuple):
         return OfRanks(self.U[groups], bias), groups
 
 
-class RankedLayer(Protocol):
-    """A low-rank layer that answers a `RankRequest`. cached: whether a cache of keys and values asks."""
-
-    in_features: int
-    out_features: int
-    cached: bool
-    _forward_hooks: dict[int, Callable[..., object]]
-    _forward_pre_hooks: dict[int, Callable[..., object]]
-
-    def __call__(self, x: RankRequest) -> tuple[Tensor, OfRanks]: ...
-
-
 def in_ranks(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> tuple[Tensor, OfRanks]:
     """``x V`` [..., r] or, in groups of outputs, [..., G, r], and the step that follows."""
     if U.dim() == 2:
@@ -64,7 +54,7 @@ def in_ranks(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> tuple[Tens
     return linear(x, V.mT.flatten(0, 1)).unflatten(-1, (U.shape[0], U.shape[2])), OfRanks(U, bias)
 
 
-def ranked(module: nn.Module, *names: str) -> list[RankedLayer]:
+def ranked(module: nn.Module, *names: str) -> list[StructuredLinear]:
     """The children of these names if all answer a `RankRequest`, else none; adapters do not."""
-    found = [module._modules.get(name) for name in names]
-    return cast(list[RankedLayer], found) if all(getattr(f, "has_ranks", False) for f in found) else []
+    found: list[Any] = [module._modules.get(name) for name in names]
+    return found if all(getattr(layer, "has_ranks", False) for layer in found) else []

@@ -39,9 +39,7 @@ def register(model_type: str) -> type:
 
 def _name_in_transformers(found: type) -> None:
     """Let `transformers serve`, pipelines and TRL find a class by the name that config.json has.
-
-    Importing pipelines makes transformers a second time; who imported it before keeps the first.
-    """
+    Importing pipelines makes transformers a second time; who imported it before keeps the first."""
     for module in (transformers, sys.modules["transformers"]):
         setattr(module, found.__name__, found)
 
@@ -72,10 +70,9 @@ def register_on_demand() -> None:
 
 def auto_map(model_type: str, architectures: Sequence[str] | None = None) -> dict[str, str]:
     """The `auto_map` of a structured checkpoint of a native `model_type`: our class for each Auto class.
-
     architectures: the classes that its config.json names, with our prefix or without. Where an Auto
-    class has several (DeiT with and without a teacher), the map has room for one: the one that is named.
-    """
+    class has several (DeiT with and without a teacher), the map has room for one: the one that is
+    named."""
     native = CONFIG_MAPPING[model_type]
     table = {"AutoConfig": f"{HOME}.{PREFIX}{native.__name__}"}
     named = {name.removeprefix(PREFIX) for name in architectures or ()}

@@ -1,11 +1,14 @@
-"""Reads from config.json what an export was made for and what its caches hold."""
+"""What config.json says of exports and caches, and what transformers calls a cache."""
 
 import logging
 from dataclasses import dataclass, field, fields
+from inspect import signature
 
-from blr.compressor.modeling.modeling_blr import LAYOUT
+from torch import nn
+
 from blr.compressor.structures.cached import KV_CACHES
 
+CACHE_NAMES = ("cache", "past_key_values")  # the first since transformers 5.24
 _said: set[str] = set()
 
 
@@ -18,8 +21,7 @@ class ExportSettings:
     "whole" or "int8". quantize: "int8", "int4" or None. dense: modules with a dense weight that is
     packed, and its shape [out, in]. plain: structured modules that packing makes no smaller, which are
     left as they are. head: the output head, if it is packed by itself, and its entry of the table of
-    layers. draft: the class of the model that proposes tokens, if the folder has one, or "ngram".
-    """
+    layers. draft: the class of the model that proposes tokens, if the folder has one, or "ngram"."""
 
     layout: int
     gpu: str
@@ -35,16 +37,10 @@ class ExportSettings:
 
 
 def export_settings(config: object) -> ExportSettings | None:
-    """The export settings in a configuration of transformers; None for a model that is no export. Raises
-    ValueError for an export of another layout, which this code would misread."""
+    """The export settings in a configuration of transformers; None for a model that is no export."""
     found = (getattr(config, "blr", None) or {}).get("export")
     if found is None:
         return None
-    if found.get("layout") != LAYOUT:
-        raise ValueError(
-            f"config.blr.export.layout is {found.get('layout')!r}: this code reads layout {LAYOUT}; "
-            "export the checkpoint again with this version of blr, or take the version that wrote it"
-        )
     known = {field.name for field in fields(ExportSettings)}
     return ExportSettings(**{key: value for key, value in found.items() if key in known})
 
@@ -58,8 +54,13 @@ def caches_ranks(config: object) -> str | None:
     return found if found is None else str(found)
 
 
+def cache_name(model: nn.Module) -> str:
+    """The name of the argument by which a call of `model` takes a cache."""
+    taken = signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in taken), CACHE_NAMES[-1])
+
+
 def warn_once(message: str) -> None:
-    """Log a warning, once a process."""
     if message not in _said:
         _said.add(message)
         logging.getLogger("blr").warning("blr: %s", message)

@@ -1,21 +1,18 @@
-"""Computes low-rank layers that read the same input together.
+"""Computes low-rank layers that read the same input together: their V are stored as one tensor [Σ r, i].
 
-The V factors of q, k and v of an attention, or of gate and up of an MLP, are stored as one tensor [Σ r,
-i], so that one product takes the input through all ranks. The first layer that is called with an input
-computes all of them and leaves the others' outputs at that input until they ask.
-"""
+The first layer that is called with an input computes all and leaves the others' outputs at the input."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.modeling.siblings import siblings
+from blr.compressor.modeling.probes import siblings
 from blr.kernels.common.watching import is_unwatched
 from blr.kernels.layers.lowrank.op import packed
 
@@ -54,10 +51,9 @@ class SharedInput:
         tells that `x` was written to."""
         if not is_unwatched(x) or x.is_inference() or x.numel() > MAX_TOKENS * x.shape[-1]:
             return None
-        left = getattr(x, LEFT, None)
-        if left is None or left.group is not self or left.version != x._version:
-            left = None
-        if left is None or id(layer) not in left.outputs:
+        left: Any = getattr(x, LEFT, None)
+        known = left is not None and left.group is self and left.version == x._version
+        if not known or id(layer) not in left.outputs:
             if not self._serves(layer, x):
                 return None
             left = Left(self, x._version, self._outputs(x))
@@ -76,9 +72,8 @@ class SharedInput:
         if [_tensor(p, "V").data_ptr() for p in self.layers] != self.places:
             self.part()
         stored = self.stored
-        if stored is None or stored.device != x.device or stored.dtype != x.dtype:
-            return False
-        return layer in self.layers
+        alike = stored is not None and (stored.device, stored.dtype) == (x.device, x.dtype)
+        return alike and layer in self.layers
 
     def _outputs(self, x: Tensor) -> dict[int, Tensor]:
         assert self.stored is not None
@@ -96,11 +91,8 @@ def _tensor(layer: StructuredLinear, name: str) -> Tensor:
 def share_siblings(model: nn.Module) -> int:
     """Group the low-rank layers on a GPU that read the same input; returns how many groups there are.
     Layers beside one of another kind stay as they are."""
-    groups = [
-        [layer for layer in layers if isinstance(layer, StructuredLinear) and _shares(layer)]
-        for layers in siblings(model)
-        if all(map(_shares, layers)) and len(set(map(_kind, layers))) == 1
-    ]
+    gaining = (layers for layers in siblings(model) if all(map(_shares, layers)))
+    groups: list[Any] = [layers for layers in gaining if len(set(map(_kind, layers))) == 1]
     for layers in groups:
         SharedInput(layers)
     return len(groups)

@@ -1,23 +1,36 @@
 """Computes blocks in slices, so that the tensors they make meanwhile fit BLR_TRANSIENT.
 
-A block takes a few sequences at a time (`RowSlices`), an MLP or a norm some tokens (`TokenSlices`), and
-attention within one long sequence some heads (`head_slices.py`). Each calls the module's own `forward`
-with a part of its input and writes the results side by side.
+A block takes a few sequences at a time, an MLP or a norm some tokens, and attention within one long
+sequence some heads: the module's own `forward` is called with a part of its input. Heads are made from
+the ranks of queries, keys and values, by functions in the place of the attention's projections.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from blr.compressor.modeling.extended import Extension, extend
+from blr.compressor.modeling.extended import Extension, extend, same, with_children
 from blr.compressor.modeling.layers import PROJECTIONS, StructuredLinear
+from blr.compressor.modeling.ranks import OfRanks, RankRequest, ranked
+from blr.compressor.modeling.settings import warn_once
 from blr.kernels.common.transient import bound_for, chunks, tokens_within
 
 NORM_BYTES = 8  # of a feature in a root-mean-square norm: two copies in float32
 BESIDE = 3  # copies of a block's input that live beside its attention: normed, attended, summed
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
+LAST = ("o_proj", "out_proj", "out_lin")  # what families call the layer behind the heads
+WIDTHS = ("head_dim", "attention_head_size")
+KNOWN = {"hidden_states", "attention_mask", "position_embeddings", "position_ids", "cache_position"}
+TRIED = 4  # tokens that tell whether heads can be computed apart
+CLOSE = 2e-2  # of their norm, in any dtype
+
+Given = dict[str, object]  # arguments of an attention by name
 
 
 class TokenSlices(Extension):
@@ -28,7 +41,6 @@ class TokenSlices(Extension):
     token_itemsize: int
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """The native result [..., d]."""
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or (limit := limit_of(x)) is None:
             return super().forward(*args, **kwargs)
@@ -44,7 +56,6 @@ class RowSlices(Extension):
     feed_forward_features: int
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """The native result."""
         compute = super().forward
         x = args[0] if args else kwargs.get("hidden_states")
         limit = limit_of(x) if self.block_features else None
@@ -54,7 +65,13 @@ class RowSlices(Extension):
         known = at_once < len(x) and _has_rows((*args, *kwargs.values()), len(x))
         if not known or is_hooked(self):
             return compute(*args, **kwargs)
-        made = _by_rows(compute, args, kwargs, len(x), at_once)
+        batch = len(x)
+
+        def some(start: int, stop: int) -> object:
+            named = {name: _rows(each, start, stop, batch) for name, each in kwargs.items()}
+            return compute(*(_rows(each, start, stop, batch) for each in args), **named)
+
+        made = _in_parts(some, batch, at_once)
         if made is None:  # its result is not one tensor: no use to try again
             self.block_features = 0
             return compute(*args, **kwargs)
@@ -93,35 +110,24 @@ def by_tokens(
     at_once = tokens_within(limit, width)
     if tokens <= at_once or is_hooked(module):
         return compute(x)
-    rows, out = x.reshape(1, tokens, x.shape[-1]), None
-    for start, stop in chunks(tokens, at_once):
-        part = compute(rows[:, start:stop])
-        if out is None:
-            out = part.new_empty((1, tokens, part.shape[-1]))
-        out[:, start:stop] = part
-        del part  # before the next one is made
+    rows = x.reshape(1, tokens, x.shape[-1])
+    out = _in_parts(lambda start, stop: compute(rows[:, start:stop])[0], tokens, at_once)
     assert out is not None
     return out.view(*x.shape[:-1], -1)
 
 
-def _by_rows(
-    compute: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    batch: int,
-    at_once: int,
-) -> Tensor | None:
-    """The result of `compute` for some rows at a time; None if it is not a tensor of as many rows."""
+def _in_parts(compute: Callable[[int, int], object], count: int, at_once: int) -> Tensor | None:
+    """``compute(start, stop)`` for some of `count` rows at a time, side by side; None if a result is no
+    tensor of as many rows."""
     out: Tensor | None = None
-    for start, stop in chunks(batch, at_once):
-        named = {name: _rows(each, start, stop, batch) for name, each in kwargs.items()}
-        part = compute(*(_rows(each, start, stop, batch) for each in args), **named)
+    for start, stop in chunks(count, at_once):
+        part = compute(start, stop)
         if not isinstance(part, Tensor) or part.shape[:1] != (stop - start,):
             return None
         if out is None:
-            out = part.new_empty((batch, *part.shape[1:]))
+            out = part.new_empty((count, *part.shape[1:]))
         out[start:stop] = part
-        del part
+        del part  # before the next one is made
     return out
 
 
@@ -139,7 +145,6 @@ def _has_rows(argument: object, batch: int) -> bool:
 
 
 def _rows(argument: object, start: int, stop: int, batch: int) -> object:
-    """The part of an argument that belongs to sequences start…stop."""
     if isinstance(argument, Tensor):
         return argument[start:stop] if argument.dim() > 1 and len(argument) == batch else argument
     if isinstance(argument, tuple):
@@ -218,3 +223,120 @@ def _whole_middle(block: nn.Module) -> int:
     if hasattr(block, "feed_forward_chunk"):
         return 0
     return max(_widened(each) for each in block.modules() if not isinstance(each, TokenSlices))
+
+
+class HeadSlices(Extension):
+    """Mixin before an attention whose projections are of low rank. projections: names of those of
+    queries, keys and values. last: that of the layer behind the heads, or None. key_heads: heads of
+    keys; as many of queries, or more, share one. widening: numbers of queries, keys, values and the
+    former two rotated, for each number of the input. apart: whether heads computed apart give the same
+    as together; None before anybody has tried."""
+
+    config: PreTrainedConfig
+    projections: tuple[str, str, str]
+    last: str | None
+    key_heads: int
+    widening: float
+    apart: bool | None = None
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """The native result; its attention weights are None where heads are computed apart."""
+        x = args[0] if args else kwargs.get("hidden_states")
+        limit = None if self.apart is False else limit_of(x)
+        if limit is None or not isinstance(x, Tensor):
+            return super().forward(*args, **kwargs)
+        given = {**dict(zip(self._names(), args, strict=False)), **kwargs}
+        plain = _is_plain(given) and ranked(self, *self.projections)
+        taken = x.nbytes * self.widening if plain else 0
+        if taken <= limit or is_hooked(self) or not self._can_part(given):
+            return super().forward(*args, **kwargs)
+        return self._behind(_attended(self, given, max(int(limit * self.key_heads / taken), 1))), None
+
+    def _names(self) -> list[str]:
+        return list(signature(self.native.forward).parameters)[1:]
+
+    def _behind(self, heads: Tensor) -> Tensor:
+        return heads if self.last is None else self.get_submodule(self.last)(heads)
+
+    def _can_part(self, given: Given) -> bool:
+        """Whether heads can be computed apart, tried on the first tokens at the first call."""
+        if self.apart is None:
+            few = {n: _first(each) for n, each in given.items() if n != "attention_mask"}
+            few["attention_mask"] = None
+            self.apart = self.config._attn_implementation != "eager" and self._agree(few)
+        if not self.apart:
+            kind = type(self).__name__
+            warn_once(f"{kind} computes all heads at once: right, but above the bound of BLR_TRANSIENT")
+        return self.apart
+
+    def _agree(self, given: Given) -> bool:
+        try:
+            expected, found = super().forward(**given)[0], self._behind(_attended(self, given, 1))
+            return bool((found - expected).norm() <= CLOSE * expected.norm())
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return False
+
+
+def part_heads(model: nn.Module) -> None:
+    """Let the attention of `model` compute some heads at a time where its projections have ranks."""
+    for module in model.modules():
+        width = next((getattr(module, name) for name in WIDTHS if hasattr(module, name)), None)
+        for names in TOGETHER:
+            if width and (layers := ranked(module, *names)):
+                query, key, value = layers
+                found = extend(module, HeadSlices)
+                found.projections, found.key_heads = names, key.out_features // width
+                found.last = next((name for name in LAST if hasattr(module, name)), None)
+                made = 2 * query.out_features + 2 * key.out_features + value.out_features
+                found.widening = made / query.in_features
+
+
+def _attended(attention: HeadSlices, given: Given, at_once: int) -> Tensor:
+    """What the layer behind an attention's heads reads, made by `at_once` key heads at a time."""
+    x, mask = given["hidden_states"], given.get("attention_mask")
+    assert isinstance(x, Tensor)
+    layers = ranked(attention, *attention.projections)
+    made = [layer(RankRequest(x)) for layer in layers]
+    heads, out = attention.key_heads, x.new_empty((*x.shape[:-1], layers[0].out_features))
+    behind = {attention.last: same} if attention.last else {}
+    for start, stop in chunks(heads, at_once):
+        spans = [(start * p.out_features // heads, stop * p.out_features // heads) for p in layers]
+        parts = {
+            name: partial(_outputs, product, ranks, *span)
+            for name, (ranks, product), span in zip(attention.projections, made, spans, strict=True)
+        }
+        copy = with_children(attention, {**parts, **behind})
+        some = {**given, "attention_mask": _of_heads(mask, start, stop, heads)}
+        out[..., slice(*spans[0])] = super(HeadSlices, copy).forward(**some)[0]
+    return out
+
+
+def _outputs(product: OfRanks, ranks: Tensor, start: int, stop: int, x: Tensor) -> Tensor:
+    """Stands for a projection: makes some of its outputs from ranks that are computed already."""
+    return product.outputs(ranks, start, stop)
+
+
+def _is_plain(given: Given) -> bool:
+    """Whether an attention is given nothing but hidden states, a mask and positions: no cache, no states
+    of an encoder."""
+    if "hidden_states" not in given:
+        return False
+    more = (each for name, each in given.items() if name not in KNOWN)
+    return all(each is None or isinstance(each, bool | int | float | str) for each in more)
+
+
+def _first(argument: object) -> object:
+    """The first `TRIED` tokens of the first sequence of [B, T, …]."""
+    if isinstance(argument, tuple):
+        return tuple(map(_first, argument))
+    if not isinstance(argument, Tensor):
+        return argument
+    return argument[:1, :TRIED] if argument.dim() > 1 else argument[:TRIED]
+
+
+def _of_heads(mask: object, start: int, stop: int, heads: int) -> object:
+    """The part of a mask [B, H, T, T] for some heads; all of it where H is 1."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] == 1:
+        return mask
+    group = mask.shape[1] // heads
+    return mask[:, start * group : stop * group]

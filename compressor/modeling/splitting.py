@@ -1,10 +1,7 @@
-"""Plans how transformers splits structured layers over processes (tensor parallelism).
+"""Plans how transformers splits structured layers over processes (tensor parallelism), for inference.
 
-The native plan of a model says by which side each linear layer is cut; here that becomes cuts of the
-factors, in styles that transformers has. It serves models that are distributed while they are loaded
-(``from_pretrained(…, distributed_config=…)``), for inference: each process would compute gradients of
-its own part only for factors that all hold whole.
-"""
+The native plan says by which side each layer is cut; that becomes cuts of the factors. In training each
+process would compute gradients of its own part only."""
 
 from collections.abc import Iterator
 from typing import Any, TypeGuard

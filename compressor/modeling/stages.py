@@ -1,13 +1,10 @@
 """Describes structured layers for the decoding kernels: packed factors, and the stages of each
-structure.
-
-Layers with kernels and those of `modeling_blr.py` alike.
-"""
+structure. Layers with kernels and those of `modeling_blr.py` alike."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +37,10 @@ class Packed(NamedTuple):
 
     @property
     def fp8(self) -> bool:
-        """Whether the numbers are in float8."""
         return self.packed.dtype == E4M3
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape [..., R, K] of the weights."""
         return (*self.packed.shape[:-1], self.K)
 
     @property
@@ -55,11 +50,9 @@ class Packed(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that one product reads."""
         return self.packed.nbytes + self.scale.nbytes
 
     def dequantized(self) -> Tensor:
-        """The weights [..., R, K] in the dtype of the scales."""
         if self.fp8:
             return dequantize_float8(self, self.packed, self.scale)
         if not self.runs_kernels() or torch.compiler.is_compiling():
@@ -86,7 +79,6 @@ class Packed(NamedTuple):
 
 
 def packed_factor(layer: FormulaLinear, name: str) -> Packed:
-    """The packed factor of a layer that is called `name`: U, factors.0, weight."""
     factor: Factor = layer.held[name]
     packed, scale = layer.stored(factor)
     return Packed(packed, scale, factor.bits, factor.stored_shape[-1], factor.group, factor.curved)
@@ -112,11 +104,9 @@ def blocked(tensor: Tensor) -> Tensor:
 
 
 class LayerStage(NamedTuple):
-    """One blockwise product, as `blr.kernels.decode.gemv.segments.Segment` takes it.
-
-    w: [B, R, K], a view of the layer's own factor, or a `Packed` of that shape. bias: [B·R]. mix, part:
-    as of `Segment`. correction: what is added to the product of a packed w.
-    """
+    """One blockwise product, as `blr.kernels.decode.gemv.segments.Segment` takes it. w: [B, R, K], a
+    view of the layer's own factor, or a `Packed` of that shape. bias: [B·R]. mix, part: as of `Segment`.
+    correction: what is added to the product of a packed w."""
 
     w: Tensor | Packed
     bias: Tensor | None = None
@@ -126,12 +116,10 @@ class LayerStage(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The number of outputs."""
         return self.w.shape[0] * self.w.shape[1]
 
     @property
     def bytes(self) -> int:
-        """The bytes that one token reads."""
         more = 0 if self.correction is None else self.correction.first.bytes + self.correction.u.nbytes
         return more + sum(t.nbytes for t in (self.w, self.bias, self.mix) if t is not None)
 
@@ -146,33 +134,23 @@ class Corrections(NamedTuple):
 Stages = tuple[LayerStage, ...]
 
 
+def _two(layer: FormulaLinear, **first: Any) -> Stages:
+    return LayerStage(matrix(layer, "V"), **first), LayerStage(matrix(layer, "U"), layer.bias)
+
+
 def _low_rank(layer: FormulaLinear) -> Stages:
     if layer.entry.get("side") == "in" and not layer.entry.get("bits"):
         U = layer.factor("U")  # outputs sum over the groups: one product, a copy
         return LayerStage(matrix(layer, "V")), LayerStage(U.movedim(0, 1).flatten(1)[None], layer.bias)
-    return LayerStage(matrix(layer, "V")), LayerStage(matrix(layer, "U"), layer.bias)
-
-
-def _monarch(layer: FormulaLinear) -> Stages:
-    first = LayerStage(matrix(layer, "V"), part=layer.entry["block_rank"])
-    return first, LayerStage(matrix(layer, "U"), layer.bias)
-
-
-def _blast(layer: FormulaLinear) -> Stages:
-    first = LayerStage(matrix(layer, "V"), mix=layer.factor("S"))
-    return first, LayerStage(matrix(layer, "U"), layer.bias)
-
-
-def _dense(layer: FormulaLinear) -> Stages:
-    return (LayerStage(matrix(layer, "weight"), layer.bias),)
+    return _two(layer)
 
 
 # Structure -> its products in order; Kronecker-sparse layers decode through their own operator
 STAGES: dict[str, Callable[[FormulaLinear], Stages]] = {
     "svd": _low_rank,
-    "monarch": _monarch,
-    "blast": _blast,
-    "dense": _dense,
+    "monarch": lambda layer: _two(layer, part=layer.entry["block_rank"]),
+    "blast": lambda layer: _two(layer, mix=layer.factor("S")),
+    "dense": lambda layer: (LayerStage(matrix(layer, "weight"), layer.bias),),
 }
 ADDED = ("svd", "monarch", "blast")  # corrections of packed weights: of others half is the first stage's
 

@@ -152,8 +152,7 @@ def _card(path: Path, facts: dict[str, Any] | None) -> dict[str, bytes]:
 def _report(path: Path, facts: dict[str, Any] | None) -> dict[str, bytes]:
     if facts is None or not path.is_file():
         return {}
-    data = json.loads(path.read_bytes())
-    return report_pages(data | {"loss": rounded(facts)})
+    return report_pages(json.loads(path.read_bytes()) | {"loss": rounded(facts)})
 
 
 KEPT = {DIFFUSERS.kind, "_diffusers_version"}  # keys that sound like code and are none
@@ -167,10 +166,7 @@ def _diffusion_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
         DIFFUSERS.kind: name,
         "auto_map": {"AutoModel": f"{DIFFUSION}.{name}"},
         "quantization_config": {"quant_method": "blr"},  # the native class stops there
-        "blr": {
-            "format": FORMAT,
-            "layers": {p.layer.module: p.spec.to_dict() for p in plan.layers},
-        },
+        "blr": {"format": FORMAT, "layers": {p.layer.module: p.spec.to_dict() for p in plan.layers}},
     }
 
 

@@ -92,10 +92,8 @@ def structured_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
     classes = auto_map(native, named)
     config = inert(config, declared_keys(native))
     if "XLNetLMHeadModel" in named:  # pipelines know it by that name, and any model by this entry
-        config = {
-            **config,
-            "prefix": config.get("prefix") or transformers.TextGenerationPipeline.XL_PREFIX,
-        }
+        prefix = config.get("prefix") or transformers.TextGenerationPipeline.XL_PREFIX
+        config = {**config, "prefix": prefix}
     return {
         **config,
         "model_type": f"blr_{native}",
@@ -200,15 +198,9 @@ def write_whole(
     `check` loads what was written as a user would, and returns the files that it wrote itself; `read` is
     the digest of the input. Raises as `check`; there is no manifest then."""
     workspace, progress = run.workspace, run.progress
-    names = {
-        *contents.shards,
-        *contents.beside,
-        *([index_name(contents.shards)] if contents.shards else []),
-        *contents.small,
-        TOKENIZER,
-        *contents.later,
-        MANIFEST,
-    }
+    index = [index_name(contents.shards)] if contents.shards else []
+    names = {*contents.shards, *contents.beside, *contents.small, *contents.later, *index}
+    names |= {TOKENIZER, MANIFEST}
     workspace.claim((folder / name).relative_to(workspace.partial).as_posix() for name in names)
     folder.mkdir(exist_ok=True)
     with progress.timed("writing"):

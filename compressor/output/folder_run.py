@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.recipe.run_settings import RunSettings
+from blr.compressor.recipe.settings import RunSettings
 from blr.compressor.workspace.ownership import check_apart
 from blr.compressor.workspace.workspace import Workspace
 

@@ -337,14 +337,12 @@ def _answers(model: PreTrainedModel, text: Text, dense: Tensor | None, where: ob
     found, best, logs, kl = (torch.cat(column) for column in zip(*parts, strict=True))
     loss = float(found.double().mean())
     if not math.isfinite(loss):
-        raise NumericsError(
-            f"{where}: a loss of {loss} on {text.what}, expected a finite number; choose another dtype "
-            f"or a lower --cf ({NO_CHECK})"
-        )
+        said = f"a loss of {loss} on {text.what}, expected a finite number"
+        remedy = f"choose another dtype or a lower --cf ({NO_CHECK})"
+        raise NumericsError(f"{where}: {said}; {remedy}")
     return Predictions(loss, best, logs, kl)
 
 
 def _crossed(logs: Tensor, expected: Tensor) -> Tensor:
     """Cross entropies [m, w] with `expected` log-probabilities, in which -inf counts as 0."""
-    weighed = expected.exp() * logs
-    return -torch.where(expected == -torch.inf, 0.0, weighed).sum(-1)
+    return -torch.where(expected == -torch.inf, 0.0, expected.exp() * logs).sum(-1)

@@ -172,9 +172,8 @@ def _healing(found: Any) -> str:
     ]
     labels = [("own text" if n == "self" else n, colour) for colour, n in enumerate(names)]
     rows = [(k, _words(v)) for k, v in found["facts"].items() if k not in ("before", "after")]
-    return (
-        f"<h2>Healing</h2>{legend(labels)}{chart(series, 'step', KL[key])}{html_table(rows, head=False)}"
-    )
+    drawn = chart(series, "step", KL[key])
+    return f"<h2>Healing</h2>{legend(labels)}{drawn}{html_table(rows, head=False)}"
 
 
 def _spectra(data: Mapping[str, Any]) -> str:
@@ -214,14 +213,13 @@ def _line(layer: Mapping[str, Any], colour: int) -> Series:
 def _plan(data: Mapping[str, Any]) -> str:
     key = next((k for k in ERRORS if any(known(x.get(k)) for x in data["layers"])), "error")
     head = ("module", "structure", "rank or pattern", "parameters", "bits", ERRORS[key], "rule")
+    layers = sorted(data["layers"], key=lambda x: x[key] if known(x.get(key)) else -1.0, reverse=True)
     rows = [
         (
             *(layer["module"], layer["structure"], layer["rank"], f"{layer['parameters']:,}"),
             *(_number(layer.get("bits"), ".3f"), _number(layer.get(key), ".4f"), layer["rule"]),
         )
-        for layer in sorted(
-            data["layers"], key=lambda x: x[key] if known(x.get(key)) else -1.0, reverse=True
-        )
+        for layer in layers
     ]
     rows += [(k["module"], "dense", "", f"{k['parameters']:,}", "", "", k["rule"]) for k in data["kept"]]
     numeric = [name in ("parameters", "bits", *ERRORS.values()) for name in head]

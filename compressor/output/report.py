@@ -16,7 +16,7 @@ from blr.compressor.checkpoint.header import read_header
 from blr.compressor.checkpoint.regular import read_json
 from blr.compressor.output.page import known, report_html
 from blr.compressor.planning.plan import Plan, PlannedLayer
-from blr.compressor.structures.specs import spec_from_dict
+from blr.compressor.structures.specs import Spec, spec_from_dict
 
 CURVE_POINTS = 256
 Records = Mapping[str, Mapping[str, object]]
@@ -27,13 +27,8 @@ def report_files(plan: Plan, records: Records, facts: Mapping[str, object]) -> d
     and `notes`; `facts` have `name`, `method`, `cf`, `calibration` and `versions`."""
     layers = [_layer(planned, records[planned.layer.module]) for planned in plan.layers]
     kept = [
-        {
-            "module": entry.layer.module,
-            "type": entry.layer.type,
-            "parameters": entry.parameters,
-            "rule": entry.rule,
-        }
-        for entry in plan.kept
+        {"module": k.layer.module, "type": k.layer.type, "parameters": k.spec.parameters, "rule": k.rule}
+        for k in plan.kept
     ]
     data = {
         "format": 1,
@@ -67,17 +62,21 @@ def thin_curve(curve: Sequence[float], points: int = CURVE_POINTS) -> list[float
     return [float(curve[round(n * last / (points - 1))]) for n in range(points)]
 
 
+def layer_facts(module: str, kind: str, spec: Spec) -> dict[str, Any]:
+    """What is known of a layer by its spec."""
+    return {
+        **{"module": module, "type": kind, "structure": spec.structure},
+        "shape": [spec.out_features, spec.in_features],
+        "rank": spec.describe(),
+        **{"dense_parameters": spec.dense_parameters, "parameters": spec.parameters},
+    }
+
+
 def _layer(planned: PlannedLayer, record: Mapping[str, Any]) -> dict[str, Any]:
     spec = planned.spec
     found = {
-        "module": planned.layer.module,
-        "type": planned.layer.type,
-        "structure": spec.structure,
-        "shape": [spec.out_features, spec.in_features],
-        "rank": spec.describe(),
+        **layer_facts(planned.layer.module, planned.layer.type, spec),
         "equal_rank": _round(spec.parameters / (spec.in_features + spec.out_features)),
-        "dense_parameters": spec.dense_parameters,
-        "parameters": spec.parameters,
         "dense_bytes": planned.layer.entry.nbytes,
         "bytes": planned.bits // 8,
         "bits": _round(planned.bits / spec.dense_parameters),

@@ -1,32 +1,38 @@
 """Turns each layer's settings into its spec: blocks, groups of heads, chains, and ranks that meet the
-budget."""
+budget. Heads are next to each other on one side of a projection. D is its other side, and s the width of
+one of G groups there, whose factors are [s, r] and [D, r]. Parameters fall if r(D + s) < D·s a group,
+and activation memory of M tokens if G·r·(M + s) < M·G·s (FlashSVD, theorems 8.13, 8.22 and 8.25)."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, gcd, log
+from math import ceil, gcd, inf, log
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.planning.budget import Item, exact_ranks, snap
-from blr.compressor.planning.heads import groups_for_budget, groups_for_rank, nearest_grouping
 from blr.compressor.planning.layers import Layer, stored_spec
 from blr.compressor.recipe.schema import LayerSettings, Recipe
-from blr.compressor.structures.patterns import choose_patterns, parse_patterns, validate_chain
+from blr.compressor.structures.patterns import (
+    choose_patterns,
+    parse_patterns,
+    predicted_log_error,
+    validate_chain,
+)
 from blr.compressor.structures.registry import STRUCTURES, LayerSizes, Structure
 from blr.compressor.structures.specs import KroneckerSpec, Spec
 
 CHAIN_TOLERANCE = 0.005  # by which a chain may exceed the compression factor, relative to it
 CHAIN_TRIES = 8
 RANK_UNIT = 4  # ranks of corrections that are sized by bits are multiples of it
+TOKENS = 4096  # batch × length for which activation memory is judged: one long prefill
 
 Curves = Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A layer with its settings and what is decided so far; `width` is the bits of an unpacked
-    number."""
+    """A layer, its settings and what is decided so far; `width` is the bits of an unpacked number."""
 
     layer: Layer
     settings: LayerSettings
@@ -44,18 +50,13 @@ class Task:
     @property
     def cost(self) -> int:
         """Parameters of one unit of rank, that of low rank for a chain."""
-        if not self.ranked:
+        if not self.structure.ranked:
             return sum(self.layer.shape)
         return self.spec(self.step).parameters // self.step
 
     @property
     def structure(self) -> Structure:
         return STRUCTURES[self.settings.method]
-
-    @property
-    def ranked(self) -> bool:
-        """Whether the structure has a rank; a chain has none."""
-        return self.structure.ranked
 
     @property
     def step(self) -> int:
@@ -86,7 +87,6 @@ class Task:
         return stored.stored_bits(self.width) / self.size
 
     def spec(self, rank: int) -> Spec:
-        """The spec of this layer with `rank`."""
         o, i = self.layer.shape
         form = LayerSizes(i, o, self.blocks, self.groups, self.layer.head_side)
         make = self.structure.of_rank
@@ -111,8 +111,7 @@ class Assigner:
     notes: list[str]
 
     def assign(self, tasks: Sequence[Task], budget: float) -> Assigned:
-        """The specs of all tasks (`shaped`, none dense), which together have `budget` parameters. Raises
-        UsageError."""
+        """The specs of all tasks (`shaped`, none dense), with `budget` parameters. Raises UsageError."""
         self._check_bits(tasks)
         given = {task.layer.module: done for task in tasks if (done := self._given(task))}
         own: dict[str, list[Task]] = {}
@@ -123,21 +122,17 @@ class Assigner:
             factor = group[0].settings.cf or self.recipe.cf
             given |= self._shared(group, sum(t.size for t in group) / factor, f"cf {factor:g}")
         free = [task for task in tasks if task.layer.module not in given]
+        spent = sum(spec.parameters for spec, _ in given.values())
         if free:
-            spent = sum(spec.parameters for spec, _ in given.values())
             given |= self._shared(free, budget - spent, f"cf {self.recipe.cf:g}")
         elif "cf" in self.recipe.model_fields_set and budget and self.recipe.rank is None:
-            spent = sum(spec.parameters for spec, _ in given.values())
+            held = f"they hold {spent:,} parameters where cf {self.recipe.cf:g} would leave"
             if abs(spent - budget) > 0.01 * budget:
-                self.notes.append(
-                    f"rules fix every layer: they hold {spent:,} parameters where cf "
-                    f"{self.recipe.cf:g} would leave them {budget:,.0f}"
-                )
+                self.notes.append(f"rules fix every layer: {held} them {budget:,.0f}")
         return {task.layer.module: given[task.layer.module] for task in tasks}
 
     def shaped(self, task: Task) -> Task:
-        """The task with a number of blocks that divides its layer, or of groups that keep its heads
-        whole."""
+        """The task with blocks that divide its layer, or groups that keep its heads whole."""
         if task.structure.blocks is not None:
             (o, i), wanted = task.layer.shape, task.settings.target_blocks
             divisors = [d for d in range(1, gcd(o, i) + 1) if gcd(o, i) % d == 0]
@@ -155,8 +150,8 @@ class Assigner:
         if wanted == "auto":
             sides, rank = (width, other, layer.heads), task.settings.rank
             factor = task.settings.cf or self.recipe.cf
-            choice = groups_for_budget(*sides, factor) if rank is None else groups_for_rank(*sides, rank)
-            return replace(task, groups=choice.groups, why=choice.reason)
+            found = groups_for_budget(*sides, factor) if rank is None else groups_for_rank(*sides, rank)
+            return replace(task, groups=found[0], why=found[1])
         asked = layer.heads if wanted == "per-head" else int(wanted.removeprefix("grouped:"))
         groups = nearest_grouping(asked, layer.heads, width)
         if groups != asked:
@@ -210,10 +205,9 @@ class Assigner:
             )
         groups = self._merged(tasks, items)
         items = [item for item, _ in groups]
-        options = {"strength": self._strength, "floor": self.recipe.floor}
-        exact = exact_ranks(items, budget, **options) if items else []
+        exact = exact_ranks(items, budget, strength=self._strength, floor=self.recipe.floor)
         chains = self._chains(groups, exact)
-        ranked = [n for n, (_, members) in enumerate(groups) if members[0].ranked]
+        ranked = [n for n, (_, members) in enumerate(groups) if members[0].structure.ranked]
         left = budget - sum(spec.parameters for spec, _ in chains.values())
         ranks = snap([items[n] for n in ranked], [exact[n] for n in ranked], left) if ranked else []
         measured = f"sensitivity, {{:.2f}} times the uniform rank of {goal}"
@@ -221,10 +215,8 @@ class Assigner:
         for n, rank in zip(ranked, ranks, strict=True):
             uniform = items[n].rank_of(items[n].size * budget / sum(task.size for task in tasks))
             for task in groups[n][1]:
-                done[task.layer.module] = (
-                    task.spec(rank),
-                    task.decided(share.format(rank / uniform)),
-                )
+                why = task.decided(share.format(rank / uniform))
+                done[task.layer.module] = task.spec(rank), why
         return done
 
     @property
@@ -237,8 +229,7 @@ class Assigner:
         return Item(task.size, task.cost, task.step, curve=curve, width=task.groups)
 
     def _merged(self, tasks: Sequence[Task], items: Sequence[Item]) -> list[tuple[Item, list[Task]]]:
-        """Items with their tasks. Without sensitivities, layers of equal shape and structure share one
-        item."""
+        """Items with their tasks; without sensitivities, one for layers of equal shape and structure."""
         if self._strength:
             return [(item, [task]) for task, item in zip(tasks, items, strict=True)]
         merged: dict[tuple[object, ...], list[Task]] = {}
@@ -250,10 +241,10 @@ class Assigner:
 
     def _chains(self, groups: Sequence[tuple[Item, list[Task]]], exact: Sequence[float]) -> Assigned:
         """Kronecker-sparse chains that together come within a percent of their share of the budget."""
-        pairs = zip(groups, exact, strict=True)
-        wanted = [
-            (members, rank * item.cost) for (item, members), rank in pairs if not members[0].ranked
+        pairs = [
+            (members, rank * item.cost) for (item, members), rank in zip(groups, exact, strict=True)
         ]
+        wanted = [(members, share) for members, share in pairs if not members[0].structure.ranked]
         budget, scale = sum(share * len(members) for members, share in wanted), 1.0
         best: Assigned = {}
         for _ in range(CHAIN_TRIES if wanted else 0):
@@ -301,3 +292,66 @@ class Assigner:
     def _say(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
+
+
+Grouping = tuple[int, str]  # a number of groups, and why it was chosen
+
+
+def parameter_threshold(width: int, other: int, groups: int) -> float:
+    """The rank of each of G `groups` below which the factors have fewer parameters than the dense weight
+    of `width` features on the heads' side and `other` ones (theorems 8.13 and 8.22)."""
+    part = width / groups
+    return part * other / (part + other)
+
+
+def memory_threshold(width: int, groups: int, tokens: int = TOKENS) -> float:
+    """The rank of each of G `groups` below which activations of `tokens` take less memory than dense
+    heads (theorems 8.13, 8.22 and 8.25)."""
+    return tokens * width / (groups * tokens + width)
+
+
+def saves(width: int, other: int, groups: int, rank: float, tokens: int = TOKENS) -> bool:
+    """Whether G groups of this rank have fewer parameters and take less activation memory than dense."""
+    return rank < min(parameter_threshold(width, other, groups), memory_threshold(width, groups, tokens))
+
+
+def candidates(heads: int) -> list[int]:
+    """The numbers of groups that hold whole heads: the divisors of `heads`, falling."""
+    return [g for g in range(heads, 0, -1) if heads % g == 0]
+
+
+def groups_for_rank(width: int, other: int, heads: int, rank: int) -> Grouping:
+    """The most groups for which a given rank of each still saves parameters and memory."""
+    for groups in candidates(heads):
+        if saves(width, other, groups, rank):
+            limit = min(parameter_threshold(width, other, groups), memory_threshold(width, groups))
+            return groups, f"{_name(groups, heads)}: rank {rank} is under {limit:.4g}"
+    return 1, f"whole: rank {rank} saves nothing in any grouping"
+
+
+def groups_for_budget(width: int, other: int, heads: int, cf: float) -> Grouping:
+    """The grouping of least predicted error that meets a compression factor and saves memory."""
+    options = {}
+    for groups in candidates(heads):
+        rank = parameter_threshold(width, other, groups) / cf
+        if rank >= 1 and saves(width, other, groups, rank):
+            options[groups] = predicted_log_error(other, width, groups, 1, int(rank))
+    if not options:
+        return 1, "whole: no grouping saves memory at this budget"
+    best = min(options, key=lambda g: (options[g] if options[g] > -inf else -inf, g))
+    rank = parameter_threshold(width, other, best) / cf
+    return best, (
+        f"{_name(best, heads)}: least predicted error of {len(options)} groupings, rank {rank:.0f}"
+    )
+
+
+def nearest_grouping(wanted: int, heads: int, width: int) -> int:
+    """The number of groups nearest `wanted` that keeps heads whole and divides `width`."""
+    common = [g for g in candidates(heads) if width % g == 0]
+    return min(common, key=lambda g: (abs(log(g / wanted)), g))
+
+
+def _name(groups: int, heads: int) -> str:
+    if groups == 1:
+        return "whole"
+    return "per head" if groups == heads else f"{groups} groups of {heads // groups} heads"

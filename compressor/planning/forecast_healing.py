@@ -1,12 +1,6 @@
-"""Predicts from headers alone what a healing run takes: memory and time of every GPU.
-
-A trained parameter takes 20 bytes: its bf16 copy and gradient, and in float32 its master, the master's
-gradient and two moments. A layer in few bits is trained as full numbers, with its scales. With several
-GPUs each takes its share of a batch. With --fsdp each also holds only a share of both models' blocks
-(16 bytes for each trained parameter), and one block of either model whole. The rest is the teacher,
-what the backward pass keeps of the tokens of a pass (`micro` windows), dense weights composed of
-factors (`fitting/trainable_layers.py`), and a chunk of logits (`healing/objective.py`).
-"""
+"""Predicts from headers alone what a healing run takes: memory and time of every GPU. A trained
+parameter takes its bf16 copy and gradient, and in float32 its master, the master's gradient and two
+moments. With --fsdp a GPU holds a share of both models' blocks, and one block of either whole."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,23 +11,12 @@ from blr.compressor.base.tables import amount
 from blr.compressor.checkpoint.context import context_of
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
+from blr.compressor.planning import training_sizes
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.roofline import Gpu
-from blr.compressor.planning.training_sizes import (
-    CHUNK,
-    HALF,
-    HOST_BYTES,
-    SINGLE,
-    Dimensions,
-    dimensions_of,
-)
-from blr.compressor.recipe.heal_settings import HealOptions
-from blr.compressor.structures.specs import (
-    BlastSpec,
-    DenseSpec,
-    LowRankSpec,
-    Spec,
-)
+from blr.compressor.planning.training_sizes import HALF, SINGLE, Dimensions, dimensions_of
+from blr.compressor.recipe.settings import HealOptions
+from blr.compressor.structures.specs import BlastSpec, DenseSpec, LowRankSpec, Spec
 
 TRAINED = 2 * HALF + 4 * SINGLE  # bytes of a trained parameter
 LOGIT = 20  # bytes of one, of both models, with what its gradient takes
@@ -64,6 +47,10 @@ class Sizes(Dimensions):
 
     parameters: int
     trained: int
+
+    @property
+    def inside(self) -> float:
+        return (WIDE * self.width + MIDDLE * self.middle) * HALF
 
 
 @dataclass(frozen=True)
@@ -97,7 +84,6 @@ def sizes_of(
 ) -> Sizes:
     """The sizes of the dense model with `config`, whose layers `specs` replace and which stores
     `stored` parameters; `train` names the kinds that are trained."""
-
     found = dimensions_of(config)
     table = found.vocabulary * found.width
     dense = sum(spec.dense_parameters for spec in specs.values())
@@ -107,12 +93,9 @@ def sizes_of(
 
 
 def disk_bytes(source: Source, specs: Mapping[str, Spec], options: HealOptions, own: int) -> int:
-    """Upper estimate of the bytes on disk of a run on `source`, in which the teacher writes `own`
-    tokens."""
+    """Upper estimate of the bytes on disk of a run whose teacher writes `own` tokens."""
     found = sum(path.stat().st_size for path in source.folder.iterdir() if path.is_file())
-    stored = sum(entry.nbytes for entry in source.entries.values())
-    files = stored + max(found - stored, 0) + SMALL
-    return files + OWN * own + kept_bytes(specs, source.entries, options)
+    return max(found, source.nbytes) + SMALL + OWN * own + kept_bytes(specs, source.entries, options)
 
 
 def kept_bytes(
@@ -122,7 +105,7 @@ def kept_bytes(
     floats = [entry for entry in entries.values() if entry.is_float]
     trained = sum(masters(spec) for spec in specs.values()) if "factors" in options.train else 0
     if options.lora:
-        trained = options.lora * sum(spec.in_features + spec.out_features for spec in specs.values())
+        trained = added(specs, options.lora)
     if {"norms", "biases"} & {*options.train}:
         trained += sum(entry.parameters for entry in floats if len(entry.shape) == 1)
     if {"dense", "embeddings", "head"} & {*options.train}:
@@ -133,8 +116,7 @@ def kept_bytes(
 
 
 def masters(spec: Spec) -> int:
-    """Numbers that training moves in a layer; of one in few bits its scales are moved as well, those of
-    float8 not."""
+    """Numbers that training moves in a layer, with the scales of few bits, not those of float8."""
     scales = 0
     for _, leaf in spec.parts():
         if (packing := leaf.packing) is not None and not packing.fp8:
@@ -143,10 +125,15 @@ def masters(spec: Spec) -> int:
     return spec.parameters + scales
 
 
+def added(specs: Mapping[str, Spec], rank: int) -> int:
+    """Numbers of low-rank additions to all layers."""
+    return rank * sum(spec.in_features + spec.out_features for spec in specs.values())
+
+
 @dataclass(frozen=True)
 class GpuGroup:
-    """The GPUs of a run: how many, each of `room` bytes (None: what its kind has), and whether both
-    models are divided over them."""
+    """The GPUs of a run, each of `room` bytes (None: of its kind); `sharded`: both models are, over
+    them."""
 
     count: int = 1
     sharded: bool = False
@@ -159,73 +146,46 @@ ALONE = GpuGroup()
 def forecast(
     sizes: Sizes, specs: Mapping[str, Spec], options: HealOptions, gpu: Gpu, group: GpuGroup = ALONE
 ) -> Forecast:
-    """The forecast with as many windows a pass as fit, with checkpointing where fewer than `FEW` would
-    fit."""
-    window = options.window
-    windows = max(1, options.batch // window) if options.batch else WINDOWS
+    """The forecast with as many windows a pass as fit; with checkpointing if those are under `FEW`."""
+    windows = max(1, options.batch // options.window) if options.batch else WINDOWS
     windows = -(-windows // group.count)
-    group = replace(group, room=group.room or gpu.memory_gb * 1e9)
-    found = None
+    models, room = _models(sizes, specs, group), group.room or gpu.memory_gb * 1e9
+    gained = group.count * TOGETHER if group.count > 1 else 1
     for kept in [False, True] if options.checkpointing is None else [options.checkpointing]:
+        speed = gained * _speed(sizes, specs, windows * options.window, kept, gpu)
         micro, least = windows, 1 if kept or options.checkpointing is False else min(FEW, windows)
         while micro >= least:
-            step = StepSize(window, windows, micro, kept, options.matches_states)
-            found = _forecast(sizes, specs, step, gpu, group)
+            sides = _of_pass(sizes, specs, micro * options.window, kept, options.matches_states)
+            found = Forecast(*models, *sides, micro, kept, room, speed, group.count, group.sharded)
             if found.fits:
                 return found
             micro //= 2
-    assert found is not None
     return found
 
 
-@dataclass(frozen=True)
-class StepSize:
-    """A step on one GPU: `windows` of `window` tokens, `micro` of them a pass; `kept`: only the inputs
-    of blocks are kept; `states`: the outputs of both models' blocks are kept, too."""
-
-    window: int
-    windows: int
-    micro: int
-    kept: bool
-    states: bool
-
-
-def _forecast(
-    sizes: Sizes, specs: Mapping[str, Spec], step: StepSize, gpu: Gpu, group: GpuGroup
-) -> Forecast:
-    tokens, kept = step.micro * step.window, step.kept
-    inside = (WIDE * sizes.width + MIDDLE * sizes.middle) * HALF  # bytes that a block keeps of a token
+def _of_pass(
+    sizes: Sizes, specs: Mapping[str, Spec], tokens: int, kept: bool, states: bool
+) -> tuple[float, float, float]:
+    """Bytes of composed weights, activations and logits in a pass. `kept`: only the inputs of blocks are
+    kept; `states`: the outputs of both models' blocks are, too."""
     composed = sum(_composed(spec) for spec in specs.values()) * HALF
-    inputs = tokens * sizes.width * HALF * sizes.blocks
     shared = sizes.blocks if not kept else 1  # blocks whose insides are held at once
-    speed = _speed(sizes, specs, step, gpu, inside)
-    teacher, trained = _models(sizes, specs, group)
-    return Forecast(
-        teacher=teacher,
-        trained=trained,
-        composed=composed / sizes.blocks * shared,
-        activations=tokens * (inside * shared + 2 * sizes.width * SINGLE)
-        + inputs * (kept + step.states),
-        logits=min(CHUNK, tokens * sizes.vocabulary) * LOGIT,
-        micro=step.micro,
-        checkpointing=kept,
-        room=group.room or 0.0,
-        tokens_per_second=speed * (group.count * TOGETHER if group.count > 1 else 1),
-        gpus=group.count,
-        sharded=group.sharded,
-    )
+    inputs = sizes.width * HALF * sizes.blocks * (kept + states)
+    activations = tokens * (sizes.inside * shared + 2 * sizes.width * SINGLE + inputs)
+    logits = min(training_sizes.CHUNK, tokens * sizes.vocabulary) * LOGIT
+    return composed / sizes.blocks * shared, activations, logits
 
 
-def _speed(sizes: Sizes, specs: Mapping[str, Spec], step: StepSize, gpu: Gpu, inside: float) -> float:
-    """Tokens a second of one GPU, from a token's products and bytes and its part of the update. The
-    teacher runs forward; the student runs forward and, for twice the time, backward."""
+def _speed(sizes: Sizes, specs: Mapping[str, Spec], tokens: int, kept: bool, gpu: Gpu) -> float:
+    """Tokens a second of one GPU in a step of `tokens`, from a token's products, bytes and part of the
+    update. The teacher runs forward; the student forward and, for twice the time, backward."""
     plain = (spec.plain for spec in specs.values())
     low = (spec for spec in plain if spec.structure == LowRankSpec.structure)
     saved = sum(spec.dense_parameters - spec.parameters for spec in low)
-    flops = 2.0 * (sizes.parameters + (sizes.parameters - saved) * (4 if step.kept else 3))
+    flops = 2.0 * (sizes.parameters + (sizes.parameters - saved) * (4 if kept else 3))
     products = flops / (EFFICIENCY * gpu.reached_tflops * 1e12)
-    moved = MOVED * inside * sizes.blocks + LOGIT * sizes.vocabulary
-    tokens, bandwidth = step.windows * step.window, gpu.copy_tbps * 1e12
+    moved = MOVED * sizes.inside * sizes.blocks + LOGIT * sizes.vocabulary
+    bandwidth = gpu.copy_tbps * 1e12
     update = 2 * TRAINED * sizes.trained / bandwidth
     return 1 / (products + moved / bandwidth + (update + HOST) / tokens)
 
@@ -266,10 +226,9 @@ def planned(source: Source, plan: Plan, options: HealOptions, gpu: Gpu, gpus: in
     window = replace(options, batch=gpus * options.window, checkpointing=True)
     lowest = min(predicted(source, specs, window, gpu, GpuGroup(gpus)).total, found.total)
     trained = sum(masters(spec) for spec in specs.values())
-    stored = sum(entry.nbytes for entry in source.entries.values())
     replaced = sum(layer.layer.entry.nbytes - layer.bits // 8 for layer in plan.layers)
-    beside = {"least": lowest, "host": HOST_BYTES + SINGLE * trained}
-    beside["disk"] = stored - replaced + kept_bytes(specs, source.entries, options)
+    beside = {"least": lowest, "host": training_sizes.HOST_BYTES + SINGLE * trained}
+    beside["disk"] = source.nbytes - replaced + kept_bytes(specs, source.entries, options)
     least, host, disk = map(amount, beside.values())
     more = f"; {least} at least, with --checkpointing; {host} of the host, {disk} of disk"
     said = words(found, gpu.name) + (more if found.fits else "")
@@ -282,11 +241,9 @@ def predicted(
     """The `forecast` for the dense model in `source`. Where it does not fit several GPUs, both models
     are divided over them, unless `options` forbid it or some layer is in few bits."""
     options = replace(options, window=min(options.window, context_of(source.config)))
-    stored = sum(entry.parameters for entry in source.entries.values())
-    sizes = sizes_of(source.config, specs, stored, options.train)
+    sizes = sizes_of(source.config, specs, source.parameters, options.train)
     if options.lora:
-        added = options.lora * sum(spec.in_features + spec.out_features for spec in specs.values())
-        sizes = replace(sizes, trained=added)
+        sizes = replace(sizes, trained=added(specs, options.lora))
     found = forecast(sizes, specs, options, gpu, group)
     open_ = group.count > 1 and options.fsdp is None and not any(s.quantized for s in specs.values())
     if found.fits or not open_:
@@ -296,14 +253,9 @@ def predicted(
 
 def words(found: Forecast, gpu: str, speed: bool = True) -> str:
     """The forecast as one line, with the speed if it is asked for."""
-    sizes = {
-        "teacher": found.teacher,
-        "trained parameters with their optimizer": found.trained,
-        "composed weights": found.composed,
-        "activations": found.activations,
-        "logits": found.logits,
-        "CUDA and fragments": RESERVED,
-    }
+    sizes = {"teacher": found.teacher, "trained parameters with their optimizer": found.trained}
+    sizes |= {"composed weights": found.composed, "activations": found.activations}
+    sizes |= {"logits": found.logits, "CUDA and fragments": RESERVED}
     parts = ", ".join(f"{name} {value / 1e9:,.1f}" for name, value in sizes.items())
     each = "" if found.gpus == 1 else f"each of {found.gpus} "
     room = f"the {FILLED * found.room / 1e9:,.0f} that may be filled of {each}{gpu}"

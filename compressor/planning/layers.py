@@ -1,8 +1,11 @@
-"""Finds the compressible layers of a checkpoint, and those that a recipe selects, from headers alone."""
+"""Finds the compressible layers of a checkpoint, and those that a recipe selects, from headers. An
+expert is a layer, ``model.layers.0.mlp.experts.gate_proj.N``, however a checkpoint keeps experts: one by
+one (``experts.N.gate_proj.weight``) or in a stack."""
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from blr.compressor.base.errors import InputError, UsageError
 from blr.compressor.base.globs import matches, matches_any
@@ -11,7 +14,6 @@ from blr.compressor.checkpoint.config import DIFFUSERS
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.shapes import evaluate
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.planning.experts import TRANSPOSED, experts_in
 from blr.compressor.recipe.architectures import Family, families, find_family
 from blr.compressor.recipe.schema import DENSE, Recipe, StoredAs
 from blr.compressor.structures.specs import BlastSpec, CorrectedSpec, DenseSpec, QuantizedSpec, Spec
@@ -20,6 +22,17 @@ from blr.kernels.decode.quantized.superblocks import K_GROUP, SUPERBLOCK
 
 HEAD = "lm_head"  # of every family with one that `transformers` ties
 Shape = tuple[int, int]  # (out_features, in_features)
+# The stack of transformers that a layer is a part of, by what checkpoints call the layer
+STACKS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+STACKS |= {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
+PAIRED = {"expert_up_proj", "expert_w3"}  # types that read what another layer of the expert reads
+AT_ONCE = 16  # experts that a GPU fits by the same launches
+TRANSPOSED = {"gpt_oss"}  # model types whose stacks are [E, i, o]
+_ONE = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+EXPERT = re.compile(r"(.+\.experts)\.(\w+)\.(\d+)")  # what its layers are called here
+_STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
+_LINEAR = re.compile(r"(.+)\.(input_linear|output_linear)\.weight")  # of Granite
+_OF_LINEAR = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
 
 
 @dataclass(frozen=True)
@@ -36,14 +49,18 @@ class Layer:
     stack: str = ""
 
     @property
+    def width(self) -> int:
+        """The bits of a stored number."""
+        return 8 * self.entry.nbytes // self.entry.parameters
+
+    @property
     def shape(self) -> Shape:
         rows, columns = self.entry.shape
         return (columns, rows) if self.transposed else (rows, columns)
 
 
 def _ties(source: Source) -> bool:
-    """Whether the head is the embedding, as config.json says or, if it does not, the family's
-    default."""
+    """Whether the head is the embedding, by config.json or else the family's default."""
     said = source.config.get("tie_word_embeddings")
     if said is not None or source.library is DIFFUSERS:
         return bool(said)
@@ -57,11 +74,8 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
     """The compressible layers of `source` in the order of its tensors. Raises InputError if there are
     none, or if all are stored as integers or in 8 bits."""
     family = _family(source, notes)
-    layers = [
-        layer
-        for entry in source.entries.values()
-        for layer in _layers(source, entry, family, bool(recipe.include))
-    ]
+    entries, heads = source.entries.values(), bool(recipe.include)
+    layers = [layer for entry in entries for layer in _layers(source, entry, family, heads)]
     if family.experts and not source.shards:
         notes.append("experts are not counted, whose shapes config.json does not tell: give the weights")
     if any(layer.module == HEAD for layer in layers) and _ties(source):
@@ -80,14 +94,12 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
             f"from {kept[0].name} on"
         )
         if len(kept) == len(layers):
-            raise InputError(
-                f"{source.folder}: {notes[-1]}; take a checkpoint of floating-point weights"
-            )
+            remedy = "take a checkpoint of floating-point weights"
+            raise InputError(f"{source.folder}: {notes[-1]}; {remedy}")
     known = {layer.entry.name for layer in layers}
-    entries = source.entries.values()
     experts = [e for e in entries if "experts" in e.name.split(".") and e.name not in known]
-    experts = [e for e in experts if not e.name.endswith(("_bias", ".bias"))]
-    if share := sum(e.parameters for e in experts) / max(sum(e.parameters for e in entries), 1):
+    stay = sum(e.parameters for e in experts if not e.name.endswith(("_bias", ".bias")))
+    if share := stay / max(source.parameters, 1):
         notes.append(
             f"experts stay dense, which are {share:.0%} of the model's parameters: no table in configs/ "
             f"says that those of {source.model_type!r} are layers"
@@ -96,8 +108,7 @@ def find_layers(source: Source, recipe: Recipe, notes: list[str]) -> list[Layer]
 
 
 def _family(source: Source, notes: list[str]) -> Family:
-    """The family that lists the model type; without one, the layers of the model that transformers
-    builds."""
+    """The family that lists the model type, else the layers of the model that transformers builds."""
     if found := find_family(source.model_type):
         return found
     if source.library is DIFFUSERS:  # its classes begin with a capital letter
@@ -116,26 +127,43 @@ def _family(source: Source, notes: list[str]) -> Family:
     return found
 
 
+def _experts(entry: TensorEntry, transposed: bool) -> list[Layer]:
+    """The layers of experts whose weights a stored tensor holds; none if it holds something else."""
+    if match := _ONE.fullmatch(entry.name):
+        home, number, part = match.groups()
+        if part not in STACKS or len(entry.shape) != 2:
+            return []
+        module = f"{home}.{part}.{int(number)}"
+        return [Layer(module, f"expert_{part}", entry, transposed, stack=STACKS[part])]
+    if len(entry.shape) != 3:
+        return []
+    if match := _STACKED.fullmatch(entry.name):
+        home, stack = match.groups()
+    elif match := _LINEAR.fullmatch(entry.name):
+        home, stack = f"{match[1]}.experts", _OF_LINEAR[match[2]]
+    else:
+        return []
+    count, *shape = entry.shape
+    size = entry.nbytes // max(count, 1)
+    starts = [entry.start + n * size for n in range(count)]
+    parts = (replace(entry, shape=tuple(shape), start=start, end=start + size) for start in starts)
+    modules = ((f"{home}.{stack}.{n}", part) for n, part in enumerate(parts))
+    return [Layer(m, f"expert_{stack}", part, transposed, stack=stack) for m, part in modules]
+
+
 def _layers(source: Source, entry: TensorEntry, family: Family, heads: bool) -> list[Layer]:
     """The layers whose weights a stored tensor holds: one, none, or one an expert."""
-    if family.experts and (experts := experts_in(entry)):
-        turned = source.model_type in TRANSPOSED
-        return [Layer(e.module, e.type, e.entry, turned, stack=e.stack) for e in experts]
-    found = _layer(source, entry, family, heads)
-    return [] if found is None else [found]
-
-
-def _layer(source: Source, entry: TensorEntry, family: Family, heads: bool) -> Layer | None:
+    if family.experts and (experts := _experts(entry, source.model_type in TRANSPOSED)):
+        return experts
     module, _, kind = entry.name.rpartition(".")
-    if kind != "weight" or len(entry.shape) != 2:
-        return None
     layer_type = family.layer_type(module, include_heads=heads)
-    if layer_type is None:
-        return None
+    if kind != "weight" or len(entry.shape) != 2 or layer_type is None:
+        return []
     side, symbol = family.attention.get(layer_type, ("out", "1"))
-    layer = Layer(module, layer_type, entry, family.transposed, evaluate(source, symbol) or 1, side)
-    split = layer.shape[0 if side == "out" else 1]
-    return layer if split % layer.heads == 0 else Layer(module, layer_type, entry, family.transposed)
+    whole = Layer(module, layer_type, entry, family.transposed)
+    number = evaluate(source, symbol) or 1
+    divides = whole.shape[0 if side == "out" else 1] % number == 0
+    return [replace(whole, heads=number, head_side=side) if divides else whole]
 
 
 def select(layers: Sequence[Layer], recipe: Recipe, source: Source) -> list[Layer]:
@@ -145,15 +173,10 @@ def select(layers: Sequence[Layer], recipe: Recipe, source: Source) -> list[Laye
     for glob in (*recipe.include, *recipe.exclude, *(rule.match for rule in recipe.rules)):
         if not any(matches(name, glob) for name in names):
             raise UsageError(f"the glob {quote(glob)} matches {_reason(source, recipe, glob, names)}")
-    chosen = [
-        layer
-        for layer in layers
-        if (not recipe.include or matches_any(layer.module, recipe.include))
-        and not matches_any(layer.module, recipe.exclude)
-    ]
-    if not chosen:
-        raise UsageError("no layer is left to compress: loosen --include or --exclude")
-    return chosen
+    asked = [x for x in layers if not recipe.include or matches_any(x.module, recipe.include)]
+    if chosen := [layer for layer in asked if not matches_any(layer.module, recipe.exclude)]:
+        return chosen
+    raise UsageError("no layer is left to compress: loosen --include or --exclude")
 
 
 def _reason(source: Source, recipe: Recipe, glob: str, names: list[str]) -> str:
@@ -179,8 +202,7 @@ def _reason(source: Source, recipe: Recipe, glob: str, names: list[str]) -> str:
 
 
 def stored_spec(spec: Spec, stored: StoredAs, width: int) -> Spec:
-    """How `spec` is stored, where unpacked numbers have `width` bits; `spec` itself if packing saves
-    nothing."""
+    """How `spec` is stored beside numbers of `width` bits; `spec` itself if packing saves nothing."""
     if stored.base is not None:
         dense = DenseSpec(spec.in_features, spec.out_features)
         return CorrectedSpec(_quantized(dense, stored.base, stored), _correction(spec, stored, width))
@@ -201,12 +223,9 @@ def _correction(spec: Spec, stored: StoredAs, width: int) -> Spec:
     """The packed correction with the groups, up to those asked for, that take the fewest bits."""
     if stored.bits is None:
         return spec
-    kept = _couplings(spec, stored)
-    tried = [
-        QuantizedSpec(spec, stored.bits, g, kept, tiled=True, curved=stored.curved)
-        for g in GROUPS
-        if g <= stored.group
-    ]
+    kept, curved = _couplings(spec, stored), stored.curved
+    groups = [g for g in GROUPS if g <= stored.group]
+    tried = [QuantizedSpec(spec, stored.bits, g, kept, tiled=True, curved=curved) for g in groups]
     return min(tried, key=lambda packed: packed.stored_bits(width))
 
 
@@ -215,11 +234,9 @@ def _couplings(spec: Spec, stored: StoredAs) -> int | None:
 
 
 def what_became(specs: Iterable[Spec], layers: str = "") -> str:
-    """A line on how many layers became what, most of them first; `layers` is put before the first
-    kind."""
-    (first, count), *others = Counter(_became(spec) for spec in specs).most_common()
-    rest = "".join(f", {number} {became}" for became, number in others)
-    return f"{count} {layers}{first}{rest}"
+    """A line on how many layers became what, the most first; `layers` is put before the first kind."""
+    (first, count), *others = Counter(map(_became, specs)).most_common()
+    return f"{count} {layers}{first}" + "".join(f", {number} {became}" for became, number in others)
 
 
 def _became(spec: Spec) -> str:
@@ -233,3 +250,35 @@ def _became(spec: Spec) -> str:
 
 def _packed(spec: Spec) -> str:
     return f" in {spec.packing.kind}" if spec.packing else ""
+
+
+def native_weights(source: Source, modules: Collection[str]) -> dict[str, list[str]]:
+    """The layers that each weight of transformers' checkpoints holds: one, or all of a stack."""
+    found: dict[str, list[str]] = {}
+    known = {*modules, *source.entries}
+    for module in modules:
+        name = f"{module}.weight"
+        if match := EXPERT.fullmatch(module):
+            home, part, number = match.groups()
+            apart = ("w1.0", "gate_proj.0", "0.w1.weight", "0.gate_proj.weight")  # not of stacks
+            firsts = {f"{home}.{first}" for first in apart}
+            name = f"{home}.{number}.{part}.weight" if known & firsts else f"{home}.{part}"
+        found.setdefault(name, []).append(module)
+    return found
+
+
+def check_stacks(layers: Iterable[Layer], chosen: Collection[str]) -> None:
+    """Raise UsageError if of the layers in one stack some are `chosen` and some are not."""
+    stacks: dict[str, list[str]] = {}
+    for layer in layers:
+        if layer.stack:
+            home = layer.module.rsplit(".", 2)[0]
+            stacks.setdefault(f"{home}.{layer.stack}", []).append(layer.module)
+    for stack, modules in stacks.items():
+        left = [module for module in modules if module not in chosen]
+        if 0 < len(left) < len(modules):
+            raise UsageError(
+                f"{stack}: {len(left)} of {len(modules)} layers stay dense, from {left[0]} on, and the "
+                "others do not; expected all experts of a stack or none: --exclude '*.experts.*', or "
+                "give them another method"
+            )

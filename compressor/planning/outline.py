@@ -1,5 +1,4 @@
-"""Makes a checkpoint without weights from config.json: the tensors that it implies, enough to plan
-with."""
+"""Makes a checkpoint without weights: the tensors that config.json implies, enough to plan with."""
 
 import re
 from collections.abc import Iterator
@@ -50,7 +49,6 @@ def outline(folder: Path) -> Source:
 
 
 def _names(source: Source, family: Family) -> Iterator[str]:
-    """The module names of all compressible layers, block after block."""
     counted = [
         (glob.removesuffix("#"), dims[0]) for glob, dims in family.shapes.items() if glob[-1] == "#"
     ]
@@ -71,7 +69,6 @@ def _names(source: Source, family: Family) -> Iterator[str]:
 
 
 def _shape(source: Source, family: Family, tensor: str) -> tuple[int, int]:
-    """The stored shape that the family's table gives for `tensor`."""
     for glob, symbols in family.shapes.items():
         if len(symbols) == 2 and matches(tensor, glob):
             sizes = [evaluate(source, symbol) for symbol in symbols]

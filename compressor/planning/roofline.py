@@ -1,10 +1,6 @@
-"""Predicts the time of a layer from its spec and a GPU's ceilings: one roofline a kernel.
-
-Each structure runs as a few kernels. A kernel takes at least the time of its bytes at the measured copy
-bandwidth, and of its multiplications at the measured matrix throughput. That is the least that good
-kernels can take (design notes, "Floors at CF 2"), not what today's take. `launch_us` is added for each
-kernel: at one token that decides whether a small layer gains at all.
-"""
+"""Predicts the time of a layer from its spec and a GPU's ceilings: a kernel takes at least the time of
+its bytes at the measured copy bandwidth, and of its products at the measured throughput: what good
+kernels can take, not what today's do."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -16,13 +12,7 @@ from typing import Any
 from blr.compressor.base.device import Card, installed_card
 from blr.compressor.base.errors import UsageError
 from blr.compressor.recipe.architectures import read_config_table
-from blr.compressor.structures.specs import (
-    BlastSpec,
-    KroneckerSpec,
-    LowRankSpec,
-    MonarchSpec,
-    Spec,
-)
+from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, MonarchSpec, Spec
 
 USUAL = "h200"  # the GPU that times are predicted for if nothing else is known
 ASKED = "asked for"
@@ -34,8 +24,7 @@ DECODE, PREFILL = 1, 4096  # tokens of the two predicted times
 
 @dataclass(frozen=True)
 class Gpu:
-    """The ceilings of a GPU, "measured" or of a "datasheet"; `sm_ghz` is multiprocessors times their
-    clock."""
+    """The ceilings of a GPU, "measured" or of a "datasheet"; `sm_ghz` is multiprocessors times clock."""
 
     name: str
     source: str
@@ -58,10 +47,10 @@ class Kernel:
     moved: int
     products: int
 
-    def time_us(self, gpu: Gpu) -> float:
-        """The kernel's roofline in microseconds, without its launch."""
+    def time_us(self, gpu: Gpu, launch: bool) -> float:
+        """The kernel's roofline in microseconds, with its `launch` or without."""
         bytes_us = self.moved * ELEMENT / gpu.copy_tbps * 1e-6
-        return max(bytes_us, 2 * self.products / gpu.bf16_tflops * 1e-6)
+        return max(bytes_us, 2 * self.products / gpu.bf16_tflops * 1e-6) + launch * gpu.launch_us
 
 
 def chosen_gpu(name: str | None) -> tuple[Gpu, str]:
@@ -94,17 +83,16 @@ def find_gpu(name: str) -> Gpu:
 
 @cache
 def gpus() -> dict[str, Gpu]:
-    """All GPUs with known ceilings, by name."""
     return {name: Gpu(name, **fields) for name, fields in read_config_table("gpus.yaml").items()}
 
 
 def dense_time(in_features: int, out_features: int, tokens: int, gpu: Gpu, launch: bool = True) -> float:
     weights, read = in_features * out_features, tokens * (in_features + out_features)
-    return _total([Kernel(read + weights, tokens * weights)], gpu, launch)
+    return Kernel(read + weights, tokens * weights).time_us(gpu, launch)
 
 
 def layer_time(spec: Spec, tokens: int, gpu: Gpu, launch: bool = True) -> float:
-    return _total(list(kernels(spec, tokens)), gpu, launch)
+    return sum(kernel.time_us(gpu, launch) for kernel in kernels(spec, tokens))
 
 
 def kernels(spec: Spec, tokens: int) -> Iterator[Kernel]:
@@ -114,7 +102,10 @@ def kernels(spec: Spec, tokens: int) -> Iterator[Kernel]:
         for _, part in spec.parts():
             yield from kernels(part, tokens)
     elif spec.packing is not None:
-        yield from _packed(list(kernels(spec.plain, tokens)), spec)
+        unpacked = list(kernels(spec.plain, tokens))
+        spared = spec.parameters - spec.stored_bits() / (8 * ELEMENT)
+        share = 1 - spared / sum(kernel.moved for kernel in unpacked)
+        yield from (replace(kernel, moved=round(kernel.moved * share)) for kernel in unpacked)
     else:
         yield from KERNELS.get(spec.structure, _one)(spec, tokens)
 
@@ -132,8 +123,7 @@ def _low_rank(spec: LowRankSpec, n: int) -> Iterator[Kernel]:
 
 
 def _blocked(spec: MonarchSpec | BlastSpec, n: int) -> Iterator[Kernel]:
-    """The kernels of Monarch and BLAST. For one token BLAST's mix with S is part of the second
-    product."""
+    """Monarch and BLAST, whose mix with S is part of the second product for one token."""
     o, i, rank, inner = spec.out_features, spec.in_features, spec.rank, n * spec.blocks * spec.rank
     mix = prod(spec.shapes().get("S", (0,)))
     fused = mix if n == DECODE else 0
@@ -152,14 +142,3 @@ KERNELS: dict[str, Callable[[Any, int], Iterator[Kernel]]] = {
     **{"svd": _low_rank, "monarch": _blocked, "blast": _blocked},
     "ks": _kronecker,
 }
-
-
-def _packed(found: list[Kernel], spec: Spec) -> Iterator[Kernel]:
-    """The kernels of ``spec.plain``, which read their weights in fewer bits."""
-    whole = sum(kernel.moved for kernel in found)
-    spared = spec.parameters - spec.stored_bits() / (8 * ELEMENT)
-    yield from (replace(k, moved=round(k.moved * (1 - spared / whole))) for k in found)
-
-
-def _total(steps: list[Kernel], gpu: Gpu, launch: bool) -> float:
-    return sum(step.time_us(gpu) + launch * gpu.launch_us for step in steps)

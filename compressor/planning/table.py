@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from blr.compressor.base.tables import aligned
-from blr.compressor.planning.plan import KeptLayer, Plan, PlannedLayer
+from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.planning.roofline import ASKED, DECODE, PREFILL, Gpu, dense_time, layer_time
 from blr.compressor.recipe.schema import Recipe
 
@@ -21,19 +21,11 @@ COLUMNS = (
 
 
 def plan_result(plan: Plan, recipe: Recipe, gpu: Gpu, name: str, outlined: bool) -> dict[str, Any]:
-    """`plan` as JSON-ready data with an entry for each layer. Times are bf16 rooflines on `gpu`, with
-    dense ones beside them. `outlined`: shapes come from config.json alone, so the whole model's size is
-    unknown."""
-    entries: list[PlannedLayer | KeptLayer] = [*plan.layers, *plan.kept]
-    entries.sort(  # block 2 before block 10
-        key=lambda entry: [
-            (int(part), "") if part.isdigit() else (0, part)
-            for part in re.split(r"(\d+)", entry.layer.module)
-        ]
-    )
+    """`plan` as JSON-ready data. Times are bf16 rooflines on `gpu`, beside dense ones. `outlined`:
+    shapes come from config.json alone, so the whole model's size is unknown."""
     own = [recipe.settings_for(planned.layer.module) for planned in plan.layers]
     sized_by_cf = recipe.sized_by_cf and any(s.rank is None and s.pattern is None for s in own)
-    layers = [_row(entry, gpu) for entry in entries]
+    layers = [_row(entry, gpu) for entry in sorted([*plan.layers, *plan.kept], key=_in_order)]
     totals = {key: sum(layer[key] for layer in layers) for key in SUMMED}
     return {
         "model": name,
@@ -49,6 +41,12 @@ def plan_result(plan: Plan, recipe: Recipe, gpu: Gpu, name: str, outlined: bool)
         "layers": layers,
         "notes": plan.notes,
     }
+
+
+def _in_order(entry: PlannedLayer) -> list[tuple[int, str]]:
+    """Sorts block 2 before block 10."""
+    parts = re.split(r"(\d+)", entry.layer.module)
+    return [(int(part), "") if part.isdigit() else (0, part) for part in parts]
 
 
 def _whole(plan: Plan, layers: Sequence[dict[str, object]]) -> dict[str, object] | None:
@@ -67,24 +65,20 @@ def _whole(plan: Plan, layers: Sequence[dict[str, object]]) -> dict[str, object]
     }
 
 
-def _row(entry: PlannedLayer | KeptLayer, gpu: Gpu) -> dict[str, Any]:
-    layer = entry.layer
+def _row(entry: PlannedLayer, gpu: Gpu) -> dict[str, Any]:
+    layer, spec = entry.layer, entry.spec
     o, i = layer.shape
-    dense = times = [dense_time(i, o, tokens, gpu) for tokens in (DECODE, PREFILL)]
-    structure, rank, parameters = "dense", "", o * i
-    if isinstance(entry, PlannedLayer):
-        spec = entry.spec
-        structure, rank, parameters = spec.structure, spec.describe(), spec.parameters
-        times = [layer_time(spec, tokens, gpu) for tokens in (DECODE, PREFILL)]
+    dense = [dense_time(i, o, tokens, gpu) for tokens in (DECODE, PREFILL)]
+    times = [layer_time(spec, tokens, gpu) for tokens in (DECODE, PREFILL)]
     return {
         "module": layer.module,
         "type": layer.type,
-        "structure": structure,
+        "structure": spec.structure,
         "shape": [o, i],
-        "rank": rank,
+        "rank": spec.describe(),
         "dense_parameters": o * i,
-        "parameters": parameters,
-        "cf": o * i / parameters,
+        "parameters": spec.parameters,
+        "cf": o * i / spec.parameters,
         "bits": entry.bits / (o * i),
         "bytes": entry.bits // 8,
         **{"decode_us": times[0], "prefill_us": times[1]},
@@ -155,8 +149,7 @@ def _cells(group: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _label(names: Sequence[str]) -> str:
-    """``model.layers.0-31.mlp.up_proj`` for modules that differ in their first number, and in that of
-    their expert."""
+    """``model.layers.0-31.mlp.up_proj`` for modules that differ in their first number or expert."""
     if len(names) == 1:
         return names[0]
     experts = {int(found[2]) for name in names if (found := EXPERT.match(name))}

@@ -77,16 +77,14 @@ def dimensions_of(config: Mapping[str, object]) -> Dimensions:
 
 
 def last_pass_bytes(weights: int, widths: int, tokens: int, logit_bytes: int) -> float:
-    """Upper estimate of a GPU's bytes in the last pass: `weights` of the dense blocks with their
-    training state, activations of a batch's `tokens` in all layers' `widths`, and logits of
-    `logit_bytes` a token."""
+    """Upper estimate of a GPU's bytes in the last pass over dense `weights`, with activations of
+    `tokens` in all layers' `widths`, and logits of `logit_bytes` a token."""
     logits = KINDS * min(tokens * logit_bytes, 2 * LOGITS)
     return TRAINED * weights + SINGLE * 2 * tokens * widths + logits
 
 
 def logit_parts(logit_bytes: float, most: int) -> int:
-    """The number of parts, a power of two, in which the last pass takes a batch with so many bytes of
-    logits."""
+    """The parts, a power of two, in which the last pass takes a batch with so many bytes of logits."""
     parts = 1
     while logit_bytes > parts * LOGITS and parts * 2 <= most:
         parts *= 2

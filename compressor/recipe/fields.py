@@ -47,8 +47,7 @@ STRUCTURED = frozenset(
 
 
 def stores_alone(data: Mapping[str, object]) -> bool:
-    """Whether a recipe's settings name `quantize` but no structure and no size, and its rules no
-    size."""
+    """Whether settings of a recipe name `quantize`, but no structure and no size, nor do its rules."""
     rules = data.get("rules")
     shaped = isinstance(rules, list) and any(_says(rule, STRUCTURED - {"method"}) for rule in rules)
     return _says(data, ("quantize",)) and not _says(data, STRUCTURED) and not shaped

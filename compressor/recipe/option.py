@@ -45,8 +45,7 @@ def described(owner: object) -> str:
 
 @cache
 def options_of(owner: object) -> dict[str, Option]:
-    """The options of a model, dataclass or function, by field; its own entries come before inherited
-    ones."""
+    """The options of a model, dataclass or function, by field; its own come before inherited ones."""
     hints, found = get_type_hints(owner, include_extras=True), dict[str, Option]()
     for part in getattr(owner, "__mro__", (owner,)):
         for name, names, said, default in _entries(part.__doc__ or ""):

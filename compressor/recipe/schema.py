@@ -6,15 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic.functional_validators import ModelWrapValidatorHandler, model_validator
 
 from blr.compressor.base.device import Dtype
 from blr.compressor.base.errors import UsageError
@@ -37,7 +30,6 @@ if TYPE_CHECKING:
     Method: TypeAlias = str
 else:
     Method = Literal[(*STRUCTURES, DENSE)]
-LayerMethod: TypeAlias = str  # a structure or dense
 Allocation = Literal["uniform", "sensitivity"]
 Kind = Literal["int8", "int4", "int3", "int2", "fp8", "none"]
 Base = Literal["int8", "int4", "int3", "int2", "none"]
@@ -133,7 +125,7 @@ class Recipe(RecipeFields):
     Attributes:
         extends: a shipped recipe, or a path relative to this one; None once resolved.
         cf: dense parameters over structured ones; layers that a rule keeps dense count in both.
-        heads: `auto` uses the thresholds of `blr.compressor.planning.heads`.
+        heads: `auto` uses the thresholds of `blr.compressor.planning.assign`.
         rules: settings for some layers; the first rule that matches counts.
         include: globs over module names; they admit heads as well.
         kv_rank, kv_cf: give k and v (q, k and v of GPT-2) a low rank in groups of heads of about 256
@@ -288,7 +280,7 @@ class StoredAs:
 class LayerSettings:
     """The settings of one layer, from `rule`; `cf` is the rule's own, None for the recipe's budget."""
 
-    method: LayerMethod
+    method: str
     cf: float | None = None
     rank: int | None = None
     blocks: int | None = None
@@ -301,8 +293,7 @@ class LayerSettings:
 
     @property
     def target_blocks(self) -> int:
-        """The number of blocks asked for, or the method's default; at most 4 by default for a
-        correction, which is small."""
+        """The blocks asked for, else the method's default; at most 4 by default in a correction."""
         structure = STRUCTURES.get(self.method)
         usual = (structure and structure.blocks) or 1
         return self.blocks or (min(usual, 4) if self.stored.base else usual)
@@ -336,12 +327,10 @@ def _refuse_correction(method: str, base: object) -> None:
 
 
 def _refuse_sizes(recipe: Recipe, resolved: list[LayerSettings]) -> None:
-    """Raise ValueError for sizes that contradict each other or the method, or if there is nothing to
-    do."""
+    """Raise ValueError for sizes that contradict each other or the method, or for nothing to do."""
     if recipe.tokens_per_second is not None:
-        if given := [
-            n for n in PACED if n in recipe.model_fields_set and getattr(recipe, n) is not None
-        ]:
+        fields_set = recipe.model_fields_set
+        if given := [n for n in PACED if n in fields_set and getattr(recipe, n) is not None]:
             raise ValueError(f"tokens_per_second chooses what is stored; leave out {', '.join(given)}")
         if recipe.method not in CORRECTING:
             raise ValueError(
@@ -382,12 +371,11 @@ def _refuse_unfit(layer: LayerSettings) -> None:
         raise ValueError(f"group {stored.group} does not belong to fp8: leave it out, or take 128")
     if stored.superblocks and stored.group != K_GROUP:
         raise ValueError(f"group {stored.group} does not belong to a K-quant: leave it out, it is 32")
+    base = f"int{stored.base}"
     if stored.fp8 and stored.base is not None:
-        raise ValueError(
-            f"fp8 does not belong to a correction of int{stored.base}; expected int8 to int2"
-        )
+        raise ValueError(f"fp8 does not belong to a correction of {base}; expected int8 to int2")
     if stored.base is not None and (layer.cf or not (layer.rank or stored.bpw)):
-        raise ValueError(f"base int{stored.base} needs the size of its correction: give rank or bpw")
+        raise ValueError(f"base {base} needs the size of its correction: give rank or bpw")
 
 
 def make_recipe(**settings: object) -> Recipe:

@@ -64,8 +64,7 @@ class TunedTable(BaseModel):
 
 
 def user_table(gpu: str) -> Path:
-    """The file in which `blr tune` keeps a GPU's table: in BLR_TUNED_DIR, else in the user's cache
-    folder."""
+    """The file of a GPU's table by `blr tune`: in BLR_TUNED_DIR, else in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = os.environ.get("BLR_TUNED_DIR") or f"{cache}/blr/tuned"
     return Path(os.path.expanduser(folder)) / f"{gpu}.yaml"
@@ -85,8 +84,7 @@ def read_table(path: Path) -> list[dict[str, object]]:
 
 
 def measured_rules(gpu: str) -> list[dict[str, object]]:
-    """The rules for a GPU, the user's before the shipped ones. A user's table that cannot be read gives
-    a warning."""
+    """The rules for a GPU, the user's before the shipped ones; warns of a user's that cannot be read."""
     rules = []
     try:
         rules += read_table(user_table(gpu))

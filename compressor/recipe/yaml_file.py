@@ -1,10 +1,6 @@
 """Reads a recipe file as hostile input: plain YAML data, with the line of every key, in bounded work.
-
-The parser of ruamel.yaml is asked for events, never for objects. Tags, anchors, aliases and directives
-are refused as they appear, so neither code nor exponential expansion can hide in a recipe. Scalars
-follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): `no` and `012:30` are
-text, not a boolean and a number.
-"""
+Tags, anchors, aliases and directives are refused. Scalars follow the core schema of YAML 1.2
+(https://yaml.org/spec/1.2.2/#103-core-schema): `no` and `012:30` are text, no boolean and number."""
 
 import difflib
 import re
@@ -15,27 +11,17 @@ from typing import Any, NoReturn, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from ruamel.yaml import YAML
-from ruamel.yaml.events import (
-    AliasEvent,
-    Event,
-    MappingEndEvent,
-    MappingStartEvent,
-    ScalarEvent,
-    SequenceEndEvent,
-    SequenceStartEvent,
-    StreamEndEvent,
-)
+from ruamel.yaml import YAML, events
 
 from blr.compressor.base.errors import InputError, RecipeError
-from blr.compressor.base.quoting import quote
+from blr.compressor.base.quoting import is_text, quote
 from blr.compressor.checkpoint.regular import read_text
 from blr.compressor.recipe.fields import AGAIN, said_of
+from blr.compressor.workspace.strict_json import KeyPath, in_data
 
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 16
 MAX_DIGITS = 40  # of an integer: Python refuses thousands, and nothing here needs more than ten
-KeyPath = tuple[str | int, ...]
 Model = TypeVar("Model", bound=BaseModel)
 
 _INT = re.compile(r"[-+]?[0-9]+")
@@ -66,8 +52,13 @@ class RecipeFile:
 def validate(path: Path, model: type[Model]) -> Model:
     """The recipe at `path` as a `model`. Raises RecipeError: one line with file, line and key."""
     recipe = read_recipe(path)
+    return checked(recipe, model, recipe.data)
+
+
+def checked(recipe: RecipeFile, model: type[Model], data: dict[str, Any]) -> Model:
+    """`data`, which came from `recipe`, as a `model`. Raises RecipeError as `validate`."""
     try:
-        return model.model_validate(recipe.data)
+        return model.model_validate(data)
     except ValidationError as error:
         raise RecipeError(explain(recipe, error, model)) from None
 
@@ -83,15 +74,13 @@ def read_recipe(path: Path) -> RecipeFile:
 
 def parse_mapping(path: Path, text: str) -> dict[str, object]:
     """A YAML mapping as plain data; errors name `path`. Raises RecipeError as `read_recipe` does."""
-    if len(text) > MAX_BYTES:
-        _refuse(path, None, f"{len(text)} characters of YAML", f"at most {MAX_BYTES}", "shorten it")
     return _Reader(path, text).read().data
 
 
 def explain(recipe: RecipeFile, error: ValidationError, model: type[BaseModel]) -> str:
     """The first of pydantic's errors as ``FILE:LINE: key 'x': found …, expected …; remedy``."""
     first = _first(error)
-    where = _in_data(recipe.data, first["loc"])
+    where = in_data(recipe.data, first["loc"])
     line = f"{quote(recipe.path, 160)[1:-1]}:{recipe.line(where)}: "
     if where:
         line += f"key {quote('.'.join(map(str, where)))}: "
@@ -106,23 +95,12 @@ def explain(recipe: RecipeFile, error: ValidationError, model: type[BaseModel]) 
 
 
 def _first(error: ValidationError) -> ErrorDetails:
-    """The first error; if a key is missing beside an unknown one, the unknown one: it is likely
-    misspelt."""
+    """The first error; an unknown key in place of a missing one beside it: it is likely misspelt."""
     first, *others = error.errors()
     if first["type"] != "missing":
         return first
     unknown = (other for other in others if other["type"] == "extra_forbidden")
     return next((other for other in unknown if other["loc"][:-1] == first["loc"][:-1]), first)
-
-
-def _in_data(data: Any, loc: tuple[str | int, ...]) -> KeyPath:
-    """The parts of a pydantic location that are keys of the file, without the tags of unions."""
-    where: KeyPath = ()
-    for part in loc:
-        held = range(len(data)) if isinstance(data, list) else data if isinstance(data, dict) else ()
-        if part in held:
-            data, where = data[part], (*where, part)
-    return where
 
 
 def _known_keys(model: type[BaseModel], where: KeyPath) -> set[str]:
@@ -142,11 +120,6 @@ def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
         yield from _models_in(argument)
 
 
-def _refuse(path: Path, line: int | None, found: str, expected: str, remedy: str) -> NoReturn:
-    where = quote(path, 160)[1:-1] + (f":{line}" if line else "")
-    raise RecipeError(f"{where}: found {found}; expected {expected}; {remedy}")
-
-
 class _Reader:
     """Builds plain data from the parser's events, and refuses what a recipe may not have."""
 
@@ -156,6 +129,8 @@ class _Reader:
         self.events = YAML(typ="safe", pure=True).parse(text)
 
     def read(self) -> RecipeFile:
+        if len(self.text) > MAX_BYTES:
+            self._refuse(f"{len(self.text)} characters of YAML", f"at most {MAX_BYTES}", "shorten it")
         try:
             data = self._document()
         except RecipeError:
@@ -170,11 +145,11 @@ class _Reader:
             self._refuse(found, "keys with values, as 'method: svd'", "write the line as KEY: VALUE")
         return RecipeFile(self.path, data, self.lines)
 
-    def _next(self) -> Event:
+    def _next(self) -> events.Event:
         """The next event; anything but plain values is refused."""
         event = next(self.events)
         self.line = event.start_mark.line + 1
-        if isinstance(event, AliasEvent) or getattr(event, "anchor", None):
+        if isinstance(event, events.AliasEvent) or getattr(event, "anchor", None):
             self._refuse("an anchor or alias (& or *)", "every value written out", "repeat the value")
         if getattr(event, "tag", None):
             self._refuse(f"the tag {quote(event.tag, 60)}", "plain values", "remove the tag")
@@ -183,20 +158,20 @@ class _Reader:
     def _document(self) -> dict[str, object]:
         self._refuse_directive()
         self._next()  # start of the stream
-        if isinstance(self._next(), StreamEndEvent):
+        if isinstance(self._next(), events.StreamEndEvent):
             self._refuse("an empty file", "keys with values, as 'method: svd'", "write one a line")
         data = self._value(self._next(), ())
         if type(data) is not dict:
             self.line = 1
-            self._refuse(_kind(data), "keys with values, as 'method: svd'", "write one a line")
+            found = "a list at the top" if type(data) is list else f"only {quote(data, 40)}"
+            self._refuse(found, "keys with values, as 'method: svd'", "write one a line")
         self._next()  # end of the document
-        if not isinstance(self._next(), StreamEndEvent):
+        if not isinstance(self._next(), events.StreamEndEvent):
             self._refuse("a second document", "one document", "remove all from '---' on")
         return data
 
     def _refuse_directive(self) -> None:
-        """Refuse a directive: a % at the start of a line before the first one with content. Events do
-        not show them."""
+        """Refuse a directive, a % at the start of a line before any content: events do not show it."""
         for number, line in enumerate(self.text.split("\n"), 1):
             if line.startswith("%"):
                 self.line = number
@@ -204,19 +179,22 @@ class _Reader:
             if line.strip() and not line.lstrip().startswith("#"):
                 return
 
-    def _value(self, event: Event, where: KeyPath) -> object:
+    def _value(self, event: events.Event, where: KeyPath) -> object:
         self.lines[where] = self.line
         if len(where) > MAX_DEPTH:
             self._refuse("deeply nested values", f"at most {MAX_DEPTH} levels", "flatten them")
-        if isinstance(event, MappingStartEvent):
+        if isinstance(event, events.MappingStartEvent):
             return self._mapping(where)
-        if isinstance(event, SequenceStartEvent):
-            return self._sequence(where)
+        if isinstance(event, events.SequenceStartEvent):
+            items: list[object] = []
+            while not isinstance(item := self._next(), events.SequenceEndEvent):
+                items.append(self._value(item, (*where, len(items))))
+            return items
         return self._scalar(event)
 
     def _mapping(self, where: KeyPath) -> dict[str, object]:
         data: dict[str, object] = {}
-        while not isinstance(event := self._next(), MappingEndEvent):
+        while not isinstance(event := self._next(), events.MappingEndEvent):
             line, key = self.line, self._key(event)
             if key in data:
                 first = self.lines[*where, key]
@@ -226,22 +204,16 @@ class _Reader:
             self.lines[*where, key] = line
         return data
 
-    def _key(self, event: Event) -> str:
-        key = self._scalar(event) if isinstance(event, ScalarEvent) else None
+    def _key(self, event: events.Event) -> str:
+        key = self._scalar(event) if isinstance(event, events.ScalarEvent) else None
         if type(key) is not str:
-            found = quote(event.value, 40) if isinstance(event, ScalarEvent) else "a collection"
+            found = quote(event.value, 40) if isinstance(event, events.ScalarEvent) else "a collection"
             self._refuse(f"{found} as a key", "text as a key", "put the key in quotes")
         return key
 
-    def _sequence(self, where: KeyPath) -> list[object]:
-        data: list[object] = []
-        while not isinstance(event := self._next(), SequenceEndEvent):
-            data.append(self._value(event, (*where, len(data))))
-        return data
-
     def _scalar(self, event: Any) -> object:
         text = event.value
-        if any("\ud800" <= character <= "\udfff" for character in text):
+        if not is_text(text):
             self._refuse(f"half a character, {quote(text, 40)}", "whole ones", "write it as it is")
         if event.style is not None:
             return text
@@ -250,8 +222,5 @@ class _Reader:
         return next((make(text) for form, make in _FORMS if form.fullmatch(text)), text)
 
     def _refuse(self, found: str, expected: str, remedy: str) -> NoReturn:
-        _refuse(self.path, self.line, found, expected, remedy)
-
-
-def _kind(data: object) -> str:
-    return "a list at the top" if type(data) is list else f"only {quote(data, 40)}"
+        where = f"{quote(self.path, 160)[1:-1]}:{self.line}"
+        raise RecipeError(f"{where}: found {found}; expected {expected}; {remedy}")

@@ -23,14 +23,11 @@ KERNELS = ("embed", "stages", "dual", "attention", "choose")
 
 @dataclass(frozen=True)
 class Binder:
-    """Binds phases for the first `rows` rows of `state` and contexts of up to `bucket` slots.
-
-    tokens: of each sequence, in rows as `DecoderState` says. like: rows of a pass in which a token has
-    the same sums, bit for bit, by kernels. triton: by kernels, else by the references.
-    pdl: kernels start while the kernel before them ends.
-    halved: slots whose numbers are in the model's dtype. ordered: slots whose numbers are also in the
-    order of the packed weights that read them.
-    """
+    """Binds phases for the first `rows` rows of `state` and contexts of up to `bucket` slots. tokens: of
+    each sequence, in rows as `DecoderState` says. like: rows of a pass in which a token has the same
+    sums, bit for bit, by kernels. triton: by kernels, else by the references. pdl: kernels start while
+    the kernel before them ends. halved: slots whose numbers are in the model's dtype. ordered: slots
+    whose numbers are also in the order of the packed weights that read them."""
 
     state: DecoderState
     rows: int
@@ -53,7 +50,6 @@ class Binder:
         return runs
 
     def bind(self, phase: Phase) -> Run:
-        """The function that runs `phase`."""
         if phase.kind not in ("stages", "dual"):
             self.ordered.discard(phase.target)
         return getattr(self, f"_{phase.kind}")(phase)
@@ -168,12 +164,11 @@ class Binder:
         return partial(in_turn, [self._attend(phase, part, False) for part in parts])
 
     def _attend(self, phase: Phase, rows: slice, pdl: bool) -> Run:
-        state, heads, (source, target) = self.state, phase.heads, self._slots(phase)
+        state, heads, slots = self.state, phase.heads, self._slots(phase)
         assert heads is not None
-        source, target, pos, start = (t[rows] for t in (source, target, state.pos, state.start))
+        source, target, pos, start = (t[rows] for t in (*slots, state.pos, state.start))
         sequences = self.rows // self.tokens
-        k, v = state.kv.layer(heads.layer, sequences)
-        inputs = (source, k, v, state.cos, state.sin, pos, start)
+        inputs = (source, *state.kv.layer(heads.layer, sequences), state.cos, state.sin, pos, start)
         options: dict[str, Any] = {"scale": heads.scale, "q_gain": heads.q_gain, "k_gain": heads.k_gain}
         options |= {"eps": heads.eps, "window": heads.window, "sinks": heads.sinks}
         options |= {"scales": state.kv.scales(heads.layer, sequences)}
@@ -206,7 +201,7 @@ class Binder:
             return lambda: (tokens.copy_(logits.argmax(-1)), pos.add_(1))
         from blr.compressor.runtime.ends_triton import choose_kernel
 
-        values, indices, counter = state.choice.values()
+        values, indices, counter = state.choice
         grid = (self.rows, -(-logits.shape[1] // CHOICE_BLOCK))
         arguments = (logits, logits.stride(0), logits.shape[1], values, indices, counter, tokens, pos)
         options: dict[str, object] = {"BLOCK": CHOICE_BLOCK, "PARTS": values.shape[1], "PDL": self.pdl}

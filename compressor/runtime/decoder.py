@@ -1,8 +1,6 @@
 """Generates with a model of transformers by one CUDA graph a token, which runs the phases of `plan.py`.
-
 The prompt goes through the model's own modules (`prompt.py`); each new token is chosen on the device and
-fed back there. All modes are deterministic: the order of every sum does not depend on timing.
-"""
+fed back there. All modes are deterministic: the order of every sum does not depend on timing."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from blr.compressor.runtime.failures import (
     UnsupportedError,
 )
 from blr.compressor.runtime.memory import DecoderState, bucket_of
-from blr.compressor.runtime.phases import make_plan, supports
+from blr.compressor.runtime.phases import make_plan
 from blr.compressor.runtime.plan import Phase
 from blr.compressor.runtime.prompt import Prompts, capture_on, left_padded
 from blr.compressor.runtime.sampling import Collector, Sampler, check_logits
@@ -37,8 +35,6 @@ from blr.kernels.common.available import has_triton, interpreted, supports_pdl
 from blr.kernels.common.capturing import Captured, own_stream
 from blr.kernels.common.placing import on_gpu
 from blr.kernels.decode.gemv.segments import Run, in_turn
-
-__all__ = ["Decoder", "supports"]
 
 MAX_BATCH = 16  # rows, up to which stages were measured
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -60,22 +56,16 @@ class Decoder:
     threads that `generate` take turns.
 
     Args:
-        model: a causal language model of transformers (dense or structured layers in any mixture),
-            on one device, in evaluation mode.
+        model: a causal language model of transformers, on one device, in evaluation mode.
         batch: rows at most, 1 to 16. context: slots a row at most, prompt and new tokens together.
-        mode: "graph" replays one CUDA graph a token, captured once for every number of rows and
-            power of two of the context; "eager" launches the phases one by one; "auto" is "graph".
-            Without a GPU, or with ops "torch", "graph" runs as "eager".
+        mode: "graph" ("auto") replays one CUDA graph a token, captured for every number of rows and
+            power of two of the context; "eager", and without a GPU, the phases run one by one.
         ops: "triton" kernels, or "torch" for their references, on any device.
         tokens: of all rows at most that one pass computes (None: `batch`).
-        cache: how keys and values are kept, "whole" in the model's dtype or "int8" with a scale for each
-            token and head, which halves memory and bytes to read.
+        cache: of keys and values, "whole" in the model's dtype or "int8" with a scale a token and head.
 
-    Attributes:
-        pdl: whether kernels overlap with the ones before them (compute capability 9 and later).
-
-    Raises UnsupportedError: a model that `supports` refuses; a mode, ops or device there is not;
-    BatchError, ContextError: a size out of range.
+    Raises UnsupportedError for a model, mode, ops or device that it does not run; BatchError and
+    ContextError for a size out of range.
     """
 
     def __init__(
@@ -91,10 +81,9 @@ class Decoder:
     ) -> None:
         self.plan = make_plan(model)
         _check(model, tokens or batch, context, mode, ops, cache)
-        self.model, self.batch, self.context = model, batch, context
-        self.ops = ops
+        self.model, self.batch, self.context, self.ops = model, batch, context, ops
         self.mode = "graph" if mode == "auto" else mode
-        self.pdl = ops == "triton" and supports_pdl(model.device)
+        self.pdl = ops == "triton" and supports_pdl(model.device)  # kernels overlap with those before
         self.state = DecoderState(model, self.plan, batch, context, cache, tokens)
         captures = None if self.mode == "eager" or ops != "triton" else capture_on(model.device)
         self.prompts = Prompts(model, self.state.kv, captures)
@@ -106,16 +95,9 @@ class Decoder:
     @torch.no_grad()
     @_on_own_gpu
     def prefill(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Forget what was decoded and read a prompt.
-
-        Args:
-            input_ids: [B, T] int64, padded on the left. lengths: [B], tokens of each row at its end
-                (default: T).
-
-        Returns [B, vocab] in float32, the logits of the first new token.
-
-        Raises BatchError, ContextError: more rows or tokens than the decoder was made for.
-        """
+        """Forget what was decoded and read a prompt [B, T], padded on the left. Returns [B, vocab] in
+        float32, the logits of the first new token. lengths: [B], tokens of each row at its end (default:
+        T). Raises BatchError, ContextError: more rows or tokens than the decoder was made for."""
         rows, length = input_ids.shape
         if not 1 <= rows <= self.batch or length == 0:
             raise BatchError(
@@ -163,15 +145,13 @@ class Decoder:
         stop_ids: Collection[int] = (),
         on_token: Callable[[int, int], None] | None = None,
     ) -> list[list[int]]:
-        """Continue every row of a prompt.
+        """Continue every row of a prompt [B, T]; returns the new tokens of each, its stop token last if
+        it met one.
 
         Args:
-            input_ids: [B, T]. attention_mask: [B, T] of ones and zeros, the zeros all on the left or
-                all on the right of a row.
+            attention_mask: [B, T] of ones, and zeros all on the left or all on the right of a row.
             temperature, top_k, top_p: of `Sampler`. seed: of the draws.
             stop_ids: tokens that end a row. on_token: called with (row, token) as tokens arrive.
-
-        Returns the new tokens of each row, its stop token last if it met one.
 
         Raises BatchError, ContextError: more rows or tokens than the decoder was made for; ValueError:
         sampling parameters out of range; NumericsError: logits that choose no token; BusyError: a call
@@ -183,7 +163,7 @@ class Decoder:
         self._check_room(input_ids.shape[1] + max_new_tokens)
         with self._turn:
             logits = self.prefill(*left_padded(input_ids, attention_mask))
-            collector = Collector(self.rows, max_new_tokens, self.model.device, stop_ids, on_token)
+            collector = Collector(self.rows, max_new_tokens, stop_ids, on_token)
             return self.proceed(logits, sampler, collector, max_new_tokens, seed)
 
     def proceed(
@@ -206,30 +186,41 @@ class Decoder:
         check_logits(logits)  # what is not finite stays in the cache and so comes to the last
         return collector.finish()
 
-    def stages(self) -> list[tuple[str, int]]:
-        """The names of all phases, and the bytes that a token reads in each with the cache as it is."""
-        return [(phase.name, self.bytes_of(phase)) for phase in self.plan.phases]
-
     def bytes_of(self, phase: Phase) -> int:
-        """The bytes of weights and cache that `phase` reads for one token of every row."""
+        """The bytes that a token of every row reads in a phase, with the cache as it is."""
         rows = max(self.rows, 1)
         if phase.heads is not None:
             seen = min(self.position + 1, phase.heads.window or self.context)
             return seen * self.state.kv.bytes_a_slot(rows)
         return phase.bytes * (rows if phase.kind == "embed" else 1)
 
+    @torch.no_grad()
     @_on_own_gpu
     def profile(self, steps: int = 20) -> list[tuple[str, float, int]]:
         """Time the phases after a `prefill`: (name, microseconds, bytes a token).
 
         The same phase of all layers is timed in a row, so that weights come from memory; its name has
         "*" for the layer, and the figures are of one layer. The last entry, "token", is a whole token.
-        The decoder forgets what was decoded so far.
-        """
+        The decoder forgets what was decoded so far."""
         if self.rows == 0:
             raise BatchError("profile before any prompt: expected a prefill; call prefill first")
-        with torch.no_grad():
-            measured = _measure(self, steps)
+        groups: dict[str, list[Phase]] = defaultdict(list)
+        for phase in self.plan.phases:
+            groups[re.sub(r"^layer\.\d+\.", "layer.*.", phase.name)].append(phase)
+        groups["token"] = self.plan.phases
+        room = self.context - self.position - 2  # a whole token moves on by one slot each time
+        if room < 1:
+            raise ContextError("profile: the cache is full; expected room for two tokens at least")
+        steps = min(steps, room)
+        shape, measured = (self.rows, bucket_of(self.position + steps + 2)), []
+        moved = self.state.tokens, self.state.pos
+        kept = [t.clone() for t in moved]
+        for name, phases in groups.items():
+            count = 1 if name == "token" else len(phases)
+            seconds = average(self.bind(*shape, phases), steps, moved[0].device)
+            size = sum(map(self.bytes_of, phases)) // count
+            measured.append((name, seconds * 1e6 / count, size))
+            _put_back(moved, kept)
         self.rows = self.position = 0
         return measured
 
@@ -257,8 +248,7 @@ class Decoder:
         kept = [t.clone() for t in moved]
         with own_stream():
             once()
-        for tensor, value in zip(moved, kept, strict=True):
-            tensor.copy_(value)
+        _put_back(moved, kept)
         return partial(_replay, Captured(once), held)
 
     def _advance(self) -> None:
@@ -279,18 +269,20 @@ class Decoder:
             )
 
 
+def _put_back(moved: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+    for tensor, value in zip(moved, kept, strict=True):
+        tensor.copy_(value)
+
+
 def _replay(captured: Captured, held: object) -> None:
     """Replay a graph. held: what was captured, kept because its tensors must stay where they are."""
     captured()
 
 
 def _check(model: PreTrainedModel, batch: int, context: int, mode: str, ops: str, cache: str) -> None:
-    if cache not in CACHES:
-        raise UnsupportedError(f"cache {cache!r}: expected one of {', '.join(CACHES)}")
-    if mode not in MODES:
-        raise UnsupportedError(f"mode {mode!r}: expected one of {', '.join(MODES)}")
-    if ops not in OPS:
-        raise UnsupportedError(f"ops {ops!r}: expected one of {', '.join(OPS)}")
+    for name, given, known in (("cache", cache, CACHES), ("mode", mode, MODES), ("ops", ops, OPS)):
+        if given not in known:
+            raise UnsupportedError(f"{name} {given!r}: expected one of {', '.join(known)}")
     runs = has_triton() and (model.device.type == "cuda" or interpreted())
     if ops == "triton" and not runs:
         raise UnsupportedError(
@@ -301,29 +293,6 @@ def _check(model: PreTrainedModel, batch: int, context: int, mode: str, ops: str
     limit = context_of(model.config.to_dict())
     if not 1 <= context <= limit:
         raise ContextError(f"context {context}: expected 1 to the model's {limit}; lower it")
-
-
-def _measure(decoder: Decoder, steps: int) -> list[tuple[str, float, int]]:
-    """Time the phases as `Decoder.profile` says."""
-    groups: dict[str, list[Phase]] = defaultdict(list)
-    for phase in decoder.plan.phases:
-        groups[re.sub(r"^layer\.\d+\.", "layer.*.", phase.name)].append(phase)
-    groups["token"] = decoder.plan.phases
-    room = decoder.context - decoder.position - 2  # a whole token moves on by one slot each time
-    if room < 1:
-        raise ContextError("profile: the cache is full; expected room for two tokens at least")
-    steps = min(steps, room)
-    shape = decoder.rows, bucket_of(decoder.position + steps + 2)
-    kept = [t.clone() for t in (decoder.state.tokens, decoder.state.pos)]
-    measured = []
-    for name, phases in groups.items():
-        count = 1 if name == "token" else len(phases)
-        seconds = average(decoder.bind(*shape, phases), steps, kept[0].device)
-        size = sum(decoder.bytes_of(phase) for phase in phases) // count
-        measured.append((name, seconds * 1e6 / count, size))
-        for tensor, value in zip((decoder.state.tokens, decoder.state.pos), kept, strict=True):
-            tensor.copy_(value)
-    return measured
 
 
 def average(run: Callable[[], object], steps: int, device: torch.device) -> float:

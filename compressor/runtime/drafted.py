@@ -1,10 +1,6 @@
-"""Decodes with a draft: a small model, or the text so far, proposes tokens, and the dense model checks
-them in one pass.
-
-A round takes k tokens of the draft, one after the other, and passes them through the dense model
-together. It keeps those that the dense model agrees with, and one more that the dense model chooses.
-Rejected tokens leave slots of both caches behind, which later tokens overwrite.
-"""
+"""Decodes with a draft: a small model, or the text so far, proposes tokens, which one pass of the model
+checks. It keeps those that the model agrees with, and one more that the model chooses. Rejected tokens
+leave slots of both caches behind, which later ones overwrite."""
 
 from __future__ import annotations
 
@@ -15,25 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_utils import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel, load_state_dict
+from transformers.utils import cached_file
 
 from blr.compressor.checkpoint.context import NGRAM
-from blr.compressor.modeling.drafts import load_draft
+from blr.compressor.modeling.settings import warn_once
 from blr.compressor.planning.pace import times_as_fast
-from blr.compressor.runtime.acceptance import accept, agreed
 from blr.compressor.runtime.decoder import MAX_BATCH, Decoder
 from blr.compressor.runtime.memory import bucket_of
-from blr.compressor.runtime.proposals import (
-    LIKELY,
-    Lookup,
-    Proposer,
-    SmallModel,
-    repeat_starts,
-    seconds_of,
-)
-from blr.compressor.runtime.sampling import Collector, Sampler, check_logits
+from blr.compressor.runtime.proposals import LIKELY, Lookup, SmallModel, repeat_starts, seconds_of
+from blr.compressor.runtime.sampling import Arriving, Collector, Sampler, check_logits
 from blr.kernels.decode.gemv.segments import SEVERAL, Run, in_turn
 
+FOLDER = "draft"  # in that of the export
+WEIGHTS = f"{FOLDER}/model.safetensors"
+ENDS = ("model.embed_tokens.weight", "lm_head.weight")  # which may be stored once for both models
 DRAFTS = (1, 2, 3, 5, 7)  # numbers of drafts that a round may have, each a CUDA graph
 NONE = 0  # the model alone
 CORES = 0.4  # what each more token of a pass adds on CUDA cores
@@ -84,61 +76,38 @@ class Round:
     noise: Tensor | None
     chances: Tensor | None
 
-    def launch(self, generator: torch.Generator | None) -> Pending:
-        """Run the round, and start to copy its result from the device."""
+    def launch(self, generator: torch.Generator | None) -> Arriving:
         if self.noise is not None and self.chances is not None:
             self.noise.exponential_(generator=generator).clamp_min_(1e-30)
             self.chances.uniform_(generator=generator)
         self.run()
-        on_gpu = self.result.is_cuda
-        host = torch.empty(self.result.shape, dtype=torch.int64, pin_memory=on_gpu)
-        host.copy_(self.result, non_blocking=on_gpu)
-        event = torch.cuda.Event() if on_gpu else None
-        if event is not None:
-            event.record()
-        return Pending(self.drafts, host, event)
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A round that was launched, and where its result will be."""
-
-    drafts: int
-    host: Tensor
-    event: torch.cuda.Event | None
-
-    def tokens(self) -> list[list[int]]:
-        """Wait for the tokens of every sequence."""
-        if self.event is not None:
-            self.event.synchronize()
-        *tokens, counts = self.host.tolist()
-        return [[t[row] for t in tokens[:count]] for row, count in enumerate(counts)]
+        return Arriving(self.result)
 
 
 @dataclass
 class Rounds:
-    """What the host knows of the rounds of one call: the slot of each row's last token, and those
-    launched."""
+    """What the host knows of the rounds of one call: the slot of each row's last token, and those that
+    were launched, with their numbers of drafts."""
 
     collector: Collector
     slots: list[int]
     acceptance: Acceptance
-    waiting: deque[Pending] = field(default_factory=deque)
+    waiting: deque[tuple[int, Arriving]] = field(default_factory=deque)
 
     @property
     def possible(self) -> int:
-        """The most tokens that launched rounds may give a row."""
-        return sum(pending.drafts + 1 for pending in self.waiting)
+        return sum(drafts + 1 for drafts, _ in self.waiting)
 
     def read(self, ahead: int) -> None:
         """Take results until at most `ahead` rounds are on their way, none where those may be the
         last."""
         while self.waiting and (len(self.waiting) > ahead or self.collector.left <= self.possible):
-            pending = self.waiting.popleft()
-            for row, tokens in enumerate(pending.tokens()):
-                self.slots[row] += len(tokens)
-                if self.collector.keep(row, tokens):
-                    self.acceptance.add(len(tokens) - 1, pending.drafts)
+            drafts, result = self.waiting.popleft()
+            *tokens, counts = result.rows()
+            for row, count in enumerate(counts):
+                self.slots[row] += count
+                if self.collector.keep(row, [step[row] for step in tokens[:count]]):
+                    self.acceptance.add(count - 1, drafts)
 
 
 class DraftedDecoder(Decoder):
@@ -161,7 +130,7 @@ class DraftedDecoder(Decoder):
         **options: Any,
     ) -> None:
         super().__init__(model, batch=batch, tokens=MAX_BATCH, **options)
-        self.draft: Proposer = Lookup(self)
+        self.draft: SmallModel | Lookup = Lookup(self)
         if draft is not None:
             self.draft = SmallModel(Decoder(draft, batch=batch, tokens=MAX_BATCH, **options))
         self.choices, self.acceptance = choices, Acceptance()
@@ -199,7 +168,7 @@ class DraftedDecoder(Decoder):
             drafts = rounds.acceptance.best(choices, cost, drafts)
             slots = min(max(rounds.slots) + rounds.possible + drafts + 1, self.context)
             launched = self._round(rows, drafts, bucket_of(slots), sampler).launch(generator)
-            rounds.waiting.append(launched)
+            rounds.waiting.append((drafts, launched))
             rounds.read(AHEAD if device.type == "cuda" else 0)
         check_logits(self.state.buffers["logits"][:rows])
         return collector.tokens
@@ -219,7 +188,6 @@ class DraftedDecoder(Decoder):
         return self.cost + CORES * on_cores
 
     def _possible(self, rows: int) -> list[int]:
-        """Numbers of drafts for so many rows."""
         return [k for k in self.choices if (k + 1) * rows <= MAX_BATCH]
 
     def _round(self, rows: int, drafts: int, bucket: int, sampler: Sampler) -> Round:
@@ -229,7 +197,6 @@ class DraftedDecoder(Decoder):
         return self._rounds[key]
 
     def _make(self, rows: int, drafts: int, bucket: int, sampler: Sampler) -> Round:
-        """Bind a round, and capture it as one CUDA graph."""
         propose, moving = self.draft.bind(rows, bucket), self._moving[:, :rows]
         check = self.launches(rows, bucket, self.plan.phases, drafts + 1, alone=self.plan.plain)
         device, noise, chances = self.model.device, None, None
@@ -279,8 +246,58 @@ class DraftedDecoder(Decoder):
         at.add_(count + 1).clamp_(max=self.context - 1)
 
 
-def make_drafted(model: Any, name: str, options: dict[str, Any]) -> Decoder | None:
-    """The decoder of an export with the draft of class `name` in its folder, or with n-gram lookup; None
-    if that draft is gone."""
-    draft = None if name == NGRAM else load_draft(model, name)
-    return None if draft is None and name != NGRAM else DraftedDecoder(model, draft, **options)
+def agreed(hits: Tensor) -> Tensor:
+    """How many drafts [B] come before the first that is no hit. hits: [drafts, B]."""
+    return hits.long().cumprod(0).sum(0)
+
+
+def accept(
+    wanted: Tensor, likely: Tensor, drafts: Tensor, chances: Tensor, noise: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Accept drafts [k, B] so that all tokens follow `wanted` [k + 1, B, vocab], whatever `likely` [k,
+    B, vocab] they were drawn from: one of probability q, wanted with p, is accepted with p / q, else a
+    token is drawn from what p has more than q. chances: [k, B], uniform; noise: [B, vocab], exponential
+    variates. Returns tokens [k + 1, B] and how many drafts [B] come before the drawn one."""
+    index = drafts[..., None]
+    count = agreed(chances * likely.gather(-1, index)[..., 0] < wanted[:-1].gather(-1, index)[..., 0])
+    at = count[None, :, None].expand(1, *noise.shape)
+    p = wanted.gather(0, at)[0]
+    q = torch.cat((likely, torch.zeros_like(likely[:1]))).gather(0, at)[0]
+    rest = (p - q).clamp_min(0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # equal but for rounding
+    drawn = (rest / noise).argmax(-1)
+    tokens = torch.cat((drafts, drawn[None])).scatter(0, count[None], drawn[None])
+    return tokens, count
+
+
+def make_drafted(model: Any, name: str, options: dict[str, Any]) -> Decoder:
+    """The decoder of an export with the draft of class `name` in its folder, or with n-gram lookup; one
+    without a draft if that is gone."""
+    if name == NGRAM:
+        return DraftedDecoder(model, None, **options)
+    draft = load_draft(model, name)
+    return Decoder(model, **options) if draft is None else DraftedDecoder(model, draft, **options)
+
+
+def load_draft(model: Any, name: str) -> PreTrainedModel | None:
+    """The draft of class `name` in the folder of `model`, on its device and in its dtype; None, with a
+    warning, where the folder has none any more. Ends that it lacks are those of `model`."""
+    cls, folder = type(model).make_model(name), model.config._name_or_path
+    revision = {"revision": getattr(model.config, "_commit_hash", None) or "main"}
+    try:
+        config = cls.config_class.from_pretrained(folder, subfolder=FOLDER, **revision)
+        stored = load_state_dict(str(cached_file(folder, WEIGHTS, **revision)), map_location="cpu")
+    except OSError as error:
+        warn_once(f"no draft in {folder} ({error}): decoding without it")
+        return None
+    own = dict(model.named_parameters(remove_duplicate=False))
+    ends = {key: own[key] for key in ENDS if key in own and key not in stored}
+    if "lm_head.weight" in ends and config.tie_word_embeddings:
+        del ends["lm_head.weight"]
+    draft = cls.from_pretrained(None, config=config, state_dict=stored | ends, dtype=model.dtype)
+    draft = draft.to(model.device).eval()
+    for key, tensor in ends.items():
+        module, _, leaf = key.rpartition(".")
+        setattr(draft.get_submodule(module), leaf, tensor)
+    draft.tie_weights()
+    return draft

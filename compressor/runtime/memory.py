@@ -1,6 +1,6 @@
 """Holds the memory of a decoder on one device: buffers, cache, rotary tables, tokens and positions."""
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -51,15 +51,12 @@ class PrefillLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The length and offset of the slots that a mask covers."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """The number of slots in use."""
         return self.length
 
     def get_max_length(self) -> int:
-        """The number of slots."""
         return self.keys.shape[-2]
 
 
@@ -105,14 +102,13 @@ class StaticKV:
         kind: str = WHOLE,
     ) -> None:
         shape = (config.num_hidden_layers, 2, rows, config.num_key_value_heads, context, width)
-        packed = kind == INT8
-        self.dtype = like.dtype
-        self.data = torch.zeros(shape, dtype=torch.int8 if packed else like.dtype, device=like.device)
-        scales = torch.zeros(shape[:-1], dtype=torch.float32, device=like.device) if packed else None
-        self.scale_data = scales
+        self.dtype, stored = like.dtype, torch.int8 if kind == INT8 else like.dtype
+        self.data = torch.zeros(shape, dtype=stored, device=like.device)
+        self.scale_data: Tensor | None = None
+        if kind == INT8:
+            self.scale_data = torch.zeros(shape[:-1], dtype=torch.float32, device=like.device)
 
     def layer(self, index: int, rows: int) -> tuple[Tensor, Tensor]:
-        """The keys and values [rows, Hkv, L, D] of one layer."""
         return self.data[index, 0, :rows], self.data[index, 1, :rows]
 
     def scales(self, index: int, rows: int) -> tuple[Tensor, Tensor] | None:
@@ -125,9 +121,8 @@ class StaticKV:
         layers: list[Any] = []
         for index in range(len(self.data)):
             held, scales = self.layer(index, rows), self.scales(index, rows)
-            layers.append(
-                PrefillLayer(*held) if scales is None else PackedLayer(*held, scales, self.dtype)
-            )
+            packed = scales and PackedLayer(*held, scales, self.dtype)
+            layers.append(packed or PrefillLayer(*held))
         return Cache(layers=layers)
 
     def bytes_a_slot(self, rows: int) -> int:
@@ -166,32 +161,28 @@ class DecoderState:
         like = cast(Tensor, model.get_input_embeddings().weight)
         self.kv = StaticKV(config, batch, context, width, like, kind)
         batch = tokens or batch
+        zeros = partial(torch.zeros, device=device)
         dtypes = {"inner": model.dtype}  # the MLP's activations are the widest input; others are float32
         self.buffers = {
-            name: torch.zeros(batch, width, dtype=dtypes.get(name, torch.float32), device=device)
+            name: zeros(batch, width, dtype=dtypes.get(name, torch.float32))
             for name, width in plan.buffers.items()
         }
         self.operands = {
-            name: torch.zeros(*(batch, -(-width // GROUP) * GROUP), dtype=model.dtype, device=device)
+            name: zeros(batch, -(-width // GROUP) * GROUP, dtype=model.dtype)
             for name, width in plan.buffers.items()
             if name in ("heads", "inner") or (name[:1] == "z" and name[1:].isdigit())
         }
-        self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.pos = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.start = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.tokens, self.pos, self.start = (zeros(batch, dtype=torch.int64) for _ in range(3))
         self.cos, self.sin = rotary_tables(model, context)
         heads = (config.num_attention_heads, config.num_key_value_heads)
         self.attention = attention_workspace(batch, *heads, width, device)
         parts = 1 << (-(-config.vocab_size // CHOICE_BLOCK) - 1).bit_length()
-        self.choice = {
-            "values": torch.zeros(batch, parts, dtype=torch.float32, device=device),
-            "indices": torch.zeros(batch, parts, dtype=torch.int32, device=device),
-            "counter": torch.zeros(batch, dtype=torch.int32, device=device),
-        }
+        values = zeros(batch, parts, dtype=torch.float32)
+        indices = zeros(batch, parts, dtype=torch.int32)
+        self.choice = values, indices, zeros(batch, dtype=torch.int32)  # the last counts
 
     @cached_property
     def workspace(self) -> Any:
-        """The memory of products of several rows."""
         from blr.kernels.decode.skinny.launch import PartialSums
 
         return PartialSums()

@@ -24,7 +24,7 @@ def add_experts(
     children = dict(mlp.named_children())
     router = children.get("gate", children.get("router"))
     if router is None or len(children) > 2:
-        return add_modules(plan, prefix, {"experts": (mlp, x)}, x, norm, add=True)
+        return add_modules({"experts": (mlp, x)}, x, norm, add=True)
     logits = Columns("router", len(router.weight))
     routing = Routing(router.top_k, getattr(router, "norm_topk_prob", True))
     gain: dict[str, Any] = {"gain": norm.weight, "eps": norm.variance_epsilon}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,7 @@ ACTIVATIONS = {
 TOGETHER = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
 # Rotary embeddings whose table does not depend on the length of the sequence so far.
 ROTARY = ("default", "linear", "llama3", "yarn")
+Targets = dict[str, tuple[nn.Module, Columns]]  # layers by their names in a block, and where to
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -70,11 +72,11 @@ def make_plan(model: PreTrainedModel) -> TokenPlan:
     plan.add(Phase("embed", "embed", target=x, weight=table))
     activation = ACTIVATIONS[config.hidden_act]
     for index, layer in enumerate(base.layers[: config.num_hidden_layers]):
-        prefix = f"layer.{index}."
-        _attention(plan, prefix, layer, _heads(layer.self_attn, config, index), x)
-        _mlp(plan, prefix, layer, activation, x)
+        block = _Block(plan, f"layer.{index}.")
+        block.attention(layer, _heads(layer.self_attn, config, index), x)
+        block.mlp(layer, activation, x)
     head, logits = model.get_output_embeddings(), Columns("logits", config.vocab_size)
-    _projections(plan, "", {"lm_head": (head, logits)}, x, "lm_head", base.norm)
+    _Block(plan, "").layers("lm_head", {"lm_head": (head, logits)}, x, base.norm)
     plan.add(Phase("choose", "choose", source=logits))
     return plan
 
@@ -92,46 +94,115 @@ def _heads(attention: Any, config: PreTrainedConfig, index: int) -> Heads:
     return Heads(index, attention.head_dim, attention.scaling, q_gain, k_gain, eps, window, sinks)
 
 
-def _attention(plan: TokenPlan, prefix: str, layer: Any, heads: Heads, x: Columns) -> None:
-    """Add the norm, projections, attention and output projection of a decoder layer."""
-    own, targets, at = layer.self_attn, {}, 0
-    for name in TOGETHER["self_attn"]:
-        module = getattr(own, name)
-        width = module.out_features
-        targets[name.removesuffix("_proj")] = (module, Columns("qkv", width, at))
-        at += width
-    _projections(plan, prefix, targets, x, "qkv", layer.input_layernorm)
-    mixed = Columns("heads", own.o_proj.in_features)
-    read = Columns("qkv", at)
-    plan.add(Phase(f"{prefix}attention", "attention", source=read, target=mixed, heads=heads))
-    _projections(plan, prefix, {"o": (own.o_proj, x)}, mixed, "o", add=True)
+@dataclass(frozen=True)
+class _Block:
+    """Adds the phases of one decoder layer, or of the head, to a plan."""
+
+    plan: TokenPlan
+    prefix: str
+
+    def add(self, name: str, kind: str, parts: Sequence[StagePart] = (), **fields: Any) -> None:
+        self.plan.add(Phase(self.prefix + name, kind, tuple(parts), **fields))
+
+    def attention(self, layer: Any, heads: Heads, x: Columns) -> None:
+        """Add the norm, projections, attention and output projection."""
+        own, targets, at = layer.self_attn, Targets(), 0
+        for name in TOGETHER["self_attn"]:
+            module = getattr(own, name)
+            targets[name.removesuffix("_proj")] = module, Columns("qkv", module.out_features, at)
+            at += module.out_features
+        self.layers("qkv", targets, x, layer.input_layernorm)
+        mixed = Columns("heads", own.o_proj.in_features)
+        self.add("attention", "attention", source=Columns("qkv", at), target=mixed, heads=heads)
+        self.layers("o", {"o": (own.o_proj, x)}, mixed, add=True)
+
+    def mlp(self, layer: Any, activation: str, x: Columns) -> None:
+        """Add the norm, gated projections and output projection, or the experts."""
+        mlp, norm = layer.mlp, layer.post_attention_layernorm
+        if hasattr(mlp, "experts"):
+            from blr.compressor.runtime.mixtures import add_experts
+
+            return add_experts(self.plan, self.prefix, mlp, x, norm, self.modules)
+        inner = Columns("inner", width := mlp.down_proj.in_features)
+        modules = [getattr(mlp, name) for name in TOGETHER["mlp"]]
+        gate, up = map(stages_of, modules)
+        if gate is not None and up is not None and _pair(gate, up):
+            order, fields = _order([stages_of(mlp.down_proj)], 0), {"activation": activation}
+            self.stages("gate_up", "dual", [gate, up], x, [inner, inner], norm, order, **fields)
+        else:
+            slots = Columns("gate_up", width), Columns("gate_up", width, width)
+            both = dict(zip(("gate", "up"), zip(modules, slots, strict=True), strict=True))
+            self.layers("gate_up", both, x, norm)
+            read = Columns("gate_up", 2 * width)
+            self.add("act", "gate", source=read, target=inner, activation=activation)
+        self.layers("down", {"down": (mlp.down_proj, x)}, inner, add=True)
+
+    def layers(
+        self, name: str, targets: Targets, source: Columns, norm: Any = None, add: bool = False
+    ) -> None:
+        """Add layers that share an input, in common launches if their numbers of stages agree."""
+        found = {key: stages_of(module) for key, (module, _) in targets.items()}
+        stages = [chain for chain in found.values() if chain is not None]
+        if len(set(map(_number, found.values()))) > 1:
+            for key, target in targets.items():
+                self.layers(key, {key: target}, source, norm, add)
+        elif stages:
+            slots = [slot for _, slot in targets.values()]
+            self.stages(name, "stages", stages, source, slots, norm, add=add)
+        else:
+            self.modules(targets, source, norm, add)
+
+    def modules(self, targets: Targets, source: Columns, norm: Any, add: bool) -> None:
+        """Add layers that only their own forward computes, with their norm as a phase before."""
+        if norm is not None:
+            normed = Columns("normed", source.width)
+            self.add(f"{'+'.join(targets)}.norm", "norm", source=source, target=normed, **_gain(norm))
+            source = normed
+        for key, (module, slot) in targets.items():
+            self.add(key, "module", source=source, target=slot, module=module, add=add)
+
+    def stages(
+        self,
+        name: str,
+        kind: str,
+        stages: Sequence[Sequence[LayerStage]],
+        source: Columns,
+        targets: Sequence[Columns],
+        norm: Any,
+        order: tuple[int, int] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Add the stages of layers that share `source`, a launch for each depth; the last one, of this
+        `kind` and `order`, into `targets`."""
+        inputs, last = [source] * len(stages), len(stages[0]) - 1
+        for depth in range(last):
+            parts, at, read = [], 0, _order(stages, depth + 1)
+            for given, chain in zip(inputs, stages, strict=True):
+                target = Columns(f"z{depth}", chain[depth].rows, at)
+                parts.append(StagePart(chain[depth], given, target, order=read))
+                at += -(-target.width // GROUP) * GROUP  # whole, should the next weights be packed
+            self.add(f"{name}.V", "stages", parts, **_gain(norm if depth == 0 else None))
+            inputs = [part.target for part in parts]
+        parts = _last(stages, inputs, targets, order)
+        self.add(name + ".U" * (last > 0), kind, parts, **_gain(None if last else norm), **fields)
 
 
-def _mlp(plan: TokenPlan, prefix: str, layer: Any, activation: str, x: Columns) -> None:
-    """Add the norm, gated projections and output projection of a decoder layer, or its experts."""
-    mlp, norm = layer.mlp, layer.post_attention_layernorm
-    if hasattr(mlp, "experts"):
-        from blr.compressor.runtime.mixtures import add_experts
-
-        return add_experts(plan, prefix, mlp, x, norm, _modules)
-    width = mlp.down_proj.in_features
-    inner = Columns("inner", width)
-    modules = [getattr(mlp, name) for name in TOGETHER["mlp"]]
-    gate, up = map(stages_of, modules)
-    name = f"{prefix}gate_up"
-    if gate is not None and up is not None and _pair(gate, up):
-        inputs = _advance(plan, name, [gate, up], x, norm)
-        last = _last(inputs, [gate, up], [inner, inner], _order([stages_of(mlp.down_proj)], 0))
-        gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if len(gate) == 1 else {}
-        name += ".U" if len(gate) > 1 else ""
-        plan.add(Phase(name, "dual", tuple(last), activation=activation, **gain))
-    else:
-        both = Columns("gate_up", 2 * width)
-        targets = {"gate": (modules[0], Columns("gate_up", width))}
-        targets["up"] = (modules[1], Columns("gate_up", width, width))
-        _projections(plan, prefix, targets, x, "gate_up", norm)
-        plan.add(Phase(f"{prefix}act", "gate", source=both, target=inner, activation=activation))
-    _projections(plan, prefix, {"down": (mlp.down_proj, x)}, inner, "down", add=True)
+def _last(
+    stages: Sequence[Sequence[LayerStage]],
+    inputs: Sequence[Columns],
+    targets: Sequence[Columns],
+    order: tuple[int, int] | None,
+) -> list[StagePart]:
+    """The last stages; the first stages of corrections write side by side into "z"."""
+    parts, at = [], 0
+    for chain, given, target in zip(stages, inputs, targets, strict=True):
+        correction, first = chain[-1].correction, None
+        if correction is not None:
+            z = Columns("z", correction.first.rows, at)
+            first = StagePart(correction.first, given, z)
+            at += -(-z.width // 8) * 8  # 32-byte boundaries
+        parts.append(StagePart(chain[-1], given, target, first, order))
+    return parts
 
 
 def _order(stages: Sequence[Sequence[LayerStage] | None], depth: int) -> tuple[int, int] | None:
@@ -157,87 +228,8 @@ def _pair(gate: Sequence[LayerStage], up: Sequence[LayerStage]) -> bool:
 
 
 def _number(stages: Sequence[LayerStage] | None) -> int:
-    """The number of a layer's stages, 0 if its own forward computes it."""
     return 0 if stages is None else len(stages)
 
 
-def _projections(
-    plan: TokenPlan,
-    prefix: str,
-    targets: dict[str, tuple[nn.Module, Columns]],
-    source: Columns,
-    name: str,
-    norm: Any = None,
-    add: bool = False,
-) -> None:
-    """Add layers that share an input, in common launches if their numbers of stages agree."""
-    found = {key: stages_of(module) for key, (module, _) in targets.items()}
-    if len(set(map(_number, found.values()))) > 1:
-        for key, target in targets.items():
-            _projections(plan, prefix, {key: target}, source, key, norm, add)
-        return
-    stages = [chain for chain in found.values() if chain is not None]
-    if not stages:
-        _modules(plan, prefix, targets, source, norm, add)
-        return
-    slots = [slot for _, slot in targets.values()]
-    parts = _advance(plan, prefix + name, stages, source, norm)
-    gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if norm and len(stages[0]) == 1 else {}
-    label = prefix + name + (".U" if len(stages[0]) > 1 else "")
-    plan.add(Phase(label, "stages", tuple(_last(parts, stages, slots)), add=add, **gain))
-
-
-def _advance(
-    plan: TokenPlan, name: str, stages: Sequence[Sequence[LayerStage]], source: Columns, norm: Any
-) -> list[Columns]:
-    """Add all stages but the last of layers that share `source`; returns the inputs of the last
-    stages."""
-    inputs = [source] * len(stages)
-    orders = [_order(stages, depth + 1) for depth in range(len(stages[0]) - 1)]
-    for depth in range(len(stages[0]) - 1):
-        parts, at = [], 0
-        for given, chain in zip(inputs, stages, strict=True):
-            target = Columns(f"z{depth}", chain[depth].rows, at)
-            parts.append(StagePart(chain[depth], given, target, order=orders[depth]))
-            at += -(-target.width // GROUP) * GROUP  # whole groups, should the next weights be packed
-        gain = {"gain": norm.weight, "eps": norm.variance_epsilon} if norm and depth == 0 else {}
-        plan.add(Phase(f"{name}.V", "stages", tuple(parts), **gain))
-        inputs = [part.target for part in parts]
-    return inputs
-
-
-def _last(
-    inputs: Sequence[Columns],
-    stages: Sequence[Sequence[LayerStage]],
-    targets: Sequence[Columns],
-    order: tuple[int, int] | None = None,
-) -> list[StagePart]:
-    """The last stages, into `targets`; the first stages of corrections write side by side into "z".
-    order: as of `StagePart`."""
-    parts, at = [], 0
-    for chain, given, target in zip(stages, inputs, targets, strict=True):
-        stage, first = chain[-1], None
-        if stage.correction is not None:
-            z = Columns("z", stage.correction.first.rows, at)
-            first = StagePart(stage.correction.first, given, z)
-            at += -(-z.width // 8) * 8  # 32-byte boundaries
-        parts.append(StagePart(stage, given, target, first, order))
-    return parts
-
-
-def _modules(
-    plan: TokenPlan,
-    prefix: str,
-    targets: dict[str, tuple[nn.Module, Columns]],
-    source: Columns,
-    norm: Any,
-    add: bool,
-) -> None:
-    """Add layers that only their own forward computes, with their norm as a phase before."""
-    if norm is not None:
-        normed, key = Columns("normed", source.width), "+".join(targets)
-        gain = {"gain": norm.weight, "eps": norm.variance_epsilon}
-        plan.add(Phase(f"{prefix}{key}.norm", "norm", source=source, target=normed, **gain))
-        source = normed
-    for key, (module, slot) in targets.items():
-        plan.add(Phase(prefix + key, "module", source=source, target=slot, module=module, add=add))
+def _gain(norm: Any) -> dict[str, Any]:
+    return {} if norm is None else {"gain": norm.weight, "eps": norm.variance_epsilon}

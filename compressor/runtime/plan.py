@@ -42,7 +42,6 @@ class StagePart:
     order: tuple[int, int] | None = None
 
     def slots(self) -> list[Columns]:
-        """The slots that it reads and writes."""
         return [self.source, self.target] + ([] if self.first is None else self.first.slots())
 
 
@@ -104,7 +103,6 @@ class TokenPlan:
 
     @property
     def plain(self) -> bool:
-        """Whether no weights are packed."""
         stages = [part.stage for phase in self.phases for part in phase.parts]
         return not any(isinstance(stage.w, Packed) for stage in stages)
 

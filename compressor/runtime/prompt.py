@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
-from blr.compressor.modeling.cache_names import cache_name
 from blr.compressor.modeling.cuda_graphs import Capture, ForwardGraphs, captured_if_faster
 from blr.compressor.modeling.masks import unmasked, unpacked
+from blr.compressor.modeling.settings import cache_name
 from blr.compressor.runtime.failures import BatchError
 from blr.compressor.runtime.memory import StaticKV
 
@@ -43,12 +43,9 @@ def left_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tenso
 
 
 class Prompts:
-    """Passes prompts through the layers of `model`, whose keys and values go to `kv`.
-
-    A graph may have more tokens and rows than its prompt: no token of the prompt sees those behind its
-    end, and later tokens overwrite their slots in the cache. capture: as of `ForwardGraphs`; None: no
-    graphs.
-    """
+    """Passes prompts through the layers of `model`, whose keys and values go to `kv`. A graph may have
+    more tokens and rows than its prompt: no token of the prompt sees those behind its end, and later
+    tokens overwrite their slots in the cache. capture: as of `ForwardGraphs`; None: no graphs."""
 
     def __init__(self, model: PreTrainedModel, kv: StaticKV, capture: Capture | None) -> None:
         self.model, self.kv = model, kv

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,35 +20,21 @@ LIKELY, LOOKED_UP = 0.8, 0.3  # shares of drafts that are believed to be accepte
 Propose = Callable[[Tensor, int, Sampler, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
-class Proposer(Protocol):
-    """Proposes tokens. seconds: about how long one takes on a GPU. believed: the share of them that is
-    accepted, before any was."""
-
-    seconds: float
-    believed: float
-
-    def read(self, input_ids: Tensor, lengths: Tensor | None) -> None:
-        """Take a prompt, as `Decoder.prefill`."""
-
-    def bind(self, rows: int, bucket: int) -> Propose:
-        """What proposes tokens to `rows` rows in contexts of up to `bucket` slots."""
-
-    def note(self, at: Tensor, chosen: Tensor) -> None:
-        """Take what the model chose [drafts + 1, B] behind the slots `at` [B]."""
-
-
 class SmallModel:
-    """Proposes what a smaller model's `decoder` says."""
+    """Proposes what a smaller model's `decoder` says. seconds: about how long a token takes on a GPU.
+    believed: the share of tokens that is accepted, before any was."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         self.seconds, self.believed = seconds_of(decoder), LIKELY
 
     def read(self, input_ids: Tensor, lengths: Tensor | None) -> None:
+        """Take a prompt, as `Decoder.prefill`."""
         self.decoder.prefill(input_ids, lengths)
         repeat_starts(self.decoder)
 
     def bind(self, rows: int, bucket: int) -> Propose:
+        """What proposes tokens to `rows` rows in contexts of up to `bucket` slots."""
         phases = self.decoder.plan.phases
         of = partial(self.decoder.launches, rows, bucket, phases)
         return partial(self._propose, of(2), of())
@@ -110,6 +95,7 @@ class Lookup:
         return partial(self._propose, self.text[:rows, :bucket])
 
     def note(self, at: Tensor, chosen: Tensor) -> None:
+        """Take what the model chose [drafts + 1, B] behind the slots `at` [B]."""
         slots = at + 1 + torch.arange(len(chosen), device=at.device)[:, None]
         self.text[: len(at)].scatter_(1, slots.T, chosen.T)
 

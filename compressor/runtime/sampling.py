@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +29,8 @@ class Sampler:
     """Chooses the most likely token at temperature 0, and draws one otherwise.
 
     top_k: draw among the k most likely. top_p: draw among the most likely that together reach this
-    probability. They apply in the order of transformers: temperature, top-k, top-p.
-
-    Raises ValueError: a temperature below 0, a top_k below 1, a top_p outside (0, 1].
-    """
+    probability. They apply in the order of transformers: temperature, top-k, top-p. Raises ValueError
+    for a temperature below 0, a top_k below 1, a top_p outside (0, 1]."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -64,7 +63,6 @@ class Sampler:
         return torch.zeros_like(probabilities).scatter_(-1, index, kept)
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """`probabilities` that add up to one."""
         found = self.probabilities(logits)
         return found if self.top_p is None else found / found.sum(-1, keepdim=True)
 
@@ -78,34 +76,42 @@ class Sampler:
         return (probabilities / noise.clamp_min_(1e-30)).argmax(-1)
 
 
-class Collector:
-    """Collects the tokens of each row up to and including its first stop token, `limit` at most.
+class Arriving:
+    """The copy of a tensor that is on its way from the device."""
 
-    Args:
-        rows: tokens of a step. limit: tokens of a row at most. stop_ids: tokens that end a row.
-        on_token: called with (row, token) for each token kept, in order.
-    """
+    def __init__(self, tensor: Tensor) -> None:
+        on_gpu = tensor.is_cuda
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        self._host.copy_(tensor, non_blocking=on_gpu)
+        self._event = torch.cuda.Event() if on_gpu else None
+        if self._event is not None:
+            self._event.record()
+
+    def rows(self) -> list[Any]:
+        """Wait for it; its rows."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+class Collector:
+    """Collects the tokens of each of `rows` up to and including a first of `stop_ids`, `limit` at most.
+    on_token: called with (row, token) for each token kept, in order."""
 
     def __init__(
         self,
         rows: int,
         limit: int,
-        device: torch.device,
         stop_ids: Collection[int] = (),
         on_token: Callable[[int, int], None] | None = None,
     ) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        self._open = set(range(rows))
+        self._open, self._limit = set(range(rows)), limit
         self._stop, self._on_token = frozenset(stop_ids), on_token
-        self._asynchronous = device.type == "cuda"
-        self._limit = limit
-        self._host = torch.zeros(limit, rows, dtype=torch.int64, pin_memory=self._asynchronous)
-        self._waiting: deque[tuple[int, torch.cuda.Event | None]] = deque()
-        self._steps = 0
+        self._waiting: deque[Arriving] = deque()
 
     @property
     def left(self) -> int:
-        """The most tokens that a row still takes."""
         return max((self._limit - len(self.tokens[row]) for row in self._open), default=0)
 
     def keep(self, row: int, tokens: Iterable[int]) -> bool:
@@ -124,29 +130,18 @@ class Collector:
 
     @property
     def done(self) -> bool:
-        """Whether every row has ended, as far as is known."""
         return not self._open
 
     def push(self, tokens: Tensor) -> None:
         """Start to copy tokens [rows] from the device, and take those of `LAG` steps ago."""
-        self._host[self._steps].copy_(tokens, non_blocking=self._asynchronous)
-        event = None
-        if self._asynchronous:
-            event = torch.cuda.Event()
-            event.record()
-        self._waiting.append((self._steps, event))
-        self._steps += 1
-        self._take(LAG if self._asynchronous else 0)
+        self._waiting.append(Arriving(tokens))
+        self._take(LAG if tokens.is_cuda else 0)
 
     def finish(self) -> list[list[int]]:
-        """Wait for all tokens; returns those of each row."""
         self._take(0)
         return self.tokens
 
     def _take(self, left: int) -> None:
         while len(self._waiting) > left:
-            step, event = self._waiting.popleft()
-            if event is not None:
-                event.synchronize()
-            for row, token in enumerate(self._host[step].tolist()):
+            for row, token in enumerate(self._waiting.popleft().rows()):
                 self.keep(row, [token])

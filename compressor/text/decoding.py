@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blr.compressor.base.exhaustion import exhausted, raise_exhausted
-from blr.compressor.modeling.cache_names import cache_name
+from blr.compressor.modeling.settings import cache_name
 from blr.kernels.common.capturing import Captured
 from blr.kernels.common.placing import on_gpu
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.base.progress import OWN, Progress
 from blr.compressor.loading.tokenizer import check_ids
-from blr.compressor.modeling.cache_names import NAMES, cache_name
+from blr.compressor.modeling.settings import CACHE_NAMES, cache_name
 from blr.compressor.text.decoding import StaticReading, distance
 from blr.compressor.text.reading import beginning_of
 from blr.compressor.text.shelf import Shelf, shelf_folder
@@ -244,7 +244,9 @@ def _cached(model: PreTrainedModel, ids: Tensor) -> bool:
     given = _fresh_cache(model)
     try:
         out = model(input_ids=ids, **given, use_cache=True, logits_to_keep=1)
-        if not any(getattr(out, name, None) is cache for name in NAMES for cache in given.values()):
+        if not any(
+            getattr(out, name, None) is cache for name in CACHE_NAMES for cache in given.values()
+        ):
             return False
         found = model(input_ids=ids[:, -1:], **given, use_cache=True, logits_to_keep=1).logits[:, -1:]
     except torch.OutOfMemoryError:

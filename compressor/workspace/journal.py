@@ -1,9 +1,6 @@
-"""The journal: finished layers, each in a file named by the digest of all that determined it.
-
-A run that is killed finds its layers here when it starts again; a layer whose weight or settings
-changed has another key and is computed anew. Bytes of a resumed run equal those of an
-uninterrupted one because both read the factors from here.
-"""
+"""The journal: finished layers, each in a file named by the digest of all that determined it. A run that
+was killed finds its layers here; bytes equal those of an uninterrupted one, for both read them from
+here."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from blr.compressor import __version__
@@ -49,7 +45,6 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lock = Lock()
 
     def count(self, counts: Callable[[dict[str, object]], bool]) -> int:
         """How many entries have a record that `counts`; their tensors are not looked at."""
@@ -87,10 +82,9 @@ class Journal:
         for key in keys:
             while not (self.folder / f"{key}.safetensors").exists():
                 if time.monotonic() > deadline:
-                    raise OutputError(
-                        f"{self.folder}: a layer that another process has finished is not there; "
-                        "processes on several hosts need an --output in a folder that they share"
-                    )
+                    found = "a layer that another process has finished is not there"
+                    remedy = "processes on several hosts need an --output in a folder that they share"
+                    raise OutputError(f"{self.folder}: {found}; {remedy}")
                 time.sleep(0.1)
                 os.listdir(self.folder)  # makes a network file system look again
 
@@ -117,11 +111,10 @@ class Journal:
         path = self.folder / f"{key}.safetensors"
         scratch = scratch_for(path)
         try:
+            scratch.touch()  # by the umask, unlike what safetensors puts in its place
+            mode = scratch.stat().st_mode
             save_file(tensors, scratch, metadata={METADATA_KEY: canonical_json(kept).decode()})
-            with self.lock:  # threads of a process share its umask
-                current = os.umask(0)
-                os.umask(current)
-            os.chmod(scratch, 0o666 & ~current)
+            scratch.chmod(mode)
             settle(scratch, path)
         except BaseException:
             scratch.unlink(missing_ok=True)
@@ -156,12 +149,8 @@ def headers_digest(source: Source) -> str:
 
 def versions() -> dict[str, str]:
     """Of everything that determines the bytes of an output."""
-    return {
-        "blr": __version__,
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "python": platform.python_version(),
-    }
+    libraries = {name: version(name) for name in ("torch", "transformers")}
+    return {"blr": __version__, **libraries, "python": platform.python_version()}
 
 
 def changes(left: dict[str, object], now: dict[str, object], prefix: str = "") -> list[str]:

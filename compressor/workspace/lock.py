@@ -1,11 +1,9 @@
-"""One run at a time on one output: a lock file that says whose it is.
-
-Its text marks it as ours, names the process that holds it, and tells, if that was killed, whether
-it had begun to move whole folders. A file system without locks (some network ones) falls back on
-that text: a lock whose process is gone is taken over.
-"""
+"""One run at a time on one output: a lock file that names the process that holds it, and tells, if that
+was killed, whether it had begun to move folders. Where a file system has no locks, one whose process is
+gone is taken over by that text."""
 
 import errno
+import fcntl
 import os
 import socket
 import stat
@@ -111,9 +109,8 @@ class Lock:
         locked = _flock(self._descriptor)
         left = None if made else self._read() or {}
         if locked is False or (locked is None and left and self._is_alive(left)):
-            raise OutputError(
-                f"{self.output}: another blr run is writing it; wait for it or choose another --output"
-            )
+            remedy = "wait for it or choose another --output"
+            raise OutputError(f"{self.output}: another blr run is writing it; {remedy}")
         if not self._is_in_place():
             return False
         self.after_kill = left is not None
@@ -126,10 +123,9 @@ class Lock:
         """Whether the process that a lock names still runs, as far as that can be seen from here."""
         process, host = left.get("pid"), left.get("host")
         if host != socket.gethostname():
-            raise OutputError(
-                f"{self.path}: a blr run on {host} holds the output, and this file system has no locks "
-                "that would tell whether it still runs; if it does not, remove this file"
-            )
+            found = f"a blr run on {host} holds the output, and this file system has no locks that"
+            remedy = "if it does not, remove this file"
+            raise OutputError(f"{self.path}: {found} would tell whether it still runs; {remedy}")
         if type(process) is not int or not 0 < process < MAX_PROCESS or process == os.getpid():
             return self.path in HELD_LOCKS
         try:
@@ -161,8 +157,6 @@ class Lock:
 
 def _flock(descriptor: int) -> bool | None:
     """Whether the descriptor's file is locked now; None if the file system has no locks."""
-    import fcntl
-
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

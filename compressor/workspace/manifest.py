@@ -1,9 +1,6 @@
-"""The manifest of an output: every file's size and SHA-256, and where the output came from.
-
-It covers itself: `manifest_sha256` is the SHA-256 of the manifest's own text with that digest's 64
-digits as zeros, so that a changed bit in any of its facts is noticed as one in a weight is. Shards are
-listed with the digest of their header too, which tells a relabelled tensor without reading all of it.
-"""
+"""The manifest of an output: every file's size and SHA-256, and where the output came from. It covers
+itself: `manifest_sha256` is that of its text with the digest's digits as zeros. Of shards it has the
+headers' digests too, which tell a relabelled tensor."""
 
 import hashlib
 import json
@@ -18,7 +15,6 @@ from typing import Any, Literal
 from blr.compressor.base.disk import sha256_file
 from blr.compressor.base.errors import InputError, OutputError, VerifyError
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.config import depth
 from blr.compressor.checkpoint.header import TensorEntry, header_bytes
 from blr.compressor.checkpoint.regular import inside, parse_json, read_whole, refuse
 from blr.compressor.checkpoint.remote import remote_shard
@@ -29,7 +25,6 @@ FORMAT = 2
 WITHOUT_DIGEST = 1  # the format before, which says nothing of itself and of headers
 DIGEST, HEADER = "manifest_sha256", "header_sha256"
 MAX_BYTES = 64 * 2**20
-MAX_DEPTH = 32
 TABLES = ("run", "source", "healed_from", "teacher", "compressed_from")  # facts that are tables
 _UNSET = "0" * 64
 # What the hub puts beside files that it gives, none of which a model is read from
@@ -51,7 +46,7 @@ def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: obj
     for name, (size, sha256) in sorted(files.items()):
         listed[name] = {"size": size, "sha256": sha256}
         if name.endswith(SHARD):
-            listed[name][HEADER] = header_digest(folder / name)
+            listed[name][HEADER] = hashlib.sha256(header_bytes(folder / name)).hexdigest()
     table = {"format": FORMAT, "files": listed, **facts, DIGEST: _UNSET}
     text = json.dumps(table, indent=2).encode() + b"\n"
     return _with_digest(text, _UNSET, hashlib.sha256(text).hexdigest())
@@ -64,11 +59,6 @@ def with_file(folder: Path, name: str, data: bytes) -> bytes:
     files[name] = (len(data), hashlib.sha256(data).hexdigest())
     facts = {key: manifest[key] for key in manifest if key not in ("format", "files", DIGEST)}
     return build_manifest(folder, files, **facts)
-
-
-def header_digest(path: Path) -> str:
-    """SHA-256 of all of a shard before its tensors."""
-    return hashlib.sha256(header_bytes(path)).hexdigest()
 
 
 def _with_digest(text: bytes, old: str, new: str) -> bytes:
@@ -106,8 +96,7 @@ def computing_digest(folder: Path) -> str | None:
 
 
 def verify_manifest(folder: Path) -> int:
-    """Check every file of an output; how many there are. Raises OutputError as `read_manifest`,
-    VerifyError for a difference."""
+    """Check every file of an output; how many there are. Raises OutputError, VerifyError."""
     manifest, damage = _read(folder)
     problems = [f"{MANIFEST}: {damage}"] if damage else verify_files(folder, manifest)
     if problems:
@@ -125,10 +114,8 @@ def _read(folder: Path) -> tuple[dict[str, Any], str]:
     except InputError:
         text, manifest = b"", {}
     if not _is_ours(manifest):
-        raise OutputError(
-            f"{path}: missing or not a manifest of format {FORMAT}, the folder was not written by blr; "
-            f"{ANOTHER}"
-        )
+        found = f"missing or not a manifest of format {FORMAT}, the folder was not written by blr"
+        raise OutputError(f"{path}: {found}; {ANOTHER}")
     return manifest, _damage(manifest, text)
 
 
@@ -143,8 +130,7 @@ def _damage(manifest: dict[str, object], text: bytes) -> str:
 
 
 def saved_by(config: dict[str, Any]) -> str | None:
-    """By whom and from what a folder was saved; None if blr wrote it. Raises TypeError or KeyError for
-    other configurations."""
+    """By whom and from what a folder was saved; None if blr wrote it. Raises TypeError, KeyError."""
     saved = config["blr"].get("saved")
     if saved is None:
         return None
@@ -154,40 +140,28 @@ def saved_by(config: dict[str, Any]) -> str | None:
     return f"saved by {by} from {origin}" if saved.get("from") else f"saved by {by}"
 
 
-def _is_ours(manifest: dict[str, object]) -> bool:
-    files = manifest.get("files")
+def _is_ours(manifest: dict[str, Any]) -> bool:
+    """Whether listed files and the facts on run and source have the types that commands write."""
+    files, read = manifest.get("files"), manifest.get("input_sha256")
     if manifest.get("format") not in (FORMAT, WITHOUT_DIGEST) or type(files) is not dict or not files:
         return False
-    if depth(manifest) > MAX_DEPTH or not _is_account(manifest):
+    if any(type(manifest.get(name)) not in (dict, NoneType) for name in TABLES):
         return False
-    return all(_is_inside(name) and _is_listing(found) for name, found in files.items())
-
-
-def _is_account(manifest: dict[str, Any]) -> bool:
-    """Whether the facts on run and source have the types that commands write."""
-    tables = [manifest.get(name) for name in TABLES]
     source = manifest.get("source") or {}
-    read = manifest.get("input_sha256")
-    return (
-        all(table is None or type(table) is dict for table in tables)
-        and all(type(source.get(name)) in (str, NoneType) for name in ("name", "revision"))
-        and (read is None or is_digest(read))
-    )
+    named = all(type(source.get(name)) in (str, NoneType) for name in ("name", "revision"))
+    listed = all(is_inside(name) and _is_listing(found) for name, found in files.items())
+    return named and listed and (read is None or is_digest(read))
 
 
-def _is_inside(name: str) -> bool:
+def is_inside(name: str) -> bool:
     """Whether a listed name is a plain relative path below the folder."""
-    parts = name.split("/")
-    return name.isprintable() and "\\" not in name and not {"", ".", ".."} & set(parts)
+    return name.isprintable() and "\\" not in name and not {"", ".", ".."} & set(name.split("/"))
 
 
 def _is_listing(found: object) -> bool:
-    return (
-        type(found) is dict
-        and type(found.get("size")) is int
-        and all(is_digest(value) for key, value in found.items() if key != "size")
-        and "sha256" in found
-    )
+    if type(found) is not dict or type(found.get("size")) is not int or "sha256" not in found:
+        return False
+    return all(is_digest(value) for key, value in found.items() if key != "size")
 
 
 def is_digest(value: object) -> bool:
@@ -198,16 +172,11 @@ def is_digest(value: object) -> bool:
 def verify_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """What differs between the folder and its manifest, one line a file; empty when nothing."""
     present, unread = _walk(folder)
-    extra = sorted(present - set(manifest["files"]) - {MANIFEST})
-    extra = [name for name in extra if not _is_hubs_own(folder, name)]
-    unlisted = [f"{quote(name)[1:-1]}: not listed in the manifest" for name in extra]
+    unlisted = []
+    for name in sorted(present - {*manifest["files"], MANIFEST}):
+        if not _HUBS_OWN.fullmatch(name) or not stat.S_ISREG(os.lstat(folder / name).st_mode):
+            unlisted.append(f"{quote(name)[1:-1]}: not listed in the manifest")
     return verify_listed(folder, manifest) + unlisted + unread
-
-
-def _is_hubs_own(folder: Path, name: str) -> bool:
-    """Whether a file is one that the hub or its client puts beside others."""
-    named = _HUBS_OWN.fullmatch(name) is not None
-    return named and stat.S_ISREG(os.lstat(folder / name).st_mode)
 
 
 def verify_listed(folder: Path, manifest: dict[str, Any]) -> list[str]:
@@ -264,13 +233,11 @@ def check_listed(folder: Path, hashes: Hashes) -> None:
         size = os.stat(path).st_size
         if size != expected["size"]:
             refuse(path, f"{size} bytes", f"{expected['size']} by {MANIFEST}", REMEDY)
-        if HEADER in expected and header_digest(path) != expected[HEADER]:
+        header = hashlib.sha256(header_bytes(path)).hexdigest() if HEADER in expected else None
+        if header != expected.get(HEADER):
             refuse(path, "another header", f"the one that {MANIFEST} lists", REMEDY)
-    read = {
-        n: e
-        for n, e in listed.items()
-        if hashes == "all" or (hashes == "small" and not n.endswith(SHARD))
-    }
+    small = {name: found for name, found in listed.items() if not name.endswith(SHARD)}
+    read = {"all": listed, "small": small, "none": {}}[hashes]
     with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
         paths = [folder / name for name in read]
         for (name, expected), found in zip(read.items(), pool.map(_sha256, paths), strict=True):

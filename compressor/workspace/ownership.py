@@ -1,11 +1,7 @@
-"""What belongs to this tool: the one rule by which anything beside the source is removed or replaced.
+"""The one rule by which anything beside the source is removed or replaced: a folder is ours if a marker
+inside says so (`run.json`, or the manifest of a whole output) and it holds nothing but plain files that
+the marker lists. All else is the user's and stays."""
 
-A name proves nothing. A folder is ours if a marker inside says so (`run.json` of an unfinished
-output, the manifest of a whole one) and if it holds nothing but plain files that the marker lists.
-Everything else is the user's: it is refused by name and stays as it is. Links are never followed.
-"""
-
-import json
 import os
 import re
 import stat
@@ -13,17 +9,17 @@ from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path, PurePosixPath
+from types import NoneType
 from typing import Any, NoReturn
 
 from blr.compressor.base.disk import SCRATCH, fsync_folder, write_stream
 from blr.compressor.base.errors import InputError, OutputError
 from blr.compressor.base.exhaustion import storage_errors
 from blr.compressor.base.quoting import is_text, quote
-from blr.compressor.checkpoint.config import depth
 from blr.compressor.checkpoint.regular import parse_json
 from blr.compressor.checkpoint.source import JOURNAL
 from blr.compressor.workspace.journal import canonical_json
-from blr.compressor.workspace.manifest import ANOTHER, MANIFEST, MAX_DEPTH, read_manifest, verify_listed
+from blr.compressor.workspace.manifest import ANOTHER, MANIFEST, is_inside, read_manifest, verify_listed
 
 RUN_FILE = "run.json"
 ABOUT = "unfinished output of blr: the same command resumes it, --restart discards it"
@@ -58,26 +54,20 @@ def entries(folder: Path) -> Entries:
 
 def in_the_way(path: Path, why: str) -> NoReturn:
     """Raise OutputError for something at `path` that is not ours."""
-    raise OutputError(
-        f"{quote(path, 240)[1:-1]}: in the way, {why}; blr leaves it as it is: "
-        "move it away, or choose another --output"
-    )
+    remedy = "blr leaves it as it is: move it away, or choose another --output"
+    raise OutputError(f"{quote(path, 240)[1:-1]}: in the way, {why}; {remedy}")
 
 
 def check_listed(folder: Path, listed: Iterable[str]) -> Entries:
-    """The entries of `folder`. Raises OutputError for the first that is no plain file that `listed`
-    names, or a folder of such files."""
+    """The entries of `folder`. Raises OutputError for any but plain files that `listed` names."""
     names = set(listed)
     converted = {f"{PICKLED}/{name}" for name in ("teacher", *(f"module-{n}" for n in range(10)))}
     parents = {str(p) for name in names for p in PurePosixPath(name).parents}
     parents |= {JOURNAL, PICKLED, *converted}
     found = entries(folder)
     for name, status in reversed(found.items()):
-        if stat.S_ISDIR(status.st_mode):
-            ours = name in parents
-        else:
-            ours = stat.S_ISREG(status.st_mode) and is_named(name, names)
-        if not ours:
+        named = stat.S_ISREG(status.st_mode) and is_named(name, names)
+        if not (name in parents if stat.S_ISDIR(status.st_mode) else named):
             in_the_way(folder / name, "not written by blr")
     return found
 
@@ -170,10 +160,10 @@ def read_marker(partial: Path) -> dict[str, Any] | None:
         marker = parse_json(data, path)
     except InputError:
         in_the_way(path, "damaged")
-    files = marker.get("files")
-    told = marker.get("run") is None or type(marker["run"]) is dict
-    known = marker.keys() == {"about", "files", "run"} and depth(marker) <= MAX_DEPTH
-    if not (known and told and type(files) is list and all(map(_is_name, files))):
+    files, run = marker.get("files"), marker.get("run")
+    known = marker.keys() == {"about", "files", "run"}
+    named = type(files) is list and all(type(name) is str and is_inside(name) for name in files)
+    if not (known and named and type(run) in (dict, NoneType)):
         in_the_way(path, "damaged")
     return marker
 
@@ -200,15 +190,6 @@ def _small(path: Path) -> bytes:
         return file.read() if plain and status.st_size <= MAX_BYTES else b""
 
 
-def _is_name(name: object) -> bool:
-    return type(name) is str and not {"", ".", ".."} & set(name.split("/"))
-
-
-def canonical(value: object) -> Any:
-    """`value` as it comes back from JSON."""
-    return json.loads(canonical_json(value))
-
-
 def sibling(output: Path, kind: str) -> Path:
     """The path beside `output` that holds its partial folder, lock or replaced output."""
     return output.with_name(f"{output.name}.blr-{kind}")
@@ -219,13 +200,17 @@ def output_of(path: Path) -> Path:
     return path.with_name(re.sub(r"\.blr-(partial|lock|replaced)$", "", path.name))
 
 
+def _refuse(path: Path, found: str, remedy: str = "choose another --output") -> NoReturn:
+    raise OutputError(f"{path}: {found}; {remedy}")
+
+
 def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = ()) -> None:
     """Raise OutputError unless `output` can be written, apart from the folders in `reads`."""
     if str(output).startswith("~") and not os.path.lexists(output.parts[0]):
-        raise OutputError(f"{output}: no such user; write ./{output} for a folder of that name")
+        _refuse(output, "no such user", f"write ./{output} for a folder of that name")
     output = absolute(output)
     if not output.name:
-        raise OutputError(f"{output}: not a folder that can be made; choose another --output")
+        _refuse(output, "not a folder that can be made")
     for folder in map(Path, map(os.path.expanduser, reads)):
         if os.path.isdir(folder):
             check_apart(output, folder)
@@ -233,27 +218,18 @@ def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = (
     parent = output.parent
     with storage_errors(parent):
         if not is_text(str(output)):
-            raise OutputError(
-                f"{quote(output, 160)[1:-1]}: a name that is no text in this locale; "
-                "choose another --output"
-            )
+            _refuse(Path(quote(output, 160)[1:-1]), "a name that is no text in this locale")
         if output.name.endswith(tuple(f".blr-{kind}" for kind in KINDS)):
-            raise OutputError(
-                f"{output}: a name kept for what lies beside an output; choose another --output"
-            )
+            _refuse(output, "a name kept for what lies beside an output")
         with suppress(FileNotFoundError):  # of a current folder that was removed
             if Path(os.path.realpath(os.getcwd())).is_relative_to(os.path.realpath(output)):
-                raise OutputError(
-                    f"{output}: the current folder, or one around it; expected the name of a folder "
-                    "to make: choose another --output"
-                )
+                found = "the current folder, or one around it; expected the name of a folder to make"
+                raise OutputError(f"{output}: {found}: choose another --output")
         place = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())
         if not place.is_dir():
-            raise OutputError(
-                f"{place}: a file, no folder to write {output.name} into; choose another --output"
-            )
+            _refuse(place, f"a file, no folder to write {output.name} into")
         if not os.access(place, os.W_OK | os.X_OK):
-            raise OutputError(f"{place}: not writable; choose an output folder you can write to")
+            _refuse(place, "not writable", "choose an output folder you can write to")
         if os.path.lexists(output):
             _check_occupied(output, overwrite)
 
@@ -264,23 +240,18 @@ def check_apart(output: Path, source: Path) -> None:
     place, read = Path(os.path.realpath(output)), Path(os.path.realpath(source))
     if place.is_relative_to(read):
         what = "the model itself" if place == read else f"inside {source}"
-        raise OutputError(f"{output}: {what}, which is read; choose another --output, outside of it")
+        _refuse(output, f"{what}, which is read", "choose another --output, outside of it")
     for path in chain((place,), (sibling(place, kind) for kind in KINDS)):  # the root has no siblings
         if read.is_relative_to(path):
-            raise OutputError(
-                f"{source}: the checkpoint that is read lies in {path}, which this run replaces; "
-                "choose another --output"
-            )
+            _refuse(source, f"the checkpoint that is read lies in {path}, which this run replaces")
 
 
 def check_outside(output: Path) -> None:
     """Raise OutputError if `output` would lie in another output, which would then not verify."""
     for around in Path(os.path.realpath(output)).parents:
         if os.path.isfile(around / MANIFEST):
-            raise OutputError(
-                f"{output}: inside {around}, an output of blr, which would no longer be as its manifest "
-                "says; choose another --output"
-            )
+            broken = "which would no longer be as its manifest says"
+            _refuse(output, f"inside {around}, an output of blr, {broken}")
 
 
 def absolute(output: Path) -> Path:
@@ -288,31 +259,24 @@ def absolute(output: Path) -> Path:
     try:
         return Path(os.path.abspath(output))
     except FileNotFoundError:
-        raise OutputError(
-            "the current folder: it was removed; expected one that is there; change to another"
-        ) from None
+        said = "it was removed; expected one that is there; change to another"
+        raise OutputError(f"the current folder: {said}") from None
 
 
 def _check_occupied(output: Path, overwrite: bool) -> None:
     if output.is_symlink():
-        raise OutputError(
-            f"{output}: a link, whose place a finished folder would take; give the path of a folder, "
-            f"as {os.path.realpath(output)}"
-        )
+        remedy = f"give the path of a folder, as {os.path.realpath(output)}"
+        _refuse(output, "a link, whose place a finished folder would take", remedy)
     if not output.is_dir():
-        raise OutputError(f"{output}: exists and is not a folder; choose another --output")
+        _refuse(output, "exists and is not a folder")
     if is_mount(output):
-        raise OutputError(
-            f"{output}: a mount point, which no finished folder can be renamed to; "
-            f"give a folder inside it: --output {output / 'model'}"
-        )
+        remedy = f"give a folder inside it: --output {output / 'model'}"
+        _refuse(output, "a mount point, which no finished folder can be renamed to", remedy)
     if not any(output.iterdir()):
         return
     if not overwrite:
-        raise OutputError(
-            f"{output}: the output folder exists and is not empty; "
-            "choose another --output, or pass --overwrite if blr wrote it"
-        )
+        remedy = "choose another --output, or pass --overwrite if blr wrote it"
+        _refuse(output, "the output folder exists and is not empty", remedy)
     try:
         listed = {*read_manifest(output)["files"], MANIFEST}
     except OutputError as error:
@@ -330,11 +294,6 @@ def is_mount(folder: Path) -> bool:
     except OSError:
         return False
     place = os.fsencode(os.path.realpath(folder))
-    return any(_unescaped(line.split()[4]) == place for line in lines)
-
-
-def _unescaped(field: bytes) -> bytes:
-    """A path of the mount table, whose blanks are written in octal."""
-    for code in (b"040", b"011", b"012", b"134"):
-        field = field.replace(b"\\" + code, bytes([int(code, 8)]))
-    return field
+    for code in (b"134", b"040", b"011", b"012"):  # blanks are written in octal there
+        place = place.replace(bytes([int(code, 8)]), b"\\" + code)
+    return any(line.split()[4] == place for line in lines)

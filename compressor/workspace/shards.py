@@ -1,8 +1,5 @@
-"""Writes safetensors shards as streams: the layout is fixed first, then bytes pass through.
-
-Nothing larger than one chunk is held: the library's writer needs a whole shard in memory, which
-is what this module exists to avoid. Every shard is read back by the library at the end of a run.
-"""
+"""Writes safetensors shards as streams: the layout is fixed first, then bytes pass through. The
+library's writer would need a whole shard in memory."""
 
 import json
 import re
@@ -89,11 +86,8 @@ def _header(slots: list[Slot]) -> bytes:
     offset = 0
     for slot in slots:
         end = offset + slot.origin.nbytes
-        table[slot.name] = {
-            "dtype": slot.origin.dtype,
-            "shape": list(slot.origin.shape),
-            "data_offsets": [offset, end],
-        }
+        described = {"dtype": slot.origin.dtype, "shape": list(slot.origin.shape)}
+        table[slot.name] = {**described, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -1,22 +1,16 @@
-"""JSON that `blr` wrote and reads again, in folders where others can write: nothing in it is believed.
-
-A file is read if it is a plain one, no link, of bounded size and depth, and if its content fits a model
-of pydantic: known keys, right types, finite numbers.
-"""
+"""JSON that blr wrote and reads again, in folders where others can write: nothing in it is believed."""
 
 import os
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from blr.compressor.base.errors import BlrError, InputError, OutputError
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.config import depth
 from blr.compressor.checkpoint.regular import read_json, refuse
 
 MAX_BYTES = 16 * 2**20
-MAX_DEPTH = 32
 OURS = "what blr writes there"
 
 
@@ -33,13 +27,11 @@ class Told(BaseModel):
 
 
 Model = TypeVar("Model", bound=BaseModel)
+KeyPath = tuple[str | int, ...]
 
 
 def read_kept(
-    path: Path,
-    model: type[Model],
-    remedy: str,
-    kind: type[BlrError] = OutputError,
+    path: Path, model: type[Model], remedy: str, kind: type[BlrError] = OutputError
 ) -> Model | None:
     """The content of `path` as a `model`; None where nothing is. Raises an error of `kind` with `remedy`
     for a link, no plain file, or contents that blr does not write."""
@@ -58,8 +50,6 @@ def fitted(
     data: dict[str, object], model: type[Model], path: Path, remedy: str, expected: str = OURS
 ) -> Model:
     """Parsed JSON as a `model`. Raises InputError, which names `path` and what is `expected`."""
-    if depth(data) > MAX_DEPTH:
-        refuse(path, f"over {MAX_DEPTH} nested levels", expected, remedy)
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -68,17 +58,20 @@ def fitted(
 
 def _found(error: ValidationError, data: object) -> str:
     """The first thing that does not fit, and where in `data` it is."""
-    first, parts = error.errors(include_url=False)[0], list[str]()
-    for part in first["loc"]:  # those of a union are of its types
-        here = data.get(part) if isinstance(data, dict) else None
-        if isinstance(data, list) and isinstance(part, int):
-            here = data[part]
-        if here is not None or first["type"] in ("missing", "extra_forbidden"):
-            parts.append(str(part))
-            data = here
-    where = quote(".".join(parts), 60)
-    if first["type"] == "missing":
-        return f"no key {where}"
-    if first["type"] == "extra_forbidden":
-        return f"the unknown key {where}"
+    first = error.errors(include_url=False)[0]
+    said = {"missing": "no key", "extra_forbidden": "the unknown key"}.get(first["type"])
+    parts = first["loc"] if said else in_data(data, first["loc"])
+    where = quote(".".join(map(str, parts)), 60)
+    if said:
+        return f"{said} {where}"
     return f"{quote(first['input'], 40)} for {where}"
+
+
+def in_data(data: Any, loc: tuple[str | int, ...]) -> KeyPath:
+    """The parts of a pydantic location that are keys of the file, without the tags of unions."""
+    where: KeyPath = ()
+    for part in loc:
+        held = range(len(data)) if isinstance(data, list) else data if isinstance(data, dict) else ()
+        if part in held:
+            data, where = data[part], (*where, part)
+    return where

@@ -1,11 +1,10 @@
-"""Where an output is built: a locked sibling folder that becomes the output in one rename.
-
-``OUT.blr-partial/`` holds the journal and, at the end, every file of the output. ``OUT`` itself
-is absent until all of it has been written, flushed and listed in the manifest.
-"""
+"""Where an output is built: ``OUT.blr-partial/``, a locked sibling with the journal and, at the end,
+every file of the output. It becomes ``OUT`` in one rename, when all is flushed and listed in the
+manifest."""
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,7 @@ from blr.compressor.base.errors import OutputError
 from blr.compressor.base.exhaustion import storage_errors
 from blr.compressor.checkpoint.source import JOURNAL
 from blr.compressor.workspace import ownership
-from blr.compressor.workspace.journal import Journal, changes
+from blr.compressor.workspace.journal import Journal, canonical_json, changes
 from blr.compressor.workspace.lock import Lock
 from blr.compressor.workspace.manifest import MANIFEST, read_manifest, verify_files, verify_listed
 from blr.compressor.workspace.ownership import absolute, check_output, sibling
@@ -27,14 +26,10 @@ Verify = Callable[[Path, dict[str, object]], list[str]]
 
 
 class Workspace:
-    """Exclusive access to the partial folder of one output; use as a context manager.
-
-    Args:
-        overwrite: replace an existing output of blr. restart: discard what an earlier run left.
-        visiting: another process holds it, this one adds to its journal, and does not enter.
-
-    Raises OutputError, on entering, if another run holds it, or if it is not writable or not of blr.
-    """
+    """Exclusive access to the partial folder of one output, as a context manager. `overwrite` replaces
+    an existing output of blr, `restart` discards what an earlier run left, and `visiting` adds to the
+    journal of another process and does not enter. Raises OutputError, on entering, if another run holds
+    it, or if it is not writable or not of blr."""
 
     def __init__(
         self, output: Path, *, overwrite: bool = False, restart: bool = False, visiting: bool = False
@@ -51,9 +46,7 @@ class Workspace:
         self._lock = Lock(sibling(self.output, "lock"), self.output)
         self._files: set[str] = set()  # all that the partial folder may hold, by the marker in it
         self._replaced: ownership.Entries = {}  # what is in the output that is overwritten
-        self._left: dict[str, object] | None = (
-            None  # fingerprint of the run that left the partial folder
-        )
+        self._left: dict[str, object] | None = None  # fingerprint of the run that left it there
         self._after_kill = False
 
     def __enter__(self) -> Workspace:
@@ -99,22 +92,18 @@ class Workspace:
     def open(self, fingerprint: dict[str, object]) -> None:
         """Make the partial folder ready for a run, which `fingerprint` (JSON-ready) describes. Raises
         OutputError, naming the differences, for work of a run with another one."""
-        self.fingerprint = ownership.canonical(fingerprint)
-        if self._left is not None and self._holds_work():
-            changed = changes(self._left, self.fingerprint)
-            if changed:
-                discard = "pass --restart to discard it" if self._is_marked() else "move it away"
-                raise OutputError(
-                    f"{self.partial}: left by a run with other settings ({'; '.join(changed)}); "
-                    f"run again with those, or {discard}"
-                )
+        self.fingerprint = json.loads(canonical_json(fingerprint))
+        changed = changes(self._left, self.fingerprint) if self._left is not None else []
+        if changed and self._holds_work():
+            discard = "pass --restart to discard it" if self._is_marked() else "move it away"
+            found = f"left by a run with other settings ({'; '.join(changed)})"
+            raise OutputError(f"{self.partial}: {found}; run again with those, or {discard}")
         if self._is_marked() or not os.path.lexists(self.partial):
             self.claim()
             self.journal.folder.mkdir(exist_ok=True)
             self._remove_scratch()
 
     def _remove_scratch(self) -> None:
-        """Delete what killed runs were writing."""
         found = ownership.check_listed(self.partial, self._files)
         ownership.delete(self.partial, {n: s for n, s in found.items() if ownership.is_scratch(n)})
 

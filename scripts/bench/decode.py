@@ -45,8 +45,8 @@ from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.context import NGRAM
-from blr.compressor.modeling.drafts import load_draft
 from blr.compressor.modeling.settings import export_settings
+from blr.compressor.runtime.drafted import load_draft
 
 BASELINE = f"{HF}-dense"
 # What is timed unless --arms says otherwise, for shapes and for checkpoints.

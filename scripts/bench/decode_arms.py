@@ -14,7 +14,7 @@ from blr.bench.models import CORRECTED, FEW_BITS, OWN, STRUCTURES
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.context import NGRAM
 from blr.compressor.exporting.quantizer import KINDS
-from blr.compressor.modeling.cache_names import cache_name
+from blr.compressor.modeling.settings import cache_name
 from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.runtime.drafted import DRAFTS, DraftedDecoder
 from blr.compressor.runtime.failures import CACHES
@@ -159,7 +159,7 @@ class OursArm:
 
     def bytes_read(self) -> int:
         """Bytes that a step reads by the decoder's own count."""
-        return sum(size for _, size in self.decoder.stages())
+        return sum(map(self.decoder.bytes_of, self.decoder.plan.phases))
 
     def greedy(self, count: int) -> list[list[int]]:
         """The first `count` new tokens of every row."""
@@ -199,7 +199,7 @@ class SpeculativeArm(OursArm):
 
     def run(self, steps: int) -> None:
         """Decode `steps` tokens after a prompt, by rounds."""
-        collector = Collector(len(self.ids), steps + 1, self.ids.device)
+        collector = Collector(len(self.ids), steps + 1)
         self.decoder.proceed(self.logits, Sampler(), collector, steps + 1, 0)
 
     def said(self) -> str:

@@ -126,7 +126,7 @@ class PrefillModels:
     def _replayed(self, model: object, x: Tensor) -> Tensor:
         """By the model's CUDA graph for such inputs. Raises RuntimeError if it has none."""
         graphs = self.graphs.setdefault(id(model), ForwardGraphs(captured))
-        found: Tensor = graphs.run(lambda x: first_logits(model, x), ((x,), {}), inside=unmasked)
+        found: Tensor = graphs.replayed(lambda x: first_logits(model, x), ((x,), {}), inside=unmasked)
         if graphs.failed:
             raise RuntimeError("its pass cannot be captured as a CUDA graph")
         return found

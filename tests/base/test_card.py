@@ -14,7 +14,7 @@ from blr.compressor.base import device as card
 from blr.compressor.base.device import Card, installed_card
 from blr.compressor.planning import roofline
 from blr.compressor.planning.roofline import chosen_gpu, gpu_of
-from blr.compressor.planning.speed import decided
+from blr.compressor.planning.sizing import decided
 from blr.compressor.recipe.schema import Recipe
 
 pytestmark = pytest.mark.fast

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 # A training of four short steps, saved at each
 STEPS = """
 from dataclasses import replace
-from blr.compressor.commands import compress as after
+from blr.compressor.commands import compress_run as after
 asked = after.options_of
 short = {"minutes": None, "steps": 4, "window": 16, "batch": 64, "own_tokens": 400, "save_minutes": 0.0}
 after.options_of = lambda settings: replace(asked(settings), **short)

@@ -10,8 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from blr.compressor.bundling.bundle import bundle
-from blr.compressor.bundling.module import BundleError, Module
+from blr.compressor.bundling.bundle import BundleError, Module, bundle
 
 
 def joined(sources: Mapping[str, str], files: Mapping[str, list[str]]) -> dict[str, str]:
@@ -49,7 +48,7 @@ CLASHING = {
             return x + LIMIT  # the first's
         def value(LIMIT_=2): return [_help(value) for value in (1, 2)]
         class Held:
-            value = _help(1)
+            LIMIT: int = _help(1)
             def call(self): return _help(5)
         ''',
     "b.second": '''
@@ -67,10 +66,10 @@ CLASHING = {
         LIMIT = 10
         def _help(x):
             return first_help(x) * LIMIT
-        def both(_help=_help): return _help(1), value(), floor(pi), encoder.dumps(LIMIT)
+        def both(help=_help): return help(1), value(), floor(pi), encoder.dumps(LIMIT)
         def late():
             from blr.a.first import value, _help as run
-            return value(), run(1), Held().call(), Held.value
+            return value(), run(1), Held().call(), Held.LIMIT
         ''',
     "c.third": """
         from typing import TYPE_CHECKING
@@ -79,8 +78,8 @@ CLASHING = {
             from blr.d.absent import Missing
         __all__ = ["later"]
         def later(x=LIMIT):
-            from blr.b.second import _help
-            return x, _help(0)
+            from blr.b.second import _help as run
+            return x, run(0)
         def gone():
             from blr.d.absent import thing
             return thing
@@ -124,10 +123,15 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
         {"a.x": ONE, "b.y": "f = 2\ndef g(b_y_f): return f"},
         "b.y: f becomes b_y_f, which is local there",
     ),
-    "class or module": (
-        {"a.x": ONE, "b.y": "def f(): ...\nclass C:\n  f = f"},
-        "may be the class's or the module's",
-    ),
+    **{
+        f"also {kind}": ({"a.x": ONE, "b.y": f"def f(): ...\n{text}"}, "b.y: f has two meanings")
+        for kind, text in {
+            "an argument": "def g(f): return f",
+            "a class's": "class C:\n  f = 1",
+            "an inner function": "def g():\n  def f(): ...",
+            "imported inside": "def g():\n  from blr.a.x import f",
+        }.items()
+    },
     "two meanings": ({"a.x": "from math import log", "b.y": "from cmath import log"}, "'log'"),
     "relative": ({"a.x": "from . import y"}, "expected an absolute import"),
     "two hooks": (

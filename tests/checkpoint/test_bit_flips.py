@@ -15,7 +15,7 @@ from heal_models import QUIET, compress_pico, save_dense, write_text
 from pico import save_pico
 
 from blr.compressor.commands.heal import heal
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 from blr.compressor.workspace.journal import Journal, layer_key
 
 Make = Callable[[Path], Path]

@@ -196,6 +196,20 @@ def test_engines_compute_what_we_do(
     check_llama_cpp(ours, ids, source, tmp_path, (name, format))
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe"])
+def test_packed_experts_are_what_ours_are(name: str, format: str, tiny: Path, tmp_path: Path) -> None:
+    """As transformers and compressed-tensors unpack them."""
+    config, settings, cls = MORE[name]
+    widths = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    save_model(config, {**settings, **SIZES, **widths}, cls, tmp_path / "dense")
+    source = compressed(with_tokenizer(tmp_path / "dense", tiny), name, format, tmp_path / "source")
+    out = export_to(source, tmp_path / "vllm", kind="vllm", check=False, dtype="float32")
+    ours = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    found, ids = engine("vllm").load(out, torch.float32), text_of(source, ours)
+    compare(logits_of(ours, ids), logits_of(found, ids), ENGINE_EXACT, (name, format, "vllm"))
+
+
 @pytest.mark.parametrize("format", ["int4", "int2-16"])
 @pytest.mark.parametrize("name", FURTHER)
 def test_llama_cpp_computes_further_types(

@@ -64,23 +64,23 @@ def forward(x: torch.Tensor, scale: float = 1.0, shift: Any = None) -> dict[str,
 def test_results_are_right_and_survive_the_next_call() -> None:
     graphs = ForwardGraphs(counter := Graphs())
     x, z = torch.ones(2, 3), torch.full((2, 3), 5.0)
-    results = [graphs.run(forward, ((t,), {"scale": 2.0}))["y"] for t in (x, z, x)]
+    results = [graphs.replayed(forward, ((t,), {"scale": 2.0}))["y"] for t in (x, z, x)]
     assert [result[0, 0].item() for result in results] == [2, 10, 2]
     assert (counter.captures, counter.replays) == (1, 3)
-    graphs.run(forward, ((x,), {"scale": 3.0}))
-    graphs.run(forward, ((x[:1],), {"scale": 3.0}))
-    graphs.run(forward, ((x.double(),), {"scale": 3.0}))
+    graphs.replayed(forward, ((x,), {"scale": 3.0}))
+    graphs.replayed(forward, ((x[:1],), {"scale": 3.0}))
+    graphs.replayed(forward, ((x.double(),), {"scale": 3.0}))
     assert counter.captures == 4
 
 
 def test_inputs_and_results_that_no_graph_can_hold(caplog: pytest.LogCaptureFixture) -> None:
     graphs = ForwardGraphs(counter := Graphs())
     x = torch.ones(1)
-    assert graphs.run(lambda x, hook: hook(x), ((x, torch.neg), {})).item() == -1
+    assert graphs.replayed(lambda x, hook: hook(x), ((x, torch.neg), {})) is None
     assert counter.captures == 0 and not graphs.failed
     cache = {"y": x, "past_key_values": [x]}
     for _ in range(2):
-        assert graphs.run(lambda x: cache, ((x,), {})) is cache
+        assert graphs.replayed(lambda x: cache, ((x,), {})) is None
     assert counter.captures == 0 and graphs.failed
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "it returns a cache" in caplog.text and "runs eagerly" in caplog.text
@@ -95,7 +95,7 @@ def test_a_capture_that_fails_is_tried_once(caplog: pytest.LogCaptureFixture) ->
 
     graphs = ForwardGraphs(fail)
     for _ in range(3):
-        assert graphs.run(forward, ((torch.ones(1),), {}))["y"].item() == 1
+        assert graphs.replayed(forward, ((torch.ones(1),), {})) is None
     assert len(attempts) == 1 and caplog.text.count("not permitted") == 1
 
 
@@ -103,7 +103,7 @@ def test_where_no_graph_is_worth_it_the_pass_runs_as_usual() -> None:
     attempts = []
     graphs = ForwardGraphs(lambda run: attempts.append(run))
     for value in (1.0, 2.0):
-        assert graphs.run(forward, ((torch.full((1,), value),), {}))["y"].item() == value
+        assert graphs.replayed(forward, ((torch.full((1,), value),), {})) is None
     assert len(attempts) == 1 and not graphs.failed
 
 
@@ -130,7 +130,7 @@ def test_threads_take_turns_at_the_buffers_of_a_graph() -> None:
     graphs = ForwardGraphs(Slow())
     with ThreadPoolExecutor(4) as pool:
         found = pool.map(
-            lambda v: graphs.run(forward, ((torch.full((1,), v),), {}))["y"].item(), [1.0, 2, 3, 4]
+            lambda v: graphs.replayed(forward, ((torch.full((1,), v),), {}))["y"].item(), [1.0, 2, 3, 4]
         )
     assert list(found) == [1, 2, 3, 4]
 
@@ -138,11 +138,11 @@ def test_threads_take_turns_at_the_buffers_of_a_graph() -> None:
 def test_the_least_recently_used_graph_goes() -> None:
     graphs = ForwardGraphs(counter := Graphs())
     for width in (*range(1, MAX_GRAPHS + 1), 1, MAX_GRAPHS + 1):
-        graphs.run(forward, ((torch.ones(width),), {}))
+        graphs.replayed(forward, ((torch.ones(width),), {}))
     assert len(graphs.entries) == MAX_GRAPHS and counter.captures == MAX_GRAPHS + 1
-    graphs.run(forward, ((torch.ones(1),), {}))
+    graphs.replayed(forward, ((torch.ones(1),), {}))
     assert counter.captures == MAX_GRAPHS + 1
-    graphs.run(forward, ((torch.ones(2),), {}))
+    graphs.replayed(forward, ((torch.ones(2),), {}))
     assert counter.captures == MAX_GRAPHS + 2
 
 

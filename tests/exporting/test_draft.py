@@ -20,8 +20,8 @@ from blr.compressor import register
 from blr.compressor.base.errors import BlrError
 from blr.compressor.modeling import generation as fused
 from blr.compressor.modeling import settings
-from blr.compressor.modeling.drafts import ENDS, load_draft
 from blr.compressor.runtime import drafted
+from blr.compressor.runtime.drafted import ENDS, load_draft
 
 register()
 
@@ -89,13 +89,11 @@ def test_a_changed_draft_is_noticed(pair: Path, tmp_path: Path, invoke: Invoke) 
 def test_a_folder_that_lost_its_draft_decodes_without(
     pair: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from blr.compressor.runtime import decoder
-
-    class OnCpu(decoder.Decoder):
+    class OnCpu(drafted.Decoder):
         def __init__(self, *models: Any, **options: Any) -> None:
-            super().__init__(*models, ops="torch", **options)
+            super().__init__(*models, **{"ops": "torch", **options})
 
-    monkeypatch.setattr(decoder, "Decoder", OnCpu)
+    monkeypatch.setattr(drafted, "Decoder", OnCpu)
     folder = shutil.copytree(pair, tmp_path / "copy", ignore=shutil.ignore_patterns("draft"))
     ids = torch.tensor([list(range(100, 120))])
     assert torch.equal(load(folder).generate(ids, **GREEDY), load(pair).generate(ids, **GREEDY))

@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from blr.compressor import register
 from blr.compressor.modeling import generation as fused
 from blr.compressor.modeling import settings
-from blr.compressor.modeling.requests import Request, read_request
+from blr.compressor.modeling.generation import Request, read_request
 from blr.compressor.runtime.failures import DecoderError
 
 register()

@@ -22,8 +22,8 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.commands.heal import heal
 from blr.compressor.exporting.gguf_models import tokenizer_values
-from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.recipe.schema import make_recipe
+from blr.compressor.recipe.settings import HealOptions
 
 NUMBERS = {4: "I", 5: "i", 6: "f", 7: "?"}
 PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}

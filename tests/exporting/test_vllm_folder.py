@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exporting import compress_to, export_to
-from pico import MODELS, save_model
+from pico import MODELS, MORE, save_model
 from running import Invoke
 from safetensors.torch import load_file
 
@@ -110,6 +111,62 @@ def test_rest_is_dense_where_that_is_asked(dense: Path, tmp_path: Path, invoke: 
     assert code == 0 and "12 in few bits" in out and "2 of other form, made dense" in out
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert tensors["model.layers.0.mlp.down_proj.weight"].shape == (32, 64)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    config, settings, cls = MORE["mixtral"]
+    save_model(config, {**settings, "intermediate_size": 64}, cls, folder)
+    return folder
+
+
+def test_experts_are_written_one_by_one(mixture: Path, tmp_path: Path, invoke: Invoke) -> None:
+    """By the names that they have in the checkpoint; experts that are dense stay as they are."""
+    for name, exclude in (("packed", []), ("dense", ["*.1.*.experts.*"])):
+        source = compress_to(mixture, tmp_path / f"{name}-source", **PACKED, exclude=exclude)
+        folder = tmp_path / name
+        assert invoke("export", source, "-o", folder, "--as", "vllm", "--no-check")[0] == 0
+        stored = load_file(folder / "model.safetensors")
+        first, last = (f"model.layers.{n}.block_sparse_moe.experts.3.w2" for n in (0, 1))
+        assert stored[f"{first}.weight_packed"].shape == (32, 64 * 4 // 32)
+        assert (f"{last}.weight" in stored) == bool(exclude) != (f"{last}.weight_packed" in stored)
+        config = json.loads((folder / "config.json").read_bytes())["quantization_config"]
+        (group,) = config["config_groups"].values()
+        parts = [f"{m.rpartition('.')[0]}.{part}" for m in (first, last) for part in ("w1", "w2", "w3")]
+        for module, packed in zip(parts, (True,) * 3 + (not exclude,) * 3, strict=True):
+            assert any(re.match(t.removeprefix("re:"), module) for t in group["targets"]) == packed
+        assert invoke("verify", folder)[0] == 0
+
+
+MIXED_EXPERTS = [{"match": "*.experts.w2.*", "quantize": "int8"}]
+MIXED_OTHERS = [{"match": "*.0.self_attn.*", "quantize": "int8"}]
+# settings of a mixture, and what the refusal names
+UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
+    "bits": ({**PACKED, "rules": MIXED_EXPERTS}, "all layers of an expert alike"),
+    "dense": ({**PACKED, "exclude": ["*.experts.w2.*"]}, "all layers of an expert alike"),
+    "others": ({**PACKED, "rules": MIXED_OTHERS}, "all other layers alike"),
+    "int2": ({**PACKED, "quantize": "int2"}, "takes experts in int8 and int4"),
+    "corrected": ({**CORRECTED, "base": "int4", "rules": []}, "takes experts in int8 and int4"),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_vllm_does_not_take_of_experts(
+    name: str, mixture: Path, tmp_path: Path, invoke: Invoke
+) -> None:
+    settings, reason = UNLIKE[name]
+    source = compress_to(mixture, tmp_path / "source", **settings)
+    code, _, err = invoke("export", source, "-o", tmp_path / "out", "--as", "vllm")
+    assert code == 2 and reason in err and err.count("\n") == 1
+
+
+def test_stacks_of_experts_are_refused(tmp_path: Path, invoke: Invoke) -> None:
+    config, settings, cls = MORE["gpt-oss"]
+    save_model(config, {**settings, "intermediate_size": 64}, cls, tmp_path / "dense")
+    source = compress_to(tmp_path / "dense", tmp_path / "source", **PACKED)
+    code, _, err = invoke("export", source, "-o", tmp_path / "out", "--as", "vllm")
+    assert code == 2 and "no nn.Linear of its own" in err
 
 
 def test_layers_that_vllm_fuses_must_be_alike(dense: Path, tmp_path: Path, invoke: Invoke) -> None:

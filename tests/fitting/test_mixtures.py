@@ -16,7 +16,7 @@ from pico import save_pico
 from blr.compressor import register
 from blr.compressor.commands.heal import heal
 from blr.compressor.loading.streamed import load_written
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 from blr.compressor.runtime.decoder import supports
 
 register()

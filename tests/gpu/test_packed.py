@@ -9,7 +9,7 @@ import torch
 from tolerances import TOLERANCES
 
 from blr.compressor.modeling.layers import layer_of
-from blr.compressor.modeling.packed_product import packed_product
+from blr.compressor.modeling.packed_products import packed_product
 from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, LowRankSpec, QuantizedSpec
 from blr.kernels.decode.quantized.reference import dequantize, quantize
 from blr.kernels.layers.packed import launch

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from blr.compressor.healing.objective import Objective
 from blr.compressor.healing.student_and_teacher import TrainedPair, load_pair, load_teacher
 from blr.compressor.healing.trainer import Passes
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 
 pytestmark = pytest.mark.gpu
 WINDOWS, WINDOW = 8, 32

@@ -11,13 +11,13 @@ from heal_models import QUIET, write_text
 
 from blr.compressor.base.errors import BlrError
 from blr.compressor.cli.options import completed
-from blr.compressor.commands import compress as after
+from blr.compressor.commands import compress_run as after
 from blr.compressor.commands.compress import Settings, Summary, compress
 from blr.compressor.fitting import factorize
 from blr.compressor.healing import data, trainer
-from blr.compressor.planning import draft_form
-from blr.compressor.recipe.heal_settings import HealOptions, check_options
+from blr.compressor.planning import sizing
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.settings import HealOptions, check_options
 from blr.compressor.text import own
 from blr.compressor.workspace.manifest import read_manifest, verify_files
 
@@ -58,7 +58,7 @@ def test_a_draft_is_healed_for_what_is_accepted(
 ) -> None:
     """Its form is chosen; the summary has the predicted and the measured share."""
     assert Settings("dense").for_draft is False
-    monkeypatch.setattr(draft_form, "FORMS", draft_form.FORMS[-1:])
+    monkeypatch.setattr(sizing, "FORMS", sizing.FORMS[-1:])
     monkeypatch.setattr(after, "options_of", lambda _: check_options(replace(SHORT, loss="variation")))
     settings = Settings("dense", heal=1.0, for_draft=True)
     summary = compress(dense, Recipe(seq_len=16, samples=8), tmp_path / "out", settings, QUIET)

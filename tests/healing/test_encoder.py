@@ -21,7 +21,7 @@ from blr.compressor.healing.student_and_teacher import load_pair, load_teacher
 from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 
 SHORT = {"window": 16, "batch": 128, "steps": 30, "rate": 0.01, "device": "cpu"}
 EMBEDS = "AutoModel"

@@ -32,8 +32,8 @@ from blr.compressor.planning.forecast_healing import (
 from blr.compressor.planning.outline import open_or_outline
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import find_gpu
-from blr.compressor.recipe.heal_settings import MINUTES, HealOptions
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.settings import MINUTES, HealOptions
 from blr.compressor.workspace.workspace import Workspace
 from configs import BILLION, LARGE, SMOL
 

@@ -28,8 +28,8 @@ from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading import load as computing
 from blr.compressor.loading.load import load_model
 from blr.compressor.output import check as doors
-from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.settings import HealOptions
 from blr.compressor.workspace.manifest import read_manifest, verify_files
 
 SHORT = {"window": 16, "batch": 64, "own_tokens": 400, "steps": 30, "rate": 0.01, "device": "cpu"}

@@ -19,7 +19,7 @@ from blr.compressor.commands.heal import heal
 from blr.compressor.exporting.origin import open_checkpoint
 from blr.compressor.healing import teacher as kinship
 from blr.compressor.healing.teacher import first_loss, named_teacher, strangeness
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 from blr.compressor.workspace.manifest import read_manifest
 
 Change = Callable[[torch.Tensor], torch.Tensor]

@@ -24,7 +24,7 @@ from blr.compressor.healing.trained_parameters import (
 )
 from blr.compressor.loading.load import load_model
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import LowRankSpec
 from blr.compressor.text import own

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.healing.objective import Objective
 from blr.compressor.healing.student_and_teacher import load_pair, load_teacher
-from blr.compressor.recipe.heal_settings import HIDDEN, HealOptions
+from blr.compressor.recipe.settings import HIDDEN, HealOptions
 
 PROBE = torch.arange(2, 10)[None]
 

@@ -14,8 +14,8 @@ from heal_models import QUIET
 from blr.compressor.healing import data
 from blr.compressor.healing.data import Reading
 from blr.compressor.loading.load import load_model, load_tokenizer
-from blr.compressor.modeling.cache_names import cache_name
-from blr.compressor.recipe.heal_settings import HealOptions, check_options
+from blr.compressor.modeling.settings import cache_name
+from blr.compressor.recipe.settings import HealOptions, check_options
 from blr.compressor.text import own
 from blr.compressor.text.own import ROOM, OwnText, draw, write_own_text
 from blr.compressor.workspace.journal import Journal

@@ -14,8 +14,8 @@ from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.commands.heal import heal
 from blr.compressor.healing.state import State
 from blr.compressor.healing.summary import HealSummary
-from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.settings import HealOptions
 
 SHORT = {"window": 16, "batch": 128, "steps": 20, "rate": 0.02, "device": "cpu", "check": False}
 STILL = {"steps": 1, "rate": 1e-9}  # judges what it is given

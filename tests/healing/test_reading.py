@@ -21,7 +21,7 @@ from blr.compressor.healing.output import metric_of, read_inputs
 from blr.compressor.healing.student_and_teacher import load_pair, load_teacher
 from blr.compressor.loading.load import load_model
 from blr.compressor.loading.sentences import Sentences
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 
 CPU = torch.device("cpu")
 

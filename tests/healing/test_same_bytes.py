@@ -15,8 +15,8 @@ from blr.compressor.commands.heal import heal
 from blr.compressor.exporting.job import export
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.healing import trainer
-from blr.compressor.recipe.heal_settings import HealOptions
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.settings import HealOptions
 from blr.compressor.workspace.manifest import MANIFEST
 
 

@@ -13,7 +13,7 @@ from heal_models import QUIET
 from blr.compressor.base.errors import BlrError
 from blr.compressor.commands.heal import heal
 from blr.compressor.healing import trainer
-from blr.compressor.recipe.heal_settings import HealOptions
+from blr.compressor.recipe.settings import HealOptions
 
 FAILS_AT = 3
 END = -1  # where `finish` fails

@@ -16,7 +16,7 @@ from blr.compressor.base.errors import InputError, UsageError
 from blr.compressor.healing import data
 from blr.compressor.healing.data import Data, Reading, TextPart, _shares, batch_windows, text_digests
 from blr.compressor.loading.load import load_tokenizer
-from blr.compressor.recipe.heal_settings import HealOptions, check_options
+from blr.compressor.recipe.settings import HealOptions, check_options
 from blr.compressor.text import reading as reading_of_text
 from blr.compressor.text.windows import PLAIN_READS, Stream, text_stream
 

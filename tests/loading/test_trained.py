@@ -11,9 +11,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from blr.compressor.loading import training_kernels as trained
-from blr.compressor.loading.training_kernels import fuse_trained
-from blr.compressor.modeling.fused import fuse
+from blr.compressor.modeling import fused as trained
+from blr.compressor.modeling.fused import fuse, fuse_trained
 
 IDS = torch.arange(14).view(2, 7)
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}

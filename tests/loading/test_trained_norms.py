@@ -11,7 +11,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from blr.compressor.loading.load import load_model
-from blr.compressor.loading.training_kernels import fuse_trained
+from blr.compressor.modeling.fused import fuse_trained
 
 
 def fused_norms(model: nn.Module) -> int:

@@ -62,8 +62,12 @@ def test_however_many_experts_a_token_chooses(choice: str, tmp_path: Path) -> No
     native = load_written(tmp_path / "dense")(IDS).logits
     int8 = compress_to(tmp_path / "dense", tmp_path / "int8", method="dense", quantize="int8", group=32)
     assert (load_written(int8)(IDS).logits - native).norm() < 0.05 * native.norm()
-    low_rank = compress_to(tmp_path / "dense", tmp_path / "svd", method="svd", rank=4)
-    assert load_written(low_rank)(IDS).logits.isfinite().all()
+    low_rank = load_written(compress_to(tmp_path / "dense", tmp_path / "svd", method="svd", rank=4))
+    asked = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "use_cache": False}
+    given = {"attention_mask": torch.ones_like(IDS), "pad_token_id": 0}
+    expected = low_rank.generate(IDS, **given, **asked)[:, IDS.shape[1] :].tolist()
+    ours = Decoder(low_rank, context=64, batch=2, ops="torch")
+    assert ours.generate(IDS, max_new_tokens=12) == expected
 
 
 _SMALL = {"vocab_size": 128, "d_model": 32, "num_experts": 4, "expert_capacity": 3}
@@ -236,7 +240,7 @@ def _killed(store: Any, left: Iterator[int]) -> Any:
     return stored
 
 
-@pytest.mark.parametrize("kind", ["vllm", "gguf", "mlx"])
+@pytest.mark.parametrize("kind", ["gguf", "mlx"])
 def test_packed_experts_are_refused_for_engines_of_others(kind: str, tmp_path: Path) -> None:
     source = save_pico("qwen3-moe", tmp_path / "dense")
     output = compress_to(source, tmp_path / "out", **WAYS["int4"])

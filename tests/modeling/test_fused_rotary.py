@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers.utils.deprecation import deprecate_kwarg
 
 from blr.compressor.modeling import fused as ours
-from blr.compressor.modeling.cache_names import NAMES
 from blr.compressor.modeling.fused import FusedRotary, behind_renaming, fuse_rotary
+from blr.compressor.modeling.settings import CACHE_NAMES
 from blr.kernels.fused.rotary.reference import rotate
 
 pytestmark = pytest.mark.fast
@@ -94,7 +94,7 @@ def test_behind_what_renames_arguments(taken: list[torch.Size]) -> None:
         assert torch.equal(model(IDS).last_hidden_state, wanted) and len(taken) == 2
         hidden = torch.randn(2, 7, 16, dtype=torch.bfloat16)
         turned = model.rotary_emb(hidden, IDS)
-        unknown = next(name for name in NAMES if name not in signature(native).parameters)
+        unknown = next(name for name in CACHE_NAMES if name not in signature(native).parameters)
         model.layers[0].self_attn(hidden, turned, attention_mask=None, **{unknown: None})
     assert len(taken) == 2
 

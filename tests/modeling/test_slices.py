@@ -18,7 +18,7 @@ from tolerances import TOLERANCES
 from torch import Tensor, nn
 
 from blr.bench.memory import transient_bytes
-from blr.compressor.modeling import fused, head_slices, settings, slices
+from blr.compressor.modeling import fused, settings, slices
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common import transient
 
@@ -46,7 +46,7 @@ def sliced(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return run
 
     monkeypatch.setattr(slices, "_rows", counting("rows", slices._rows))
-    monkeypatch.setattr(head_slices, "_attended", counting("heads", head_slices._attended))
+    monkeypatch.setattr(slices, "_attended", counting("heads", slices._attended))
     native = slices.by_tokens
 
     def by_tokens(module: Any, compute: Any, x: Tensor, width: int, limit: int) -> Any:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
 from blr.compressor.base.progress import Progress
-from blr.compressor.bundling.module import BundleError, bound_names
+from blr.compressor.bundling.bundle import BundleError, bound_names
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.loading.vendor import (
     ROOTS,

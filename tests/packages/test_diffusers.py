@@ -142,7 +142,7 @@ def test_older_names_are_the_class_of_today(tmp_path: Path) -> None:
 
 def test_weights_of_another_class(tmp_path: Path) -> None:
     source = save_diffusion(tmp_path / "dit", attention_bias=False)
-    with pytest.raises(InputError, match="unexpected tensors"):
+    with pytest.raises(InputError, match="unexpected keys"):
         compress(source, make_recipe(), tmp_path / "out", Settings("dit"), Progress(quiet=True))
 
 

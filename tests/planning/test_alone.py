@@ -10,8 +10,8 @@ import pytest
 from running import Invoke
 
 from blr.compressor.loading.resolve import default_output
+from blr.compressor.recipe.chosen import load_recipe
 from blr.compressor.recipe.schema import Recipe, make_recipe
-from blr.compressor.recipe.shipped_recipes import load_recipe
 
 pytestmark = pytest.mark.fast
 

@@ -9,10 +9,10 @@ import pytest
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.planning import draft_form as forms
-from blr.compressor.planning.draft_form import accepted_share, draft_form
+from blr.compressor.planning import sizing as forms
 from blr.compressor.planning.outline import open_or_outline
 from blr.compressor.planning.pace import times_as_fast
+from blr.compressor.planning.sizing import accepted_share, draft_form
 from blr.compressor.recipe.schema import Recipe
 from configs import LARGE
 

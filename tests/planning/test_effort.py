@@ -10,7 +10,7 @@ import pytest
 from running import Invoke
 
 from blr.compressor.base.errors import UsageError
-from blr.compressor.recipe.asked import asked_recipe
+from blr.compressor.recipe.chosen import asked_recipe
 from blr.compressor.recipe.schema import Recipe
 
 BEST = {"samples": 1600, "refit": 3, "finish": None, "rounds": None}

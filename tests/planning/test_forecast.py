@@ -11,9 +11,8 @@ import pytest
 from running import Invoke
 
 from blr.compressor.base.disk import folder_bytes
-from blr.compressor.commands import compress
-from blr.compressor.planning.forecast import SMALL, Fits, forecast, room, words
-from blr.compressor.planning.forecast_time import Compression
+from blr.compressor.commands import compress_run
+from blr.compressor.planning.forecast import SMALL, Compression, Fits, forecast, room, words
 from blr.compressor.planning.outline import open_or_outline
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import find_gpu
@@ -116,7 +115,7 @@ def test_a_layer_takes_what_was_measured(tmp_path: Path) -> None:
             assert work.layer_seconds(layer) < 100 * 1.7 * milliseconds / 1e3, layer.layer.module
     seven = LARGE | {"intermediate_size": 11008, "num_key_value_heads": 32}
     work = work_of(tmp_path, Measured(seven, BLAST | {"refit": 0, "allocation": "uniform"}, blocks=1))
-    assert room(work).needed > max(GIB.values()) * 2**30
+    assert room(work)[0] > max(GIB.values()) * 2**30
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
@@ -149,12 +148,12 @@ def test_a_run_takes_the_disk_that_is_predicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     used, asked = list[int](), list[int]()
-    commit, estimate = Workspace.commit, compress.CompressRun.estimate
+    commit, estimate = Workspace.commit, compress_run.CompressRun.estimate
     monkeypatch.setattr(
         Workspace, "commit", lambda self: (used.append(folder_bytes(self.partial)), commit(self))[1]
     )
     monkeypatch.setattr(
-        compress.CompressRun, "estimate", lambda self: asked.append(estimate(self)) or asked[-1]
+        compress_run.CompressRun, "estimate", lambda self: asked.append(estimate(self)) or asked[-1]
     )
     text = (
         "--calibration",

@@ -17,7 +17,7 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.modeling.layers import StructuredLinear
-from blr.compressor.planning.heads import (
+from blr.compressor.planning.assign import (
     groups_for_budget,
     groups_for_rank,
     memory_threshold,
@@ -80,17 +80,17 @@ def test_thresholds_are_where_counts_cross(spec: LowRankSpec, tokens: int) -> No
 
 
 def test_a_given_rank_takes_the_most_groups_that_save() -> None:
-    assert groups_for_rank(768, 768, 12, 32).groups == 12  # under 768/13
-    assert groups_for_rank(768, 768, 12, 100).groups == 6
-    assert groups_for_rank(768, 768, 12, 300).groups == 1  # under 768/2
-    assert "saves nothing" in groups_for_rank(768, 768, 12, 500).reason
-    assert groups_for_rank(1024, 4096, 8, 100).groups == 8  # H_kv of grouped-query attention
+    assert groups_for_rank(768, 768, 12, 32)[0] == 12  # under 768/13
+    assert groups_for_rank(768, 768, 12, 100)[0] == 6
+    assert groups_for_rank(768, 768, 12, 300)[0] == 1  # under 768/2
+    assert "saves nothing" in groups_for_rank(768, 768, 12, 500)[1]
+    assert groups_for_rank(1024, 4096, 8, 100)[0] == 8  # H_kv of grouped-query attention
 
 
 def test_a_budget_takes_the_grouping_of_least_predicted_error() -> None:
-    assert groups_for_budget(4096, 4096, 32, 2.0).groups == 1
-    assert groups_for_budget(4096, 4096, 32, 1e6).groups == 1
-    assert "groupings" in groups_for_budget(4096, 4096, 32, 2.0).reason
+    assert groups_for_budget(4096, 4096, 32, 2.0)[0] == 1
+    assert groups_for_budget(4096, 4096, 32, 1e6)[0] == 1
+    assert "groupings" in groups_for_budget(4096, 4096, 32, 2.0)[1]
 
 
 def test_groups_keep_heads_whole() -> None:

@@ -12,9 +12,9 @@ from running import Invoke
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.loading.resolve import default_output
-from blr.compressor.planning.model_size import sized
 from blr.compressor.planning.outline import open_or_outline
 from blr.compressor.planning.plan import make_plan
+from blr.compressor.planning.sizing import sized
 from blr.compressor.recipe.schema import Recipe, make_recipe
 from configs import LARGE
 

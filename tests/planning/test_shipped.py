@@ -12,9 +12,8 @@ from blr.compressor.base.globs import matches
 from blr.compressor.planning.outline import open_or_outline, outline
 from blr.compressor.planning.plan import Plan, make_plan
 from blr.compressor.recipe.architectures import Family, families
-from blr.compressor.recipe.asked import refuse_idle
+from blr.compressor.recipe.chosen import describe_recipe, load_recipe, refuse_idle, shipped_recipes
 from blr.compressor.recipe.schema import Recipe, make_recipe
-from blr.compressor.recipe.shipped_recipes import describe_recipe, load_recipe, shipped_recipes
 from blr.compressor.structures.specs import MonarchSpec
 from configs import CONFIGS, model_of, save_config
 

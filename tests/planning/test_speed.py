@@ -9,11 +9,11 @@ import pytest
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.planning import speed
+from blr.compressor.planning import sizing
 from blr.compressor.planning.outline import open_or_outline
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.planning.roofline import find_gpu
-from blr.compressor.planning.speed import paced, tokens_per_second
+from blr.compressor.planning.sizing import paced, tokens_per_second
 from blr.compressor.recipe.schema import Recipe, make_recipe
 from configs import LARGE
 
@@ -57,7 +57,7 @@ def test_a_speed_takes_the_most_bits_that_reach_it(large: Source) -> None:
 
 def test_bits_that_are_no_faster_are_not_taken(large: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where unpacking three and two bits takes longer than reading four."""
-    monkeypatch.setattr(speed, "UNPACKED", {4: 19.0, 3: 7.7, 2: 15.2})
+    monkeypatch.setattr(sizing, "UNPACKED", {4: 19.0, 3: 7.7, 2: 15.2})
     source = large
     bases = [Recipe(method="dense", quantize=kind) for kind in KINDS]
     speeds = [tokens_per_second(source, base, H200, False) or 0.0 for base in bases]

@@ -20,10 +20,10 @@ from blr.compressor.modeling.models import replace_layers
 from blr.compressor.modeling.shared_input import share_siblings
 from blr.compressor.recipe.architectures import find_family
 from blr.compressor.recipe.schema import make_recipe
-from blr.compressor.runtime.decoder import Decoder, supports
+from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.runtime.failures import BatchError, ContextError, DecoderError, UnsupportedError
 from blr.compressor.runtime.phases import FAMILIES as RUN
-from blr.compressor.runtime.phases import TOGETHER, make_plan
+from blr.compressor.runtime.phases import TOGETHER, make_plan, supports
 from blr.compressor.structures.specs import LowRankSpec
 from blr.kernels.common.available import has_triton
 from blr.kernels.decode.attention.rounded import pack, unpack
@@ -257,7 +257,8 @@ def test_low_rank_layer_takes_nine_phases_and_dense_five(tmp_path: Path) -> None
     names = [phase.name for phase in make_plan(model).phases if phase.name.startswith("layer.1.")]
     stages = ["qkv.V", "qkv.U", "attention", "o.V", "o.U", "gate_up.V", "gate_up.U", "down.V", "down.U"]
     assert names == [f"layer.1.{stage}" for stage in stages]
-    read = dict(Decoder(model, context=64, ops="torch").stages())
+    made = Decoder(model, context=64, ops="torch")
+    read = {phase.name: made.bytes_of(phase) for phase in made.plan.phases}
     layer = model.model.layers[1]
     assert read["layer.1.down.U"] == layer.mlp.down_proj.U.numel() * 4
 

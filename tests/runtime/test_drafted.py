@@ -16,9 +16,8 @@ from torch.nn.functional import one_hot
 from blr.compressor import register
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.runtime import plan
-from blr.compressor.runtime.acceptance import accept
 from blr.compressor.runtime.decoder import Decoder
-from blr.compressor.runtime.drafted import DRAFTS, Acceptance
+from blr.compressor.runtime.drafted import DRAFTS, Acceptance, accept
 from blr.compressor.runtime.drafted import DraftedDecoder as Drafted
 from blr.compressor.runtime.proposals import Lookup
 from blr.compressor.runtime.sampling import Collector, Sampler
@@ -314,7 +313,7 @@ def test_a_draft_that_does_not_pay_is_not_asked(trained: Any, text: Tensor) -> N
 
 
 def test_a_row_takes_no_more_tokens_than_its_limit() -> None:
-    collector = Collector(2, 3, torch.device("cpu"), stop_ids=[9])
+    collector = Collector(2, 3, stop_ids=[9])
     assert collector.keep(0, [1, 9, 2]) and not collector.keep(0, [4])
     assert collector.left == 3 and collector.keep(1, [1, 2, 3, 4])
     assert collector.tokens == [[1, 9], [1, 2, 3]] and collector.done

@@ -44,7 +44,7 @@ def test_values_out_of_range_are_named(name: str, value: float) -> None:
 
 def test_collector_keeps_each_row_up_to_its_stop() -> None:
     seen: list[tuple[int, int]] = []
-    collector = Collector(2, 4, torch.device("cpu"), {9}, lambda row, token: seen.append((row, token)))
+    collector = Collector(2, 4, {9}, lambda row, token: seen.append((row, token)))
     for step in ([1, 2], [9, 3], [4, 9]):
         assert not collector.done
         collector.push(torch.tensor(step))

@@ -21,3 +21,13 @@ MODELS = {
     "qwen2": ("Qwen2Config", SIZES, "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", SIZES, "Qwen3ForCausalLM"),
 }
+_EXPERTS = {**SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_experts": 4}
+MIXTURES = {
+    "mixtral": ("MixtralConfig", {**_EXPERTS, "num_local_experts": 4}, "MixtralForCausalLM"),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {**_EXPERTS, "shared_expert_intermediate_size": 64},
+        "Qwen2MoeForCausalLM",
+    ),
+    "qwen3-moe": ("Qwen3MoeConfig", _EXPERTS, "Qwen3MoeForCausalLM"),
+}

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, LlamaTokenizer
 from blr.compressor.base.errors import InputError
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.compress import Settings, compress
-from blr.compressor.commands.evaluate import _pool, perplexity, read_tokens
+from blr.compressor.commands.evaluate import Encoder, perplexity, read_tokens
 from blr.compressor.commands.heal import heal
 from blr.compressor.commands.text_scores import text_scores
 from blr.compressor.fitting import engine
@@ -34,8 +34,8 @@ from blr.compressor.healing.objective import Objective
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences
 from blr.compressor.output.loss import computing, file_text, own_text
-from blr.compressor.recipe.heal_settings import HealOptions, check_options
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.settings import HealOptions, check_options
 from blr.compressor.text.own import OwnText, write_own_text
 from blr.compressor.text.reading import Calibration, beginning_of, read_calibration
 from blr.compressor.text.windows import Stream
@@ -315,5 +315,5 @@ def test_sentences_are_read_with_all_that_is_put_around_them(tmp_path: Path) -> 
     model.register_forward_pre_hook(
         lambda _, args, given: seen.append(given["input_ids"]), with_kwargs=True
     )
-    _pool(model, tokenizer, lines, Sentences())
+    Encoder(model, tokenizer, Sentences(), 20, QUIET).pooled(lines)
     assert (seen[0][:, 0] == 123).all() and (seen[0][:, 11] == 125).all()

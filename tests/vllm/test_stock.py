@@ -1,6 +1,7 @@
 """`blr export --as vllm` in vLLM without blr's plugin: the checkpoint's log-probabilities and tokens.
 
-vLLM's CPU build has a kernel for 4 bits alone, in half precision. Others run on a GPU. Here vLLM reads
+vLLM's CPU build has a kernel for 4 bits alone, in half precision; for packed experts it asks for AMX.
+Others run on a GPU. Here vLLM reads
 the configuration and loads weights and adapter of those, and plain torch stands in for the kernel.
 """
 
@@ -19,7 +20,7 @@ import torch
 from exporting import compress_to, export_to
 from patience import PATIENCE
 from pico import save_model
-from served import MODELS, PROMPT
+from served import MIXTURES, MODELS, PROMPT
 from tolerances import TOLERANCES
 from transformers import AutoModelForCausalLM
 
@@ -40,6 +41,11 @@ PLAIN = """
 import torch
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16
 
+def plain(packed, scale, bits, inputs):
+    stream = (packed[..., None] >> torch.arange(32) & 1).flatten(-2)[..., : inputs * bits]
+    levels = (stream.unflatten(-1, (-1, bits)) << torch.arange(bits)).sum(-1) - 2 ** (bits - 1)
+    return (levels.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
+
 class Plain:
     def __init__(self, config, **names):
         self.config = config
@@ -49,12 +55,32 @@ class Plain:
 
     def apply_weights(self, layer, x, bias=None):
         bits, inputs = self.config.weight_type.size_bits, self.config.partition_weight_shape[0]
-        stream = (layer.weight_packed[..., None] >> torch.arange(32) & 1).flatten(1)[:, : inputs * bits]
-        levels = (stream.unflatten(1, (-1, bits)) << torch.arange(bits)).sum(-1) - 2 ** (bits - 1)
-        weight = levels.unflatten(1, (-1, self.config.group_size)) * layer.weight_scale[..., None]
-        return torch.nn.functional.linear(x, weight.flatten(1).to(x.dtype), bias)
+        weight = plain(layer.weight_packed, layer.weight_scale, bits, inputs)
+        return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
 compressed_tensors_wNa16.choose_mp_linear_kernel = lambda config: Plain
+"""
+PLAIN_EXPERTS = """
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_wna16 as moe,
+)
+
+class PlainExperts(moe.CompressedTensorsWNA16MoEMethod):
+    is_monolithic = False
+
+    def process_weights_after_loading(self, layer):
+        stored = [(layer.w13_weight_packed, layer.w13_weight_scale)]
+        stored += [(layer.w2_weight_packed, layer.w2_weight_scale)]
+        self.weights = [plain(p, s, self.num_bits, s.shape[-1] * self.group_size) for p, s in stored]
+
+    def apply(self, layer, x, topk_weights, topk_ids, *shared, **named):
+        gate_up, down = (w[topk_ids.long()].to(x.dtype) for w in self.weights)
+        gate, up = torch.einsum("tkoi,ti->tko", gate_up, x).chunk(2, -1)
+        y = torch.einsum("tkoi,tki->tko", down, torch.nn.functional.silu(gate) * up)
+        return (y * topk_weights[..., None].to(x.dtype)).sum(1)
+
+moe.select_wna16_moe_backend = lambda **asked: (moe.WNA16MoEBackend.TRITON, None)
+moe.CompressedTensorsWNA16MoEMethod = PlainExperts
 """
 # arguments: folder, prompt, a file for log-probabilities of the prompt's tokens and generated tokens
 SERVE = """
@@ -66,7 +92,7 @@ if __name__ == "__main__":
     corrected = folder.endswith("-16")
     how = {"enable_lora": True, "max_lora_rank": 16} if corrected else {}
     llm = LLM(folder, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=128,
-              max_num_seqs=4, **how)
+              max_num_seqs=4, gpu_memory_utilization=0.2, **how)
     sampling = SamplingParams(temperature=0, max_tokens=32, prompt_logprobs=1, detokenize=False,
                               ignore_eos=True)
     adapter = LoRARequest("corrected", 1, folder + "/adapter") if corrected else None
@@ -109,16 +135,20 @@ def exported(kind: str, name: str, tiny: Path, folder: Path) -> tuple[Path, Path
     dense = tiny
     if kind != "tiny":
         dense = folder / kind
-        save_model(*MODELS[kind], dense)
+        save_model(*{**MODELS, **MIXTURES}[kind], dense)
     source = compress_to(dense, folder / f"{name}-ours", group=32, **FORMATS[name])
     return source, export_to(source, folder / name, kind="vllm", dtype="bfloat16", check=False)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("kind", ["tiny", "llama", "qwen2", "qwen3"])
+CASES = [(kind, name) for kind in ("tiny", "llama", "qwen2", "qwen3") for name in FORMATS]
+CASES += [(kind, name) for kind in MIXTURES for name in ("int4", "int8")]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_the_same_as_the_checkpoint(kind: str, name: str, tiny: Path, tmp_path: Path) -> None:
     source, folder = exported(kind, name, tiny, tmp_path)
     code = SERVE if name.startswith("int4") else PLAIN + SERVE
+    code = PLAIN + PLAIN_EXPERTS + SERVE if kind in MIXTURES else code
     done = run(code, str(folder), json.dumps(PROMPT), str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr[-4000:]
     scores, tokens = json.loads((tmp_path / "out.json").read_text())

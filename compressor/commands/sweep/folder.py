@@ -148,11 +148,9 @@ class Folder:
         found = self._found()
         left = any(any((self.path / part).glob("*")) for part in ("points", OUTPUTS))
         if found and found.common != self.common and not restart and left:
-            raise OutputError(
-                f"{self.path}: a sweep with other settings "
-                f"({'; '.join(changes(found.common, self.common))}); run "
-                "again with those, choose another --output, or pass --restart to begin it anew"
-            )
+            differ = "; ".join(changes(found.common, self.common))
+            remedy = "run again with those, choose another --output, or pass --restart to begin it anew"
+            raise OutputError(f"{self.path}: a sweep with other settings ({differ}); {remedy}")
         return found
 
     def _claim(self, restart: bool) -> None:

@@ -98,15 +98,10 @@ def page(result: dict[str, Any]) -> str:
         if len({point["speed"] for point in result["points"]} - {None}) > 1:  # else launches decide
             title = f"tokens a second on {result['gpu']}, predicted from rooflines, not measured"
             parts.append(chart(_series(result, colours, "speed", n), title, loss))
-    parts += [
-        _commands(result, frontier=True),
-        f"<h2>All points</h2>{html_table(table_rows(result))}",
-        _commands(result, frontier=False),
-    ]
-    items = "".join(
-        f"<li>{escape(point['name'])}: {escape(point['why'])}</li>" for point in result["failed"]
-    )
-    parts.append(f"<h2>Failed</h2><ul>{items}</ul>" if items else "")
+    points = f"<h2>All points</h2>{html_table(table_rows(result))}"
+    parts += [_commands(result, frontier=True), points, _commands(result, frontier=False)]
+    lost = [f"<li>{escape(p['name'])}: {escape(p['why'])}</li>" for p in result["failed"]]
+    parts.append(f"<h2>Failed</h2><ul>{''.join(lost)}</ul>" if lost else "")
     title = escape(f"{result['model']}: bits against loss, swept by blr")
     return PAGE.format(title=title, style=STYLE + CODE, body="\n".join(filter(None, parts)))
 
@@ -159,11 +154,8 @@ def table_rows(result: dict[str, Any]) -> list[Sequence[str]]:
     paced = len({point["speed"] for point in result["points"]}) > 1  # else launches alone decide
     rows: list[Sequence[str]] = [[*head, *["tokens/s (predicted)"] * paced, "seconds"]]
     for point in sorted(result["points"], key=lambda point: point["bits"]):
-        cells = [
-            "*" if point["name"] in result["frontier"] else "",
-            point["name"],
-            f"{point['bits']:.3f}",
-        ]
+        star = "*" if point["name"] in result["frontier"] else ""
+        cells = [star, point["name"], f"{point['bits']:.3f}"]
         spreads = point["spread"] or [None] * len(point["losses"])
         by_text = zip(point["losses"], spreads, point["of_plain"], point["kl"], strict=True)
         for loss, wide, share, kl in by_text:

@@ -21,8 +21,8 @@ from blr.compressor.commands.sweep.page import MadePoint, frontier, over_seeds, 
 from blr.compressor.loading.checked import open_checked
 from blr.compressor.output.loss_messages import MOST
 from blr.compressor.planning.roofline import chosen_gpu
-from blr.compressor.planning.speed import tokens_per_second
-from blr.compressor.recipe.asked import idle, refuse
+from blr.compressor.planning.sizing import tokens_per_second
+from blr.compressor.recipe.chosen import idle, refuse
 from blr.compressor.recipe.schema import DENSE, Recipe, make_recipe
 from blr.compressor.text.reading import calibration_digest
 from blr.compressor.workspace.journal import headers_digest

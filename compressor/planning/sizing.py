@@ -1,16 +1,15 @@
-"""Predicts the speed of decoding from headers alone, and finds the most bits that reach a given speed.
-
-Weights are read at a share of the memory's bandwidth. In few bits they are also unpacked, at a rate
-that depends on a GPU's multiprocessors and clock. Constants are what exports reach on an H200 (LOG,
-2026-11-25: "few bits by products of bytes").
-"""
+"""Finds sizes and forms that give a factor of the whole model, a speed of decoding, or a good draft.
+Weights are read at a share of the memory's bandwidth, and in few bits also unpacked, at a rate by
+multiprocessors and clock, as exports do on an H200 (LOG, 2026-11-25)."""
 
 from collections.abc import Iterator
+from math import sqrt
 
 from blr.compressor.base.errors import BlrError, UsageError
 from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.planning.plan import make_plan
+from blr.compressor.planning.pace import times_as_fast
+from blr.compressor.planning.plan import Plan, make_plan
 from blr.compressor.planning.roofline import DECODE, Gpu, chosen_gpu, dense_time, layer_time
 from blr.compressor.planning.training_sizes import dimensions_of
 from blr.compressor.recipe.schema import DENSE, PACED, Recipe, make_recipe
@@ -27,11 +26,23 @@ LAUNCHES, LAUNCH = 9, 4.5
 STEP = 0.05  # bits a weight between two sizes of a correction
 # Bits a weight of the largest correction of a base that pays (LOG, 2026-11-22), and of the smallest
 WIDEST, NARROWEST = {3: 3.75, 2: 2.85}, {3: 3.3, 2: 2.3}
+TRIES, NEAR = 8, 0.01  # relative distance from the factor at which the search ends
+# Forms, and the divergence from the dense model in nats a token behind healing: of SmolLM2, eight
+# minutes (LOG, 2026-11-26). int8 and int4 are estimates.
+FORMS: tuple[tuple[dict[str, object], float], ...] = (
+    ({"method": DENSE, "quantize": "int8"}, 0.001),
+    ({"method": DENSE, "quantize": "int4"}, 0.03),
+    ({"method": DENSE, "quantize": "int3"}, 0.135),
+    ({"method": "svd", "base": "int3", "rank": 16}, 0.110),
+    ({"method": DENSE, "quantize": "int2"}, 0.361),
+    ({"method": "svd", "base": "int2", "rank": 16}, 0.281),
+)
+SPREAD = 0.6  # total variation over its bound by the divergence (LOG, 2026-11-27: .57 to .62)
+MOST = 7  # drafts of a round
 
 
 def tokens_per_second(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> float | None:
-    """The speed of decoding one sequence, without attention and norms. None if the recipe cannot be
-    planned."""
+    """The speed of decoding, without attention and norms. None if the recipe cannot be planned."""
     try:
         return predicted(source, recipe, gpu, calibrated)
     except BlrError:
@@ -41,14 +52,13 @@ def tokens_per_second(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool
 def predicted(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> float:
     """The speed as `tokens_per_second` gives it. Raises UsageError if the recipe cannot be planned."""
     plan = make_plan(source, recipe, calibrated=calibrated)
-    times = [_decoded(planned.spec, gpu) for planned in plan.layers]
-    return _whole(source, times + [_dense(*kept.layer.shape, gpu) for kept in plan.kept], gpu)
+    return _whole(source, [_decoded(planned.spec, gpu) for planned in [*plan.layers, *plan.kept]], gpu)
 
 
 def dense_speed(source: Source, recipe: Recipe, gpu: Gpu) -> float:
     """The speed of the dense model whose layers `recipe` would replace."""
     plan = make_plan(source, recipe)
-    layers = [planned.layer for planned in plan.layers] + [kept.layer for kept in plan.kept]
+    layers = [planned.layer for planned in [*plan.layers, *plan.kept]]
     return _whole(source, [_dense(*layer.shape, gpu) for layer in layers], gpu)
 
 
@@ -72,13 +82,11 @@ def _decoded(spec: Spec, gpu: Gpu) -> float:
 
 
 def _dense(out_features: int, in_features: int, gpu: Gpu) -> float:
-    """Microseconds of a dense layer for one token."""
     return dense_time(in_features, out_features, DECODE, gpu, launch=False) / READ[True]
 
 
 def decided(recipe: Recipe) -> Recipe:
-    """`recipe` with the name of a GPU, if its result depends on one: a run that goes on elsewhere must
-    make the same."""
+    """`recipe` with a GPU if its result depends on one: a run that goes on elsewhere makes the same."""
     if recipe.gpu is not None or not recipe.tokens_per_second:
         return recipe
     return recipe.model_copy(update={"gpu": chosen_gpu(None)[0].name})
@@ -130,3 +138,69 @@ def _storages(recipe: Recipe) -> Iterator[dict[str, object]]:
             yield {"method": recipe.method, "base": f"int{bits}", "bpw": round(bpw + finer, 3)}
             bpw -= STEP
         yield {"method": DENSE, "quantize": f"int{bits}"}
+
+
+def sized(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str]:
+    """`recipe` with the sizes that its ``model_cf`` or ``tokens_per_second`` asks for, and a line about
+    them. Raises UsageError if these cannot be reached, or nothing can be planned."""
+    if recipe.model_cf is None:
+        return paced(source, recipe, calibrated)
+    wanted, cf, given = recipe.model_cf, recipe.model_cf, recipe.model_dump(exclude_unset=True)
+    asked, factor = f"--model-cf {wanted:g}", 0.0
+    for _ in range(TRIES):
+        tried = make_recipe(**given | {"model_cf": None, "cf": round(cf, 4)})
+        try:
+            plan = make_plan(source, tried, calibrated=calibrated)
+        except UsageError as error:
+            raise UsageError(f"{asked} asks for --cf {cf:.4g} of the layers: {error}") from None
+        factor, cf = _reached(plan, asked, wanted)
+        if abs(factor / wanted - 1) <= NEAR:
+            return tried, f"{asked}: --cf {tried.cf:g} of the layers, {factor:.3f} of the whole model"
+    raise UsageError(
+        f"{asked}: no --cf of the layers gives it, the nearest gives {factor:.3f}; take that"
+    )
+
+
+def _reached(plan: Plan, asked: str, wanted: float) -> tuple[float, float]:
+    """The factor of the whole model, and that of the layers which is nearer to the `wanted` one."""
+    if plan.whole is None:
+        raise UsageError(f"{asked}: config.json alone tells no size of the whole model; give --cf")
+    size, layers = plan.whole.nbytes, sum(planned.bits for planned in plan.layers) / 8
+    stays = size - sum(planned.layer.entry.nbytes for planned in plan.layers)
+    if size / wanted <= stays:
+        raise UsageError(
+            f"{asked} cannot be met: embeddings, head and what else stays dense take {stays:,} of "
+            f"{size:,} bytes, so the factor stays below {size / stays:.4g}; lower it or"
+            " --include lm_head"
+        )
+    kept, excess = (
+        sum(planned.spec.parameters for planned in plan.kept),
+        layers / (size / wanted - stays),
+    )
+    parameters = kept + (plan.structured_parameters - kept) / excess
+    return size / (stays + layers), max(plan.dense_parameters / parameters, 1.0001)
+
+
+def accepted_share(kl: float) -> float:
+    """The share of drafts that a model accepts whose draft is `kl` nats a token away: one less their
+    total variation, which is at most the root of half the divergence (Pinsker)."""
+    return 1 - SPREAD * sqrt(kl / 2)
+
+
+def draft_form(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str]:
+    """`recipe` in the form that is predicted to be the best draft on its GPU, and a line about it.
+    Raises UsageError if a form was asked for, or nothing can be planned."""
+    given = recipe.model_dump(exclude_unset=True)
+    if asked := sorted(given.keys() & {"method", "tokens_per_second", *PACED}):
+        raise UsageError(f"--for-draft chooses the form; leave out {', '.join(asked)}")
+    gpu, best = chosen_gpu(recipe.gpu)[0], (0.0, recipe, "")
+    for settings, kl in FORMS:
+        tried = make_recipe(**given, **settings)
+        cost = dense_speed(source, tried, gpu) / predicted(source, tried, gpu, calibrated)
+        share = accepted_share(kl)
+        fast, drafts = max((times_as_fast(share, k, cost), k) for k in range(1, MOST + 1))
+        name = " ".join(f"{key} {value}" for key, value in settings.items())
+        said = f"draft: {name}; predicted: {share:.2f} of drafts accepted, {fast:.2f} times as fast as "
+        said += f"the dense model alone, with {drafts} drafts a round on {gpu.name}"
+        best = max(best, (fast, tried, said), key=lambda found: found[0])
+    return best[1:]

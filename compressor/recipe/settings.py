@@ -1,12 +1,14 @@
-"""The settings of a healing run, which are checked before any work."""
+"""The settings of runs, healings and evaluations, which are checked before any work."""
 
-from dataclasses import asdict, dataclass, replace
-from typing import Annotated
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Self
 
+from blr.compressor.base.device import COMPUTED
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import CHECKING, HEALING, OWN, WRITING
 from blr.compressor.recipe.option import Limits, check_limits
-from blr.compressor.recipe.run_settings import RunSettings
+from blr.compressor.workspace.shards import DEFAULT_SHARD_BYTES
 
 SELF = "self"
 KINDS = ("factors", "norms", "biases", "dense", "embeddings", "head")
@@ -14,15 +16,64 @@ LOSSES = ("kl", "lm", "variation")
 LONGEST = 1e5  # most minutes
 MINUTES = 3.0  # default budget
 MIX = 2 / 3  # default share of own text beside the user's
+USUAL_WINDOW = 512  # tokens of an evaluation's window by default, if the model has so many positions
 HIDDEN = 4.0  # default weight of the distance between the blocks' outputs, beside --loss kl
 VARY = 0.2  # default share of the tokens that are replaced from the fourth epoch on
 NOT_IN_FINGERPRINT = (
     *("source_name", "revision", "teacher_name", "save_minutes", "overwrite", "restart", "check"),
     *("force", "fsdp", "micro", "track", "threads"),
 )
-
-
 Count = Annotated[int, Limits(1)]
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a run reads and writes. The output records `source_name` and `revision`; `max_shard_size` is
+    in bytes.
+
+    Options:
+        threads: Compute with this many CPU threads. [OMP_NUM_THREADS, or all free cores]
+        max_shard_size: Largest file of weights, as 500MB or 5GB.
+        revision: Branch, tag or commit on the hub. [main]
+        overwrite: Replace an output folder that blr wrote.
+        restart: Discard the work of an interrupted run, and start again.
+        allow_pickle: Read weights from pytorch_model.bin, too.
+        check: Run the output and measure its loss before it appears.
+        force: Write the output even if it loses over 1 nat a token.
+        offline: Read nothing from the network.
+    """
+
+    source_name: str
+    _: KW_ONLY
+    threads: Annotated[int, Limits(1, 1024)] | None = None
+    max_shard_size: int = DEFAULT_SHARD_BYTES
+    revision: str | None = None
+    overwrite: bool = False
+    restart: bool = False
+    allow_pickle: bool = False
+    check: bool = True
+    force: bool = False
+    offline: bool = False
+
+    def named(self, name: str, revision: str | None) -> Self:
+        """The same settings for a model that was found under another name."""
+        return replace(self, source_name=name, revision=revision)
+
+
+@dataclass(frozen=True)
+class CompressSettings(RunSettings):
+    """How a compression runs. `calibration` names a text file or data set; `heal` is how many minutes
+    training takes after the fits.
+
+    Options:
+        device: Compute on auto, cpu, cuda or cuda:N.
+        for_draft: Choose the form that makes the best draft of the model on --gpu, and heal it for that.
+    """
+
+    for_draft: bool = False
+    calibration: str | None = None
+    heal: float | None = None
+    device: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -175,3 +226,82 @@ def checked_minutes(minutes: float | None) -> float | None:
     if minutes is not None and not 0 < minutes <= LONGEST:
         raise UsageError(f"--heal {minutes:g}: expected minutes over 0, at most {LONGEST:g}")
     return minutes
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """Texts, pairs or tasks, and how a model is judged by them.
+
+    Options:
+        text: Measure the perplexity of a decoder on this text file or .jsonl; repeatable.
+        sts: Measure the Spearman correlation of an encoder on this CSV of sentence pairs and scores.
+        against: Compare the output with this dense checkpoint or hub id, token by token. [none]
+        keep_dense: Keep the dense model's states in this folder for further outputs. [nowhere]
+        tasks: Run these tasks of lm-evaluation-harness, as hellaswag,arc_easy (extra eval).
+        tasks_path: Folder of more task files (YAML).
+        shots: Examples in the prompt of a task. [as the task says]
+        limit: Documents of a task at most.
+        window: Tokens of a window of text. [512, or the model's most]
+        stride: Tokens from one window to the next. [the window]
+        max_tokens: Read only this many tokens of a text.
+        skip_tokens: Leave out the first tokens of a text. [read them all]
+        batch: Windows or sentences computed at once.
+        dtype: Compute in this dtype.
+        device: Compute on auto, cpu, cuda or cuda:N.
+        threads: Compute with this many CPU threads. [OMP_NUM_THREADS, or all free cores]
+        trust_remote_code: Run modeling code found in the checkpoint.
+        verify: Compare files written by blr with their manifest while they are read.
+        offline: Read nothing from the network.
+    """
+
+    text: tuple[Path, ...] = ()
+    sts: Path | None = None
+    against: str | None = None
+    keep_dense: Path | None = None
+    tasks: str | None = None
+    tasks_path: Path | None = None
+    shots: Annotated[int, Limits(0, 1024)] | None = None
+    limit: Count | None = None
+    window: Annotated[int, Limits(2)] | None = None
+    stride: Count | None = None
+    max_tokens: Annotated[int, Limits(2)] | None = None
+    skip_tokens: Annotated[int, Limits(0)] | None = None
+    batch: Count = 8
+    dtype: str = "float32"
+    device: str = "auto"
+    threads: Annotated[int, Limits(1, 1024)] | None = None
+    trust_remote_code: bool = False
+    verify: bool = True
+    offline: bool = False
+
+    @property
+    def task_names(self) -> list[str]:
+        """The names in `tasks`."""
+        return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
+
+
+def check_eval(settings: EvalSettings) -> None:
+    """Raise UsageError if there is nothing to do, or for settings that nothing would use."""
+    check_limits(settings)
+    if settings.dtype not in COMPUTED:
+        raise UsageError(f"dtype {settings.dtype!r}: expected one of {', '.join(COMPUTED)}")
+    text, sts, tasks = settings.text, settings.sts, settings.tasks
+    if not (text or tasks or sts):
+        raise UsageError("eval needs --text FILE or --tasks NAMES (decoders), or --sts FILE (encoders)")
+    if sts and (text or tasks):
+        other = "--text" if text else "--tasks"
+        raise UsageError(f"--sts is of encoders, {other} of decoders; leave one of them out")
+    for owner, given, names in (
+        ("--tasks", tasks, ("tasks_path", "shots", "limit")),
+        ("--against", settings.against, ("keep_dense",)),
+        ("--text", text, ("keep_dense", "stride", "max_tokens", "skip_tokens")),
+    ):
+        unused = [name for name in names if getattr(settings, name) is not None and not given]
+        for name in unused:
+            found = f"--{name.replace('_', '-')} {getattr(settings, name)}"
+            raise UsageError(f"{found} belongs to {owner}; leave it out")
+    most = settings.window or USUAL_WINDOW
+    if (settings.stride or 0) > most:
+        raise UsageError(
+            f"--stride {settings.stride} would pass tokens by; give at most --window {most}"
+        )

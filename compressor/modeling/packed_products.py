@@ -1,5 +1,6 @@
-"""How layers in few bits compute one token of a sequence on a CPU: as `kernels/layers/packed/cpu.py`
-says, by weights that are held a second time from the first such product on."""
+"""Products of layers with packed factors: on a GPU, and of one token on a CPU. On a GPU weights are
+never plain. A CPU holds them a second time from the first such product on, as
+`kernels/layers/packed/cpu.py` says."""
 
 from collections.abc import Sequence
 from operator import is_
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from blr.compressor.modeling.modeling_blr import Factor, FormulaLinear, unpack
+from blr.compressor.modeling.stages import packed_factor
 from blr.kernels.layers.packed.cpu import (
     AT_ONCE,
     ROWS,
@@ -18,16 +20,32 @@ from blr.kernels.layers.packed.cpu import (
     takes_format,
     takes_input,
 )
+from blr.kernels.layers.packed.op import packed_linear
 
 LEAST = 32  # the operator's smallest group
+
+
+def packed_product(
+    layer: FormulaLinear, names: Sequence[str], x: Tensor, bias: Tensor | None
+) -> Tensor | None:
+    """``x Wᵀ + bias`` [..., o] of x [..., i], in the dtype of x, by one packed factor after the other.
+    names: of the factors, in the order in which x meets them. bias: [o] or None. Returns None where
+    kernels do not take the factors: on a CPU, of blocks, in float8 or in another dtype than x."""
+    if layer.entry.get("fp8") or any(layer.held[name].tile for name in names):
+        return None
+    factors = [packed_factor(layer, name) for name in names]
+    if not all(w.takes(x) for w in factors):
+        return None
+    for w in factors:
+        added = bias if w is factors[-1] else None
+        x = packed_linear(x, w.packed, w.scale, added, w.bits, w.group, w.curved)
+    return x
 
 
 def cpu_product(layer: Any, names: Sequence[str], x: Tensor, bias: Tensor | None) -> Tensor | None:
     """``x Wᵀ + bias`` by the operator of a CPU, where W is the product of the layer's factors `names`,
     in the order in which x meets them; None where the operator does not take x or the factors."""
-    if not takes_input(x, layer.out_features):
-        return None
-    if (weights := _held(layer, names)) is None:
+    if not takes_input(x, layer.out_features) or (weights := _held(layer, names)) is None:
         return None
     y = x[:, 0]
     for weight in weights:
