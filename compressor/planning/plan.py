@@ -1,18 +1,17 @@
 """Decides from a recipe and a checkpoint's headers what happens to each layer, without torch. Bits that
 layers share (`bpw`) go where they save the largest predicted loss: rounding a layer costs what its
-sensitivity says of errors in all directions."""
+sensitivity says of errors in all directions. Ranks that a cache holds are paid for per token: singular
+values of all layers are taken from the largest on (reverse water filling)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, sqrt
 
 from blr.compressor.base.device import BYTES
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.planning.assign import Assigned, Assigner, Curves, Task
+from blr.compressor.planning.assign import Assigned, Assigner, Curves, Task, nearest_grouping
 from blr.compressor.planning.layers import Layer, check_stacks, find_layers, select, stored_spec
-from blr.compressor.planning.rank_caches import KINDS as CACHED_KINDS
-from blr.compressor.planning.rank_caches import SHARED, cached_settings
 from blr.compressor.recipe.architectures import SIBLINGS
 from blr.compressor.recipe.schema import DENSE, FORMER, NONE, LayerSettings, Recipe
 from blr.compressor.structures.cached import held_bytes
@@ -22,6 +21,11 @@ from blr.compressor.structures.specs import DenseSpec, LowRankSpec, Spec
 ROUNDING = {2: 0.1175, 3: 0.03454, 4: 0.009497}
 LARGEST = 64  # rank
 CORRECTED = 1.5  # a correction of the share x of a layer's parameters leaves exp(-1.5 √x), as measured
+CACHED = ("k_proj", "v_proj", "c_attn")  # types of layers that make keys and values of decoders
+SHARED = CACHED[:2]  # those whose outputs are all cached
+JOINT = 256  # least features of a group of heads, if there are so many
+UNIT = 4  # ranks that are given at a time
+FLOOR = 1 / 16  # least rank of a group, relative to its width
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def _kv_cache(recipe: Recipe, layers: list[PlannedLayer]) -> str | None:
     """What the checkpoint says of its cache. Raises UsageError if no layer makes keys and values."""
     if not recipe.caches_ranks:
         return None
-    if not any(planned.layer.type in CACHED_KINDS for planned in layers):
+    if not any(planned.layer.type in CACHED for planned in layers):
         owners = "decoders with k and v projections or GPT-2's c_attn"
         raise UsageError(f"kv_rank and kv_cf are for {owners}; leave them out")
     return "ranks" if recipe.kv_quantize in (None, NONE) else recipe.kv_quantize
@@ -272,12 +276,78 @@ def _chosen(options: Sequence[Sequence[LayerBits]], budget: float) -> list[Layer
     return found
 
 
+def cached_settings(layers: Sequence[Layer], recipe: Recipe, curves: Curves) -> dict[str, LayerSettings]:
+    """The settings of layers whose ranks are cached: by measured `curves`, or the same share for all."""
+    if not recipe.caches_ranks:
+        return {}
+    cached = [layer for layer in layers if layer.type in CACHED]
+    groups = {layer.module: _groups(layer, recipe.heads) for layer in cached}
+    ranks = {}
+    if recipe.kv_cf and recipe.allocation != "uniform":
+        shared = [layer for layer in cached if layer.type in SHARED and layer.module in curves]
+        ranks = _filled(shared, groups, curves, recipe.kv_cf)
+    rule, found = "kv_rank" if recipe.kv_rank else f"kv_cf {recipe.kv_cf:g}", {}
+    for layer in cached:
+        number, stored = groups[layer.module], recipe.settings_for(layer.module).stored
+        even = max(int(layer.shape[0] / number / (recipe.kv_cf or 1)), 1)
+        rank = recipe.kv_rank or ranks.get(layer.module, even)
+        packed = replace(stored, base=None, bpw=None)
+        heads = f"grouped:{number}"
+        found[layer.module] = LayerSettings("svd", rank=rank, heads=heads, rule=rule, stored=packed)
+    return found
+
+
+def _groups(layer: Layer, heads: str) -> int:
+    """The number of groups of heads: what the recipe says, else so few that each has `JOINT` features.
+    Queries, keys and values in one projection are in different groups."""
+    width = layer.shape[0]
+    if heads.startswith("grouped"):
+        asked = int(heads.removeprefix("grouped:"))
+    elif heads == "per-head" or layer.type not in SHARED:
+        asked = layer.heads
+    else:
+        asked = max(width // JOINT, 1)
+    if layer.type in SHARED or layer.heads % 3:
+        return nearest_grouping(asked, layer.heads, width)
+    return 3 * nearest_grouping(max(asked // 3, 1), layer.heads // 3, width // 3)
+
+
+def _filled(
+    layers: list[Layer], groups: Mapping[str, int], curves: Curves, factor: float
+) -> dict[str, int]:
+    """The rank of each group of every layer, from one budget."""
+    widths = {layer.module: layer.shape[0] // groups[layer.module] for layer in layers}
+    ranks = {name: max(int(FLOOR * width), 1) for name, width in widths.items()}
+    left = sum(layer.shape[0] for layer in layers) / factor
+    left -= sum(rank * groups[name] for name, rank in ranks.items())
+    steps = [
+        step
+        for name, width in widths.items()
+        for step in _steps(name, ranks[name], width, groups[name], curves[name])
+    ]
+    for _, name, rank, price in sorted(steps, key=lambda step: -step[0]):
+        if price <= left:
+            ranks[name], left = rank, left - price
+    return ranks
+
+
+def _steps(
+    name: str, rank: int, width: int, groups: int, curve: Sequence[float]
+) -> Iterator[tuple[float, str, int, int]]:
+    """Of further ranks: what each saves a number cached, the layer's name, the rank then, its price."""
+    while rank < width:
+        after = min(rank + UNIT, width)
+        price = groups * (after - rank)
+        yield sum(curve[groups * rank : groups * after]) / price, name, after, price
+        rank = after
+
+
 def cache_notes(plan: Plan, curves: Curves, tokens: int) -> list[str]:
     """A note on how much smaller a cache of ranks is, and on the loss that `curves` measured on
     `tokens` predict before refit and rounding: half of the part that is cut off."""
     if plan.kv_cache is None:
         return []
-    named = [(p, p.spec.plain) for p in plan.layers if p.layer.type in CACHED_KINDS]
+    named = [(p, p.spec.plain) for p in plan.layers if p.layer.type in CACHED]
     ranked = [(layer, spec) for layer, spec in named if isinstance(spec, LowRankSpec)]
     held, whole = map(sum, zip(*(_cached_bytes(*pair, plan.kv_cache) for pair in ranked), strict=True))
     sizes = f"{whole / held:.2f} times smaller, {whole:,.0f} -> {held:,.0f} bytes a token"

@@ -10,8 +10,7 @@ import pytest
 from pico import save_pico
 
 from blr.compressor.planning.outline import open_or_outline
-from blr.compressor.planning.plan import Plan, cache_notes, make_plan
-from blr.compressor.planning.rank_caches import FLOOR
+from blr.compressor.planning.plan import FLOOR, Plan, cache_notes, make_plan
 from blr.compressor.recipe.schema import Recipe
 
 MODEL = {
