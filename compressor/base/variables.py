@@ -49,7 +49,7 @@ def _read_by(error: BaseException) -> str | None:
     """The variable that the innermost calls of a traceback read: in the expression that they were at, or
     in its function if the error says the value."""
     trace = error.__traceback__
-    calls = [*zip(traceback.walk_tb(trace), traceback.extract_tb(trace), strict=True)][-INNERMOST:]
+    calls = [*zip(traceback.walk_tb(trace), traceback.extract_tb(trace), strict=False)][-INNERMOST:]
     for (frame, _), place in reversed(calls):
         if os.path.realpath(place.filename).startswith(_OURS):
             continue

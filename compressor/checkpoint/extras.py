@@ -116,9 +116,8 @@ def is_small_json(path: Path) -> bool:
         return False
 
 
-def check_small_json(folder: Path, name: str) -> None:
+def _check_small_json(path: Path, name: str) -> None:
     """Raise InputError for a small JSON file that a loader would choke on, before any work."""
-    path = inside(folder, name)
     if not PARSED.fullmatch(name):
         return
     data = read_whole(path, MAX_JSON_BYTES)
@@ -188,8 +187,8 @@ def _modules(folder: Path) -> set[str]:
     path = folder / MODULES
     if not os.path.lexists(path):
         return set()
-    check_small_json(folder, MODULES)
-    table = json.loads(inside(folder, MODULES).read_bytes())
+    _check_small_json(inside(folder, MODULES), MODULES)
+    table = json.loads(path.read_bytes())
     named = [entry.get("path") for entry in table if type(entry) is dict] if type(table) is list else []
     return {name for name in named if type(name) is str and re.fullmatch(r"\w[\w.-]*", name)}
 
@@ -246,7 +245,7 @@ def _taken(folder: Path, name: str, modules: set[str]) -> Path | None:
             size = check_size(path, file, MAX_BYTES)
             start = bytes(read_exactly(file, path, 0, min(size, 4)))
         if known:
-            check_small_json(folder, name)
+            _check_small_json(path, name)
         elif start.startswith(MAGIC) or (name.endswith(".json") and not is_small_json(path)):
             return None
     except InputError:

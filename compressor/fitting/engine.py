@@ -24,8 +24,7 @@ from blr.compressor.fitting.sequential import fit_blocks
 from blr.compressor.fitting.student import FitRun
 from blr.compressor.loading.load import load_computing, load_tokenizer
 from blr.compressor.loading.native import family_of
-from blr.compressor.planning.plan import Plan
-from blr.compressor.planning.rank_caches import cache_notes
+from blr.compressor.planning.plan import Plan, cache_notes
 from blr.compressor.planning.training_sizes import (
     FINISH_EPOCHS,
     SENSITIVITY_TOKENS,

@@ -17,8 +17,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.output.loss_messages import MARK
 from blr.compressor.output.report import by_type
 from blr.compressor.planning.layers import what_became
-from blr.compressor.planning.plan import Plan
-from blr.compressor.planning.rank_caches import cache_notes
+from blr.compressor.planning.plan import Plan, cache_notes
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.recipe.yaml_file import parse_mapping
 

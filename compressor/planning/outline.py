@@ -47,9 +47,7 @@ def outline(folder: Path) -> Source:
 
 
 def _names(source: Source, family: Family) -> Iterator[str]:
-    counted = [
-        (glob.removesuffix("#"), dims[0]) for glob, dims in family.shapes.items() if glob[-1] == "#"
-    ]
+    counted = [(glob[:-1], dims[0]) for glob, dims in family.shapes.items() if glob[-1] == "#"]
     if not counted:
         said = f"config.json alone does not tell the layers of a {source.model_type!r} model"
         remedy = "give a folder with its weights"

@@ -12,10 +12,11 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.planning.assign import Assigned, Assigner, Curves, Task
 from blr.compressor.planning.layers import Layer, check_stacks, find_layers, select, stored_spec
 from blr.compressor.planning.rank_caches import KINDS as CACHED_KINDS
-from blr.compressor.planning.rank_caches import cache_notes, cached_settings
+from blr.compressor.planning.rank_caches import SHARED, cached_settings
 from blr.compressor.recipe.architectures import SIBLINGS
 from blr.compressor.recipe.schema import DENSE, FORMER, NONE, LayerSettings, Recipe
-from blr.compressor.structures.specs import DenseSpec, Spec
+from blr.compressor.structures.cached import held_bytes
+from blr.compressor.structures.specs import DenseSpec, LowRankSpec, Spec
 
 # The least mean squared error of rounding a normal number of variance 1 to so many bits (Max, 1960)
 ROUNDING = {2: 0.1175, 3: 0.03454, 4: 0.009497}
@@ -269,3 +270,28 @@ def _chosen(options: Sequence[Sequence[LayerBits]], budget: float) -> list[Layer
         best = min(fitting, key=lambda way: way.loss)
         left, found[n] = left + found[n].bits - best.bits, best
     return found
+
+
+def cache_notes(plan: Plan, curves: Curves, tokens: int) -> list[str]:
+    """A note on how much smaller a cache of ranks is, and on the loss that `curves` measured on
+    `tokens` predict before refit and rounding: half of the part that is cut off."""
+    if plan.kv_cache is None:
+        return []
+    named = [(p, p.spec.plain) for p in plan.layers if p.layer.type in CACHED_KINDS]
+    ranked = [(layer, spec) for layer, spec in named if isinstance(spec, LowRankSpec)]
+    held, whole = map(sum, zip(*(_cached_bytes(*pair, plan.kv_cache) for pair in ranked), strict=True))
+    sizes = f"{whole / held:.2f} times smaller, {whole:,.0f} -> {held:,.0f} bytes a token"
+    said = f"cache of keys and values: {sizes}"
+    if not curves or any(layer.layer.type not in SHARED for layer, _ in ranked):
+        return [said]
+    left = (curves.get(layer.layer.module, ())[spec.groups * spec.rank :] for layer, spec in ranked)
+    nats = sum(map(sum, left)) / 2 / max(tokens, 1) ** 2
+    less = "a smaller --kv-cf, or 1 with --kv-quantize int8, loses less"
+    return [f"{said}, predicted to lose about {nats:.2g} nats a token; {less}"]
+
+
+def _cached_bytes(planned: PlannedLayer, spec: LowRankSpec, kind: str) -> tuple[float, float]:
+    """The bytes of a token's ranks in one layer, and of its whole keys or values."""
+    width = planned.width // 8
+    share = 1 if planned.layer.type in SHARED else 2 / 3  # queries are not held
+    return share * spec.groups * held_bytes(spec.rank, kind, width), share * width * spec.out_features

@@ -2,20 +2,12 @@
 Numbers are paid for per token, so a rank goes where it saves most: singular values of all layers are
 taken from the largest on (reverse water filling), by the Fisher information behind the attention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from blr.compressor.planning.assign import Curves, nearest_grouping
 from blr.compressor.planning.layers import Layer
 from blr.compressor.recipe.schema import LayerSettings, Recipe
-from blr.compressor.structures.cached import held_bytes
-from blr.compressor.structures.specs import LowRankSpec
-
-if TYPE_CHECKING:
-    from blr.compressor.planning.plan import Plan, PlannedLayer
 
 KINDS = ("k_proj", "v_proj", "c_attn")  # types of layers that make keys and values of decoders
 SHARED = KINDS[:2]  # those whose outputs are all cached
@@ -77,31 +69,6 @@ def _filled(
         if price <= left:
             ranks[name], left = rank, left - price
     return ranks
-
-
-def cache_notes(plan: Plan, curves: Curves, tokens: int) -> list[str]:
-    """A note on how much smaller a cache of ranks is, and on the loss that `curves` measured on
-    `tokens` predict before refit and rounding: half of the part that is cut off."""
-    if plan.kv_cache is None:
-        return []
-    named = [(p, p.spec.plain) for p in plan.layers if p.layer.type in KINDS]
-    ranked = [(layer, spec) for layer, spec in named if isinstance(spec, LowRankSpec)]
-    held, whole = map(sum, zip(*(_sizes(*pair, plan.kv_cache) for pair in ranked), strict=True))
-    sizes = f"{whole / held:.2f} times smaller, {whole:,.0f} -> {held:,.0f} bytes a token"
-    said = f"cache of keys and values: {sizes}"
-    if not curves or any(layer.layer.type not in SHARED for layer, _ in ranked):
-        return [said]
-    left = (curves.get(layer.layer.module, ())[spec.groups * spec.rank :] for layer, spec in ranked)
-    nats = sum(map(sum, left)) / 2 / max(tokens, 1) ** 2
-    less = "a smaller --kv-cf, or 1 with --kv-quantize int8, loses less"
-    return [f"{said}, predicted to lose about {nats:.2g} nats a token; {less}"]
-
-
-def _sizes(planned: PlannedLayer, spec: LowRankSpec, kind: str) -> tuple[float, float]:
-    """The bytes of a token's ranks in one layer, and of its whole keys or values."""
-    width = planned.width // 8
-    share = 1 if planned.layer.type in SHARED else 2 / 3  # queries are not held
-    return share * spec.groups * held_bytes(spec.rank, kind, width), share * width * spec.out_features
 
 
 def _steps(

@@ -10,8 +10,8 @@ import pytest
 from pico import save_pico
 
 from blr.compressor.planning.outline import open_or_outline
-from blr.compressor.planning.plan import Plan, make_plan
-from blr.compressor.planning.rank_caches import FLOOR, cache_notes
+from blr.compressor.planning.plan import Plan, cache_notes, make_plan
+from blr.compressor.planning.rank_caches import FLOOR
 from blr.compressor.recipe.schema import Recipe
 
 MODEL = {
