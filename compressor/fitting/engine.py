@@ -22,7 +22,7 @@ from blr.compressor.fitting.refit import finish_blocks, finish_epochs
 from blr.compressor.fitting.sensitivity import Sensitivity, measure
 from blr.compressor.fitting.sequential import fit_blocks
 from blr.compressor.fitting.student import FitRun
-from blr.compressor.loading.load import load_computing
+from blr.compressor.loading.load import load_computing, load_tokenizer
 from blr.compressor.loading.native import family_of
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.rank_caches import cache_notes
@@ -139,15 +139,13 @@ def read_text(
 ) -> tuple[PreTrainedTokenizerBase, Calibration | None]:
     """The tokenizer of `source`, and the calibration's text in windows of `seq_len` tokens (None where
     the model writes it). Raises what `read_calibration` does, and InputError for unknown tokens."""
-    from blr.compressor.loading.load import load_tokenizer
-
-    tokenizer = load_tokenizer(
-        source.folder, text=read_start(Path(name)) if os.path.exists(name) else ""
-    )
+    start = read_start(Path(name)) if os.path.exists(name) else ""
+    tokenizer = load_tokenizer(source.folder, text=start)
     if is_own(name):
         return tokenizer, None
-    sizes = {"samples": samples, "seq_len": seq_len}
-    found = read_calibration(name, tokenizer, **sizes, packed=packed, offline=offline)
+    found = read_calibration(
+        name, tokenizer, samples=samples, seq_len=seq_len, packed=packed, offline=offline
+    )
     check_known(found.ids, of_text(source.config).get("vocab_size"), name)
     return tokenizer, found
 

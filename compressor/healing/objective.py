@@ -12,7 +12,7 @@ from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.healing.student_and_teacher import TrainedPair, blocks_of
 from blr.compressor.loading.sentences import Sentences
-from blr.compressor.modeling.masks import unpacked
+from blr.compressor.modeling.cuda_graphs import unpacked
 from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.planning.training_sizes import CHUNK
 from blr.compressor.recipe.settings import HIDDEN, HealOptions

@@ -108,8 +108,7 @@ class Binder:
     def _tensor_cores(
         self, phase: Phase, segments: list[Segment | QuantizedSegment], **options: Any
     ) -> Run | None:
-        """A function that runs segments on tensor cores; None if they cannot. Records the order of
-        targets."""
+        """Runs segments on tensor cores and records the order of targets; None if they cannot."""
         from blr.kernels.decode.skinny.bound import SkinnyOptions, stages
 
         dtype, order = self.state.kv.dtype, self._order(phase.parts[0])

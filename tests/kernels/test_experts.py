@@ -16,7 +16,7 @@ from pico import MORE, save_model
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.compressor.loading.streamed import load_written
+from blr.compressor.loading.loader import load_written
 from blr.compressor.modeling import experts
 from blr.compressor.modeling.experts import KernelExperts
 from blr.compressor.modeling.layers import KernelLinear, StructuredLinear
