@@ -107,10 +107,8 @@ def check_space(folder: Path, needed: int) -> None:
     except OSError:  # a file system that does not tell: then writing will
         return
     if free < needed:
-        raise StorageError(
-            f"{folder}: {free} bytes free, the run needs about {needed} bytes: "
-            "free or enlarge the disk, or choose another --output"
-        )
+        remedy = "free or enlarge the disk, or choose another --output"
+        raise StorageError(f"{folder}: {free} bytes free, the run needs about {needed} bytes: {remedy}")
 
 
 def pieces(data: bytes | Path) -> Iterator[bytes]:

@@ -31,7 +31,7 @@ def local_count() -> int:
 
 def is_first() -> bool:
     """Whether this one talks and writes."""
-    return count() == 1 or rank() == 0
+    return rank() == 0
 
 
 def is_started_by_us() -> bool:

@@ -42,20 +42,17 @@ class Processes:
         backend = "gloo"
         if self.device.type == "cuda":
             if ":" in asked:
-                raise UsageError(
-                    f"device {asked!r} for {self.count} processes; give --device cuda "
-                    "and name the GPUs in CUDA_VISIBLE_DEVICES"
-                )
+                remedy = "give --device cuda and name the GPUs in CUDA_VISIBLE_DEVICES"
+                raise UsageError(f"device {asked!r} for {self.count} processes; {remedy}")
             there = torch.cuda.device_count()
             self.device = torch.device("cuda", environment.local_rank() % there)
             torch.cuda.set_device(self.device)
             backend = "cpu:gloo,cuda:nccl"  # the latter joins with its first message
         meeting = os.environ.get(environment.MEETING)
         if not meeting and "MASTER_ADDR" not in os.environ:
-            raise UsageError(
-                f"WORLD_SIZE is {self.count} and nobody says where processes meet (MASTER_ADDR): start "
-                "them by torchrun, accelerate launch or --gpus, or unset it"
-            )
+            found = f"WORLD_SIZE is {self.count} and nobody says where processes meet (MASTER_ADDR)"
+            remedy = "start them by torchrun, accelerate launch or --gpus, or unset it"
+            raise UsageError(f"{found}: {remedy}")
         with _lost():
             store = dist.FileStore(meeting, self.count) if meeting else None
             if store is not None:
@@ -65,10 +62,8 @@ class Processes:
             self._control = dist.new_group(backend="gloo", timeout=PATIENCE)
         kinds = sorted(set(self.gather(_kind(self.device))))
         if len(kinds) > 1:
-            raise CapabilityError(
-                f"processes on devices of several kinds ({', '.join(kinds)}), whose results differ; "
-                "run on those of one kind"
-            )
+            found = f"processes on devices of several kinds ({', '.join(kinds)}), whose results differ"
+            raise CapabilityError(f"{found}; run on those of one kind")
         if self.device.type == "cuda":
             self._find_wire()
 

@@ -24,9 +24,8 @@ def check_variables() -> None:
     for name in SECONDS:
         text = os.environ.get(name)
         if text is not None and re.fullmatch(r"[0-9]{1,9}", text) is None:
-            raise UsageError(
-                f"{name} is {quote(text, 60)}: expected a whole number of seconds; correct or unset it"
-            )
+            expected = "expected a whole number of seconds; correct or unset it"
+            raise UsageError(f"{name} is {quote(text, 60)}: {expected}")
 
 
 def wrong_variable(error: BaseException, foreseen: bool) -> str | None:

@@ -100,8 +100,7 @@ class Module:
         return arguments | {node.id for node in self.nodes if isinstance(node, ast.Name)}
 
     def uses(self, name: str) -> Iterator[int]:
-        """The bytes at which the global `name` stands. Raises BundleError where it has another meaning,
-        too, or stands inside a string."""
+        """The bytes where the global `name` stands. BundleError for another meaning, a string."""
         fields = {id(part.target) for part in self._class_parts() if isinstance(part, ast.AnnAssign)}
         for node in self.nodes:
             if self._is_other(node, name):
@@ -121,8 +120,7 @@ class Module:
         return (part for node in self.nodes if isinstance(node, ast.ClassDef) for part in node.body)
 
     def _is_other(self, node: ast.AST, name: str) -> bool:
-        """Whether a node gives `name` another meaning than the global one; fields of classes may have
-        it."""
+        """Whether a node gives `name` another meaning; fields of classes may have it."""
         if isinstance(node, ast.ClassDef):
             parts = [part for part in node.body if not isinstance(part, ast.AnnAssign)]
             if any(name in bound_names(part) for part in parts):
@@ -135,8 +133,7 @@ class Module:
 
 
 def imported(node: ast.stmt) -> list[Imported]:
-    """The names that an import statement binds. Raises BundleError for anything but an absolute
-    import."""
+    """The names that an import statement binds. Raises BundleError for a relative import."""
     if not isinstance(node, Import) or (isinstance(node, ast.ImportFrom) and node.level):
         raise BundleError(f"{ast.unparse(node)!r}: expected an absolute import")
     module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
@@ -182,8 +179,7 @@ def bundle(
 def reached(
     roots: Iterable[str], modules: Mapping[str, Module], among: Collection[str] | None = None
 ) -> list[str]:
-    """The modules `roots` and those of `among` that they import at the top, each after what it needs
-    itself. Raises BundleError for a circle."""
+    """`roots` and what they import at the top, each after what it needs; BundleError for a circle."""
     done: dict[str, None] = {}
 
     def visit(name: str, *above: str) -> None:
@@ -220,8 +216,7 @@ class Names:
         }
 
     def home(self, module: str, name: str) -> tuple[str, str]:
-        """The module that defines what `module` knows as `name`, and its new name. Raises BundleError
-        for a name that `module` does not have."""
+        """The module that defines what `module` calls `name`, and its new name; or BundleError."""
         if (module, name) in self.final:
             return module, self.final[module, name]
         held = self.modules[module]
@@ -237,8 +232,7 @@ class Names:
         return self.home(one.module, one.name)[1]
 
     def changed(self, module: Module) -> dict[str, str]:
-        """The new name of every global name in `module` that changes. Raises BundleError for a new name
-        that has another meaning there."""
+        """The new name of every global in `module` that changes; BundleError if it is in use."""
         typing = [found for found in module.typing if found.module in self.modules]
         called = {name: self.final[module.name, name] for name in module.defined}
         called |= {one.alias: self.of(one) for one in (*module.ours, *typing)}

@@ -51,7 +51,7 @@ KINDS: tuple[tuple[str, str, str], ...] = (
 @dataclass(frozen=True)
 class Source:
     """A checked checkpoint: `config` as parsed, `shards` in order, `entries` of all tensors in byte
-    order. Read as transformers does (`loading/loader_names.py`), `left` are tensors that the model does
+    order. Read as transformers does (`loading/loader.py`), `left` are tensors that the model does
     not have, and `said` are notes on them."""
 
     folder: Path
@@ -91,10 +91,6 @@ class Source:
     def notes(self) -> list[str]:
         """Lines on what of the model is read otherwise than its folder says."""
         return [*self.said, *[UNAPPLIED] * (ADAPTER in self.extras.left)]
-
-    def extra_files(self) -> dict[str, Path]:
-        """Files to carry over: name in a folder, sorted, to where each lies."""
-        return self.extras.carried
 
     def read_bytes(self, entry: TensorEntry, chunk: int = CHUNK) -> Iterator[bytearray]:
         """Yield the stored bytes of `entry` in pieces. Raises InputError if the shard cannot be read or

@@ -248,7 +248,7 @@ def options_of(settings: Settings) -> HealOptions:
 def disk_beside(sized: Compression, healing: HealOptions) -> int:
     """Bytes on disk that a healing takes: the compressed checkpoint and the trainer's state."""
     layers, source = sized.plan.layers, sized.source
-    files = sum(path.stat().st_size for path in source.extra_files().values())
+    files = sum(path.stat().st_size for path in source.extras.carried.values())
     specs = {planned.layer.module: planned.spec for planned in layers}
     compressed = source.nbytes - sized.bytes + sum(planned.bits for planned in layers) // 8
     return compressed + files + kept_bytes(specs, source.entries, healing)

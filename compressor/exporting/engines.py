@@ -181,42 +181,47 @@ def engine_of(kind: str) -> Engine | None:
 def plan_for(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     """Plan an export for the engine of `--as`. Raises UsageError for layers without a form there, unless
     they are to be dense, and where none has one; as `engine.plan`."""
-    source, engine = checkpoint.source, engine_of(options.kind)
+    engine = engine_of(options.kind)
     assert engine is not None
-    strange = _strange_modules(checkpoint, engine)
-    layers = layers_of(checkpoint)
-    reasons = {layer.module: strange.get(layer.module) or refusal(engine, layer) for layer in layers}
-    rest = {module: checkpoint.specs[module] for module, reason in reasons.items() if reason}
-    if rest and not options.dense_rest:
-        module = next(iter(rest))
-        raise UsageError(
-            f"--as {engine.name}: {len(rest)} layers have no form in {engine.title}, as {module} "
-            f"({reasons[module]}); add --dense-rest to write those dense, or take --as dense"
-            f"{engine.otherwise}"
-        )
-    if source.model_type not in engine.experts and any(".experts." in name for name in source.entries):
-        said = f"{source.folder} has experts, which blr does not write for {engine.title}"
-        raise UsageError(f"--as {engine.name}: {said}; take --as dense")
-    if not continues_text(source):
-        raise UsageError(f"--as {engine.name}: {source.model_type} writes no text; take --as onnx")
-    if len(rest) == len(checkpoint.specs):
-        raise UsageError(
-            f"--as {engine.name}: {source.folder} has no layer in few bits that {engine.title} takes; "
-            "compress with --quantize int4 first, or take --as dense"
-        )
-    begun = _begun(checkpoint, rest, options)
-    contents = {"check_loads": partial(keep_tokenizer, source.folder), **engine.plan(begun, options)}
+    rest = _without_form(checkpoint, engine, options.dense_rest)
+    kept = {module: spec for module, spec in checkpoint.specs.items() if module not in rest}
+    structured = replace(checkpoint, specs=kept)
+    contents = engine.plan(_begun(structured, rest, options), options)
     files = contents.pop("files", {})
-    kept = without(checkpoint, rest)
     plan = ExportPlan(
-        checkpoint=kept,
+        checkpoint=structured,
         stored=checkpoint.specs,
         densified=sorted(rest),
         small_files=dict,
-        described={"engine": engine.name, "layers": sorted(kept.specs)},
-        **contents,
+        described={"engine": engine.name, "layers": sorted(kept)},
+        **{"check_loads": partial(keep_tokenizer, checkpoint.source.folder), **contents},
     )
     return replace(plan, small_files=partial(_small_files, engine, plan, options, files))
+
+
+def _without_form(checkpoint: Checkpoint, engine: Engine, dense: bool) -> dict[str, Spec]:
+    """The layers without a form in `engine`. Raises UsageError for them unless they are to be `dense`,
+    where there are no others, and for a model that it does not take."""
+    source, strange = checkpoint.source, _strange_modules(checkpoint, engine)
+    layers = layers_of(checkpoint)
+    reasons = {layer.module: strange.get(layer.module) or refusal(engine, layer) for layer in layers}
+    rest = {module: checkpoint.specs[module] for module, reason in reasons.items() if reason}
+    said = remedy = ""
+    if rest and not dense:
+        module = next(iter(rest))
+        said = f"{len(rest)} layers have no form in {engine.title}, as {module} ({reasons[module]})"
+        remedy = f"add --dense-rest to write those dense, or take --as dense{engine.otherwise}"
+    elif source.model_type not in engine.experts and any(".experts." in n for n in source.entries):
+        said = f"{source.folder} has experts, which blr does not write for {engine.title}"
+        remedy = "take --as dense"
+    elif not continues_text(source):
+        said, remedy = f"{source.model_type} writes no text", "take --as onnx"
+    elif len(rest) == len(checkpoint.specs):
+        said = f"{source.folder} has no layer in few bits that {engine.title} takes"
+        remedy = "compress with --quantize int4 first, or take --as dense"
+    if said:
+        raise UsageError(f"--as {engine.name}: {said}; {remedy}")
+    return rest
 
 
 def refusal(engine: Engine, layer: FewBits) -> str:
@@ -267,15 +272,9 @@ def pack(levels: Tensor, bits: int) -> Tensor:
     return octets.contiguous().view(torch.int32)[:, :words]
 
 
-def without(checkpoint: Checkpoint, rest: Mapping[str, Spec]) -> Checkpoint:
-    """`checkpoint` with only those of its structured layers that are not in `rest`."""
-    kept = {module: spec for module, spec in checkpoint.specs.items() if module not in rest}
-    return replace(checkpoint, specs=kept)
-
-
-def _begun(checkpoint: Checkpoint, rest: Mapping[str, Spec], options: ExportOptions) -> Begun:
+def _begun(kept: Checkpoint, rest: Mapping[str, Spec], options: ExportOptions) -> Begun:
     """What is there before an engine plans. Raises InputError where it does not fill the model."""
-    source, kept, dtype = checkpoint.source, without(checkpoint, rest), options.dtype
+    source, dtype = kept.source, options.dtype
     register(source.model_type)  # tokenizers of the source are loaded by its model type
     plan_tensors(source, kept.specs, None)  # checks that they are stored
     taken = {f"{module}.{name}" for module, spec in kept.specs.items() for name in spec.stored()}

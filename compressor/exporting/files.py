@@ -17,7 +17,7 @@ from blr.compressor.checkpoint.extras import CARD, LAYERS, MAX_BYTES, METRICS
 from blr.compressor.checkpoint.regular import inside, read_whole
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.exporting.origin import FORMAT, Checkpoint, open_checkpoint
-from blr.compressor.loading.loader_names import load_empty, misfit
+from blr.compressor.loading.loader import load_empty, misfit
 from blr.compressor.loading.native import read_context
 from blr.compressor.loading.sidecar_files import token_ids
 from blr.compressor.loading.vendor import code_files, contents_of, exported_classes, runtime_files

@@ -40,7 +40,7 @@ from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.loading.tokenizer import PROBE
 from blr.compressor.output.files import Written
 from blr.compressor.structures.specs import QuantizedSpec
-from blr.kernels.decode.quantized.superblocks import SUPERBLOCK
+from blr.kernels.decode.quantized.formats import SUPERBLOCK
 
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"
 # alpha 0: the product of the factors is added as it is, at any rank

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.exporting.tensors import Make, Tensors
-from blr.kernels.decode.quantized.formats import OFFSET
-from blr.kernels.decode.quantized.superblocks import MULTIPLES, SUPERBLOCK
+from blr.kernels.decode.quantized.formats import MULTIPLES, OFFSET, SUPERBLOCK
 
 ALIGNMENT, VERSION, BLOCK = 32, 3, 32
 TYPES = {  # of tensors: number, and the bytes of so many numbers

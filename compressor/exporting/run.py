@@ -150,7 +150,7 @@ class ExportRun(FolderRun):
 
     def estimate(self) -> int:
         source = self.plan.checkpoint.source
-        extra = sum(path.stat().st_size for path in source.extra_files().values())
+        extra = sum(path.stat().st_size for path in source.extras.carried.values())
         compiled = self.plan.tensors.nbytes * {"pt2": 1, "onnx": 2}.get(self.options.kind, 0)  # float32
         return self.plan.nbytes + compiled + extra + (4 << 20)
 

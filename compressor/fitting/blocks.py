@@ -20,9 +20,8 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting import block_discovery as discovery
 from blr.compressor.fitting import block_passes as passes
 from blr.compressor.fitting.block_passes import NUMBER, Arguments, Batch
-from blr.compressor.loading.loader_names import merged_names, renamed
+from blr.compressor.loading.loader import Parts, merged_names, renamed
 from blr.compressor.loading.native import meta_model, quiet_transformers
-from blr.compressor.loading.streamed import Parts
 from blr.compressor.modeling.modeling_blr import Experts, module_names, stacks_apart
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.training_sizes import STATES

@@ -29,7 +29,7 @@ from blr.compressor.planning.training_sizes import (
 from blr.compressor.structures.latent import Trained
 from blr.compressor.structures.linalg import add_ridge, cholesky
 from blr.compressor.workspace.journal import layer_key
-from blr.kernels.training.divergence.op import divergence_sum
+from blr.kernels.training.losses import divergence_sum
 
 RATE = 0.01  # a step, relative to a tensor's root mean square
 PACKED_RATE = 0.005  # the same where some tensors are rounded

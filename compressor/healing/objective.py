@@ -12,13 +12,12 @@ from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.exhaustion import raise_exhausted
 from blr.compressor.healing.student_and_teacher import TrainedPair, blocks_of
 from blr.compressor.loading.sentences import Sentences
-from blr.compressor.modeling.masks import unpacked
+from blr.compressor.modeling.cuda_graphs import unpacked
 from blr.compressor.modeling.modeling_blr import DenseWeight
 from blr.compressor.planning.training_sizes import CHUNK
 from blr.compressor.recipe.settings import HIDDEN, HealOptions
 from blr.kernels.common.registration import ContextOf
-from blr.kernels.training.distance.op import relative_errors
-from blr.kernels.training.divergence.op import divergence_sum
+from blr.kernels.training.losses import divergence_sum, relative_errors
 
 Measure = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 HELD_BATCH, HELD_SENTENCES = 8, 32  # held-back windows and sentences that are run at once

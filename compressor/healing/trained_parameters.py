@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.exporting.origin import Checkpoint
-from blr.compressor.loading.loader_names import merged_names, renamed
+from blr.compressor.loading.loader import empty_model, merged_names, renamed
 from blr.compressor.loading.native import native_errors, quiet_transformers
-from blr.compressor.loading.streamed import empty_model
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import Numbered, module_names
 from blr.compressor.recipe.settings import KINDS

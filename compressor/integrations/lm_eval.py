@@ -106,8 +106,7 @@ def run_tasks(model: object, tokenizer: object, asked: Asked, batch: int = 8) ->
 
 
 def _items(logged: list[dict[str, Any]]) -> dict[str, float]:
-    """By document and filter the number that a task's first metric gave; metrics of other kinds are left
-    out."""
+    """By document and filter what a task's first metric gave, if that is a number."""
     first = {f"{row['doc_id']} {row['filter']}": row.get(row["metrics"][0]) for row in logged}
     return {item: float(value) for item, value in first.items() if isinstance(value, int | float)}
 

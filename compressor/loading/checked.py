@@ -32,7 +32,7 @@ def read_as_loaded(source: Source) -> Source:
     """Ask transformers which tensors are the model's, where their names are not the usual ones. Raises
     InputError for tensors that config.json does not describe."""
     if source.library is TRANSFORMERS and not is_usual(source):
-        from blr.compressor.loading.loader_names import taken  # imports torch
+        from blr.compressor.loading.loader import taken  # imports torch
 
         source = taken(source)
     family = find_family(source.model_type)

@@ -15,7 +15,7 @@ from blr.compressor.checkpoint.config import DIFFUSERS, REMEDY
 from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.loading.loader_names import misfit
+from blr.compressor.loading.loader import misfit
 from blr.compressor.loading.native import native_errors, quiet_diffusers
 from blr.compressor.loading.smoke_run import NO_CHECK, Trial, check_model, refuse_model, trial_of
 from blr.compressor.workspace.manifest import check_listed

@@ -241,8 +241,7 @@ def _of_pipeline(repository: str, revision: str | None, offline: bool, patterns:
 
 
 def _stays(repository: str, revision: str | None, patterns: list[str], stream: bool | None) -> bool:
-    """Announce the download; whether the weights stay on the hub instead. Raises StorageError if they
-    must not and the cache has no room."""
+    """Announce the download; whether weights stay there. Raises StorageError without room."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     files = _snapshot(repository, revision, patterns, dry_run=True)

@@ -96,7 +96,7 @@ def check_carried(source: Source, config: Mapping[str, object]) -> None:
         refuse(source.folder / name, "only pickled weights of a module", "safetensors", remedy)
     with scratch_folder() as folder, storage_errors(folder):
         (folder / "config.json").write_text(json.dumps(config), "utf-8")
-        for name, path in source.extra_files().items():
+        for name, path in source.extras.carried.items():
             data = carried(path)
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             if isinstance(data, Path):

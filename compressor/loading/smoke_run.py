@@ -30,8 +30,7 @@ class Trial:
     what: str
 
     def distance(self, model: PreTrainedModel, where: object) -> float:
-        """Relative distance of the results of `model` from the expected ones. Raises NumericsError for
-        results that are not finite."""
+        """Relative distance of the results of `model` from those expected, or NumericsError."""
         found, keep = run(model, self.inputs), self.expected.isfinite()
         if found.shape != self.expected.shape or not found[keep].isfinite().all():
             raise NumericsError(
@@ -67,8 +66,7 @@ def refuse_model(model: object, where: object, reason: str) -> NoReturn:
 
 
 def trial_of(model: PreTrainedModel, inputs: Mapping[str, object], what: str, where: object) -> Trial:
-    """Run `model` on `inputs`, which are `what`. Raises NumericsError for no finite result, and what the
-    model raises."""
+    """Run `model` on `inputs`, which are `what`. Raises NumericsError for no finite result."""
     return _checked(Trial(inputs, run(model, inputs), what), where)
 
 

@@ -65,10 +65,9 @@ class Contents:
     experts: bool = False
 
     def left_out(self) -> frozenset[str]:
-        absent = {f"decode.{kind}.reference" for kind in ("attention", "gemv", "quantized")}  # no GPU's
+        absent = {f"decode.{kind}.reference" for kind in ("attention", "quantized")}  # no GPU's
         if not self.quantized:
-            absent |= {f"decode.quantized.{part}" for part in ("grouped", "launch")}
-            absent |= {f"decode.integer.{part}" for part in ("form", "launch", "looped")}
+            absent |= {"decode.quantized.launch", "decode.integer.launch"}
         if self.rows < SEVERAL:
             absent.add("decode.skinny")
         if "blast" not in self.structures:

@@ -4,17 +4,18 @@ graph and return copies of the outputs. Threads take turns."""
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from transformers import masking_utils
 
 from blr.compressor.modeling.cache_key import held_for
-from blr.compressor.modeling.masks import is_full, unmasked
 from blr.compressor.modeling.modeling_blr import Mixin
 from blr.compressor.modeling.settings import CACHE_NAMES, export_settings, warn_once
 from blr.kernels.common.capturing import Captured, own_stream
@@ -138,8 +139,7 @@ def _capturable(model: Any) -> bool:
 
 
 def _graphs_of(model: nn.Module) -> ForwardGraphs | None:
-    """The graphs of `model` as it is now; None while its modules have hooks, or where its modules or
-    weights are others at every call."""
+    """The graphs of `model` as it is now; None while it has hooks, or where it changes at every call."""
     held = held_for(model, "_blr_graphs", ForwardGraphs)
     if held.times > MAX_REMADE:
         warn_once("the forward pass is not captured as a CUDA graph (modules or weights keep changing)")
@@ -208,3 +208,64 @@ def warm_up(run: Callable[[], object]) -> float:
             stream.synchronize()
             share = host / (perf_counter() - begun)
     return share
+
+
+# Of masks transformers asks whether there is padding, and whether a row holds several sequences, for a
+# faster kernel of attention. Passes that must not wait for the GPU, and captures, cannot be asked.
+_answering_lock = threading.Lock()
+
+
+@dataclass
+class _Answered:
+    """A function of transformers that gives some threads an answer without looking."""
+
+    native: Callable[..., object]
+    answer: object
+    threads: list[int] = field(default_factory=list)  # once for each that is inside
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        asked = threading.get_ident() not in self.threads
+        return self.native(*args, **kwargs) if asked else self.answer
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """While active, transformers does not search this thread's passes for several sequences in a row."""
+    with _answering("find_packed_sequence_indices", None):
+        yield
+
+
+@contextmanager
+def unmasked() -> Iterator[None]:
+    """While active, this thread's passes without a mask make none, captured or not."""
+    with unpacked(), _answering("is_tracing", False):
+        yield
+
+
+def is_full(mask: object) -> bool:
+    """Whether `mask` is one [B, T] of padding that hides nothing. Waits for the GPU."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_floating_point():
+        return False
+    return bool(mask.all())
+
+
+@contextmanager
+def _answering(name: str, answer: object) -> Iterator[None]:
+    """While active, the function `name` of transformers returns `answer` in this thread."""
+    if not hasattr(masking_utils, name):
+        yield
+        return
+    me = threading.get_ident()
+    with _answering_lock:
+        found: Any = getattr(masking_utils, name)
+        if not isinstance(found, _Answered):
+            found = _Answered(found, answer)
+            setattr(masking_utils, name, found)
+        found.threads.append(me)
+    try:
+        yield
+    finally:
+        with _answering_lock:
+            found.threads.remove(me)
+            if not found.threads:
+                setattr(masking_utils, name, found.native)

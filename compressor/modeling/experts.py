@@ -16,7 +16,7 @@ from blr.compressor.modeling.modeling_blr import Experts
 from blr.compressor.modeling.probes import stacked_gate_of
 from blr.kernels.common.available import HALF, kernel_device
 from blr.kernels.common.watching import is_traced
-from blr.kernels.fused.gated.launch import gated
+from blr.kernels.fused.launch import gated
 from blr.kernels.layers.experts.op import (
     Stack,
     Weight,

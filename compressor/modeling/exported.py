@@ -13,8 +13,7 @@ class ExportedModel(StructuredModel):
 
 
 def model_class(name: str, mixin: type = ExportedModel) -> type:
-    """Make the class ``Blr<Native>``, which decodes in the runtime or, where it does not generate,
-    replays its forward passes as CUDA graphs."""
+    """Make ``Blr<Native>``, which decodes in the runtime or replays its passes as CUDA graphs."""
     generates = issubclass(getattr(transformers, native_name(name)), transformers.GenerationMixin)
     return structured_class(name, (FusedGeneration if generates else CapturedForward, mixin))
 

@@ -78,10 +78,6 @@ def is_float8(layer: object) -> TypeGuard[Float8Layer]:
     return bool(getattr(getattr(layer, "packing", None), "fp8", False))
 
 
-def _float8_layers(model: nn.Module) -> Iterator[tuple[str, Float8Layer]]:
-    return ((name, layer) for name, layer in model.named_modules() if is_float8(layer))
-
-
 def prepared(layer: Float8Layer, x: Tensor) -> tuple[Scales, list[Tensor]]:
     """The scales that products of a layer with inputs like x are multiplied by, and the layer's weights
     with rows that kernels read fast. Made once."""
@@ -93,7 +89,7 @@ def prepared(layer: Float8Layer, x: Tensor) -> tuple[Scales, list[Tensor]]:
 
 def prepare_float8(model: nn.Module) -> None:
     """Prepare all float8 layers of a model on a GPU that multiplies in float8: no compiler can do so."""
-    for _, layer in _float8_layers(model):
+    for layer in filter(is_float8, model.modules()):
         prepare_layer(layer)
 
 
@@ -105,11 +101,6 @@ def prepare_layer(layer: Float8Layer) -> None:
             like = torch.empty(1, 1, dtype=torch.bfloat16, device=device)
             if unfit(layer.packing, like) is None:
                 prepared(layer, like)
-
-
-def forget_scales(layer: nn.Module) -> None:
-    """Have a layer prepared again, since what it stores has changed."""
-    layer.__dict__.pop("float8_prepared", None)
 
 
 def shared_rows(layer: object, x: Tensor) -> Rows:
@@ -237,8 +228,8 @@ def share_rows(model: nn.Module) -> None:
         for layer in found if len({layer.in_features for layer in found}) == 1 else []:
             layer.__dict__["float8_siblings"] = len(found)
     readers: dict[str, dict[int, QuantizedSpec]] = {}
-    for name, layer in _float8_layers(model):
-        if block := BLOCK.match(name):
+    for name, layer in model.named_modules():
+        if is_float8(layer) and (block := BLOCK.match(name)):
             readers.setdefault(block[0], {}).setdefault(layer.in_features, layer.packing)
     modules = dict(model.named_modules())
     for name, module in modules.items():

@@ -28,13 +28,9 @@ from blr.compressor.modeling.slices import is_hooked, limit_of
 from blr.kernels.common.available import HALF, TRAINED, kernel_device
 from blr.kernels.common.transient import tokens_within
 from blr.kernels.common.watching import is_unwatched
-from blr.kernels.fused.activated.launch import activated
-from blr.kernels.fused.gated.gradient import gated_with_gradient
-from blr.kernels.fused.gated.launch import gated
-from blr.kernels.fused.normed.launch import is_faster, layer_norm
-from blr.kernels.fused.rotary.gradient import rotated_with_gradient
-from blr.kernels.fused.rotary.launch import rotated
-from blr.kernels.fused.rotary.reference import rotate
+from blr.kernels.fused.gradient import gated_with_gradient, rotated_with_gradient
+from blr.kernels.fused.launch import activated, gated, is_faster, layer_norm, rotated
+from blr.kernels.fused.reference import rotate
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 
@@ -123,7 +119,7 @@ def fuse_norms(model: nn.Module) -> None:
 
 class FusedGate(Extension):
     """Mixin before an MLP ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``. fused_gate: the name of the
-    gate in `kernels.fused.gated.reference.GATES`."""
+    gate in `kernels.fused.reference.GATES`."""
 
     gate_proj: nn.Module
     up_proj: nn.Module

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.after_import import after_import
-from blr.compressor.modeling.float8 import float8_product, forget_scales, is_float8, prepare_layer
+from blr.compressor.modeling.float8 import float8_product, is_float8, prepare_layer
 from blr.compressor.modeling.packed_products import cpu_product, packed_product
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
 from blr.compressor.modeling.stages import Packed, packed_factor
@@ -136,7 +136,7 @@ class KernelLinear(modeling_blr.FormulaLinear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        forget_scales(self)
+        self.__dict__.pop("float8_prepared", None)
         self.cpu_weights = None
         if is_float8(self):
             prepare_layer(self)

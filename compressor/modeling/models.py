@@ -139,8 +139,7 @@ FLOAT8 = 0.6  # root mean square of such numbers
 
 @torch.no_grad()
 def initialize_packed(model: nn.Module) -> None:
-    """Give the packed factors of `model` first values, but not on the meta device, nor where
-    transformers has marked a layer or tensor as initialized."""
+    """Give packed factors of `model` first values where transformers has not marked them as given."""
     for layer in model.modules():
         if not isinstance(layer, KernelLinear) or getattr(layer, "_is_hf_initialized", False):
             continue

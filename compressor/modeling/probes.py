@@ -17,8 +17,7 @@ CLOSE = 1e-5
 
 
 def numbers(*shape: int) -> Tensor:
-    """Random numbers to ask modules about, on the CPU and in single precision whatever the defaults are
-    that a model is made under."""
+    """Random numbers to ask modules about, on the CPU and in single precision under any defaults."""
     generator = torch.Generator("cpu").manual_seed(0)
     return 2 * torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
@@ -59,8 +58,7 @@ def _alike(module: nn.Module, parameters: dict[str, Tensor | None]) -> nn.Module
 
 
 def activation_of(module: nn.Module) -> tuple[str, float] | None:
-    """The name in `MAKES` of an activation without parameters, and an eps of 0 in the place of a norm's;
-    None for other modules."""
+    """The name in `MAKES` of an activation and 0, as of `norm_of`; None for other modules."""
     home = type(module).__module__
     if home not in ("transformers.activations", "torch.nn.modules.activation"):
         return None

@@ -79,8 +79,7 @@ class RankStep:
         return self._new(kind)
 
     def _new(self, kind: str) -> Tensor:
-        """Keys or values of the new tokens as their layer gives them; new tensors, for a model may write
-        to them."""
+        """Keys or values of the new tokens as their layer gives them; new tensors, for models write."""
         made = self.made[kind]
         return made.flat(self.format.unpack(made.parts, made.dtype))
 
@@ -203,8 +202,7 @@ def _heads(flat: Tensor, width: int) -> Tensor:
 
 
 def _is_watched(attention: nn.Module, x: Tensor) -> bool:
-    """Whether keys and values must be whole: for gradients, in a trace, under autocast, and for hooks of
-    their layers or adapters around them."""
+    """Whether keys and values must be whole: for gradients, traces, autocast, hooks and adapters."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if torch.is_grad_enabled() or traced or torch.is_autocast_enabled(x.device.type):
         return True

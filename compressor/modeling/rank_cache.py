@@ -83,8 +83,7 @@ class Tokens:
     held: Parts = ()
 
     def append(self, new: Parts) -> None:
-        """Add those of new tokens. What is one for all sequences is repeated where the other has one for
-        each."""
+        """Add those of new tokens; one for all sequences is repeated where the other has one each."""
         pairs = zip(self.held, new, strict=True) if self.held else ()
         self.held = tuple(_joined(*pair) for pair in pairs) or new
 

@@ -19,8 +19,7 @@ class RankRequest(NamedTuple):
 
 
 class OfRanks(NamedTuple):
-    """The second step, ``ranks Uᵀ + bias``. In groups U is [G, o/G, r] and outputs lie group by
-    group."""
+    """The second step, ``ranks Uᵀ + bias``. In groups U is [G, o/G, r]; outputs lie group by group."""
 
     U: Tensor
     bias: Tensor | None
@@ -38,8 +37,7 @@ class OfRanks(NamedTuple):
         return y if bias is None else y + bias
 
     def part(self, start: int, stop: int) -> tuple[OfRanks, slice] | None:
-        """The product of only those groups that make outputs start…stop, and which groups these are;
-        None where no groups end there."""
+        """The product of only those groups that make outputs start…stop, and which; or None."""
         if self.U.dim() == 2 or start % self.U.shape[1] or stop % self.U.shape[1]:
             return None
         groups = slice(start // self.U.shape[1], stop // self.U.shape[1])

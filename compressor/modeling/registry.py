@@ -45,8 +45,7 @@ def _name_in_transformers(found: type) -> None:
 
 
 class _OnDemand(dict[str, type]):
-    """Configurations by model type, as transformers keeps them. The structured variant of a native type
-    is registered when it is asked for first."""
+    """Configurations by model type; the structured variant of one is registered when asked for first."""
 
     def __contains__(self, model_type: object) -> bool:
         return super().__contains__(model_type) or self._register(str(model_type))
@@ -82,8 +81,7 @@ def auto_map(model_type: str, architectures: Sequence[str] | None = None) -> dic
 
 
 def before_saving(config: PreTrainedConfig, folder: Path) -> None:
-    """Enter all classes of `config` in its `auto_map`, and delete the manifest of an output that was in
-    `folder`, for it describes other files."""
+    """Complete the `auto_map` of `config`; delete an output's manifest, which describes other files."""
     config.auto_map = auto_map(config.model_type, config.architectures)
     if is_output(folder):
         (folder / MANIFEST).unlink()

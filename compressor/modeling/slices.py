@@ -211,8 +211,7 @@ def _widened(module: nn.Module) -> int:
 
 
 def _attention(block: nn.Module) -> tuple[int, int]:
-    """How many numbers of a token the attention of a block takes in, and makes: queries, keys, values
-    and one of them rotated."""
+    """Numbers that a token has in the input of a block's attention, and in what this makes of it."""
     named = {name.rpartition(".")[2]: sizes(layer) for name, layer in block.named_modules()}
     made = [named[name] for name in named if name in PROJECTIONS] or [(0, 0)]
     return made[0][0], sum(outputs for _, outputs in made) + max(outputs for _, outputs in made)
@@ -317,8 +316,7 @@ def _outputs(product: OfRanks, ranks: Tensor, start: int, stop: int, x: Tensor) 
 
 
 def _is_plain(given: Given) -> bool:
-    """Whether an attention is given nothing but hidden states, a mask and positions: no cache, no states
-    of an encoder."""
+    """Whether an attention is given hidden states, a mask and positions alone: no cache."""
     if "hidden_states" not in given:
         return False
     more = (each for name, each in given.items() if name not in KNOWN)

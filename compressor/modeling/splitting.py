@@ -90,8 +90,7 @@ def planned(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def table_plan(model: Any) -> dict[str, str]:
-    """The styles of the embedding and the head, which may be one tensor: both or neither. Empty without
-    a native plan for the embedding."""
+    """The styles of the embedding and the head, which may be tied: both, or neither."""
     tables = {n: style for n, module, style in planned(model) if isinstance(module, nn.Embedding)}
     if not tables:
         return {}

@@ -21,8 +21,8 @@ from blr.compressor.modeling.modeling_blr import (
 )
 from blr.kernels.common.available import kernel_device
 from blr.kernels.common.watching import is_traced
+from blr.kernels.decode.gemv.segments import Narrow
 from blr.kernels.decode.quantized.formats import GROUP
-from blr.kernels.decode.quantized.segments import Narrow
 
 
 class Packed(NamedTuple):
@@ -156,8 +156,7 @@ ADDED = ("svd", "monarch", "blast")  # corrections of packed weights: of others 
 
 
 def stages_of(module: nn.Module) -> Stages | None:
-    """The products by which decoding kernels compute a dense or structured layer, in order; None if only
-    its own forward computes it."""
+    """The products by which decoding kernels compute a layer; None if only its own forward does."""
     if isinstance(module, SummedLinear):
         stages, correction = stages_of(module.base), correction_of(module.correction)
         if stages is None or correction is None:
@@ -181,8 +180,7 @@ def correction_of(layer: FormulaLinear) -> Corrections | None:
 
 
 def kind_of(w: object) -> tuple[int, int, bool]:
-    """Bits and group of packed weights and whether their grid is curved, zeros for others. Both stages
-    of a `dual` must agree."""
+    """Bits, group and whether the grid is curved of packed weights; zeros for others."""
     return (w.bits, w.group, w.curved) if isinstance(w, Packed) else (0, 0, False)
 
 

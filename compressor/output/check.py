@@ -17,7 +17,7 @@ from blr.compressor.base.quoting import first_line, quote
 from blr.compressor.checkpoint.config import DIFFUSERS, TRANSFORMERS, kind_of
 from blr.compressor.checkpoint.extras import CARD, REPORT, inert
 from blr.compressor.checkpoint.source import Source, open_source
-from blr.compressor.loading import diffusion, smoke_run, streamed, vendor
+from blr.compressor.loading import diffusion, loader, smoke_run, vendor
 from blr.compressor.loading.diffusion import PREFIX, dense_model
 from blr.compressor.loading.native import continues_text
 from blr.compressor.loading.smoke_run import NO_CHECK, Trial
@@ -211,8 +211,8 @@ _DOORS = {
         config=files.structured_config,
         check_fits=files.check_fits,
         check_reload=files.check_reload,
-        dense=streamed.streamed_model,
-        written=streamed.load_written,
+        dense=loader.streamed_model,
+        written=loader.load_written,
         trial=smoke_run.first_trial,
         code=vendor.code_files,
     ),

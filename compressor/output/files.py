@@ -18,7 +18,7 @@ from blr.compressor.base.progress import CHECKING, WRITING, Progress
 from blr.compressor.checkpoint.extras import CARD, LAYERS, carried, inert
 from blr.compressor.checkpoint.header import TensorEntry
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.loading.loader_names import load_empty, misfit
+from blr.compressor.loading.loader import load_empty, misfit
 from blr.compressor.loading.native import decoded, native_class, native_errors
 from blr.compressor.loading.sidecar_files import TOKENIZER, keep_tokenizer
 from blr.compressor.modeling.modeling_blr import FORMAT, GUARD, PREFIX, guard
@@ -79,7 +79,7 @@ def _written(recipe: Recipe) -> dict[str, object]:
 
 def carried_files(source: Source) -> dict[str, bytes | Path]:
     """The files that an output takes along; a dense card is renamed, as ours replaces it."""
-    files = {name: carried(path) for name, path in source.extra_files().items()}
+    files = {name: carried(path) for name, path in source.extras.carried.items()}
     card = files.pop(CARD, None)
     if card is None or os.path.lexists(source.folder / MANIFEST):
         return files

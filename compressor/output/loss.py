@@ -31,9 +31,9 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting.engine import read_text
 from blr.compressor.loading.checked import OURS
 from blr.compressor.loading.load import load_tokenizer
+from blr.compressor.loading.loader import is_small, load_written, streamed_model, whole_model
 from blr.compressor.loading.native import continues_text, read_context
 from blr.compressor.loading.smoke_run import NO_CHECK, plain_tokens, run
-from blr.compressor.loading.streamed import is_small, load_written, streamed_model, whole_model
 from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.own import OwnText, continued

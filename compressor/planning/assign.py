@@ -186,12 +186,11 @@ class Assigner:
             task, (o, i) = tasks[n], tasks[n].layer.shape
             padded = task.settings.stored.group and i % task.settings.stored.group
             finer = " or a smaller --group" if padded else ""
-            raise UsageError(
-                f"bpw {task.bpw:g} cannot be met: int{task.settings.stored.base} and the smallest "
-                f"correction take {least[n]:.4g} bits a weight of {task.layer.module} ({o}x{i}); "
-                f"give {ceil(100 * least[n]) / 100:g}, take a base of fewer bits{finer}, or exclude "
-                "the layer"
-            )
+            base = f"int{task.settings.stored.base} and the smallest correction"
+            taken = f"take {least[n]:.4g} bits a weight of {task.layer.module} ({o}x{i})"
+            remedy = f"take a base of fewer bits{finer}, or exclude the layer"
+            remedy = f"give {ceil(100 * least[n]) / 100:g}, {remedy}"
+            raise UsageError(f"bpw {task.bpw:g} cannot be met: {base} {taken}; {remedy}")
 
     def _shared(self, tasks: Sequence[Task], budget: float, goal: str) -> Assigned:
         """The specs of tasks that share `budget` parameters."""
@@ -199,10 +198,9 @@ class Assigner:
         if budget < sum(item.least for item in items):
             raise UsageError(self._impossible(tasks, items, budget, goal))
         if budget > sum(task.size for task in tasks):
-            raise UsageError(
-                f"{goal} leaves {budget:,.0f} parameters to {len(tasks)} layers that have fewer dense, "
-                "for rules make the others smaller than that; raise cf, or keep these dense by a rule"
-            )
+            found = f"leaves {budget:,.0f} parameters to {len(tasks)} layers that have fewer dense"
+            why = "for rules make the others smaller than that"
+            raise UsageError(f"{goal} {found}, {why}; raise cf, or keep these dense by a rule")
         groups = self._merged(tasks, items)
         items = [item for item, _ in groups]
         exact = exact_ranks(items, budget, strength=self._strength, floor=self.recipe.floor)

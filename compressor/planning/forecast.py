@@ -364,7 +364,7 @@ def disk_bytes(work: Compression) -> int:
     kept = sum(e.nbytes for name, e in source.entries.items() if name not in replaced)
     kept = kept if source.shards else 2 * work.sizes.tables  # an outline has the layers alone
     factors = sum(p.bits for p in layers) // 8
-    extra = sum(path.stat().st_size for path in source.extra_files().values())
+    extra = sum(path.stat().st_size for path in source.extras.carried.values())
     needed = kept + 2 * factors + extra + SMALL
     if not work.calibrated:
         return needed

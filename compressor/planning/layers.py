@@ -17,8 +17,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.recipe.architectures import Family, families, find_family
 from blr.compressor.recipe.schema import DENSE, Recipe, StoredAs
 from blr.compressor.structures.specs import BlastSpec, CorrectedSpec, DenseSpec, QuantizedSpec, Spec
-from blr.kernels.decode.quantized.formats import GROUPS
-from blr.kernels.decode.quantized.superblocks import K_GROUP, SUPERBLOCK
+from blr.kernels.decode.quantized.formats import GROUPS, K_GROUP, SUPERBLOCK
 
 HEAD = "lm_head"  # of every family with one that `transformers` ties
 Shape = tuple[int, int]  # (out_features, in_features)
@@ -113,10 +112,9 @@ def _family(source: Source, notes: list[str]) -> Family:
         return found
     if source.library is DIFFUSERS:  # its classes begin with a capital letter
         known = sorted(kind for f in families() for kind in f.model_types if kind[0].isupper())
-        raise InputError(
-            f"{source.folder}: found {source.model_type}, which has no table in configs/; expected one "
-            f"of diffusers that has one: {', '.join(known)}"
-        )
+        said = f"found {source.model_type}, which has no table in configs/"
+        expected = f"expected one of diffusers that has one: {', '.join(known)}"
+        raise InputError(f"{source.folder}: {said}; {expected}")
     from blr.compressor.loading.native import discover_family
 
     found = discover_family(source)
@@ -277,8 +275,7 @@ def check_stacks(layers: Iterable[Layer], chosen: Collection[str]) -> None:
     for stack, modules in stacks.items():
         left = [module for module in modules if module not in chosen]
         if 0 < len(left) < len(modules):
-            raise UsageError(
-                f"{stack}: {len(left)} of {len(modules)} layers stay dense, from {left[0]} on, and the "
-                "others do not; expected all experts of a stack or none: --exclude '*.experts.*', or "
-                "give them another method"
-            )
+            found = f"{len(left)} of {len(modules)} layers stay dense, from {left[0]} on"
+            expected = "expected all experts of a stack or none"
+            remedy = "--exclude '*.experts.*', or give them another method"
+            raise UsageError(f"{stack}: {found}, and the others do not; {expected}: {remedy}")

@@ -33,10 +33,8 @@ def outline(folder: Path) -> Source:
     check_unquantized(source)
     family = find_family(source.model_type)
     if family is None:
-        raise InputError(
-            f"{folder}: found no weights, and model type {source.model_type!r} has no table in "
-            "configs/; to plan it give a folder with its weights"
-        )
+        found = f"no weights, and model type {source.model_type!r} has no table in configs/"
+        raise InputError(f"{folder}: found {found}; to plan it give a folder with its weights")
     dtype = str(config.get("dtype") or config.get("torch_dtype"))
     dtype = dtype if dtype in DTYPES else "bfloat16"
     entries = {}
@@ -53,10 +51,9 @@ def _names(source: Source, family: Family) -> Iterator[str]:
         (glob.removesuffix("#"), dims[0]) for glob, dims in family.shapes.items() if glob[-1] == "#"
     ]
     if not counted:
-        raise InputError(
-            f"{source.folder}: found no weights, and config.json alone does not tell the layers of a "
-            f"{source.model_type!r} model; give a folder with its weights"
-        )
+        said = f"config.json alone does not tell the layers of a {source.model_type!r} model"
+        remedy = "give a folder with its weights"
+        raise InputError(f"{source.folder}: found no weights, and {said}; {remedy}")
     container, symbol = counted[0][0].removeprefix("*"), counted[0][1]
     blocks = evaluate(source, symbol)
     if blocks is None:
@@ -75,8 +72,6 @@ def _shape(source: Source, family: Family, tensor: str) -> tuple[int, int]:
             if None not in sizes:
                 return sizes[0] or 0, sizes[1] or 0
             missing = ", ".join(s for s, n in zip(symbols, sizes, strict=True) if n is None)
-            raise InputError(
-                f"{source.folder / 'config.json'}: found no {missing}, expected it for {tensor}; "
-                "take the config.json of the model's own repository"
-            )
+            found = f"{source.folder / 'config.json'}: found no {missing}, expected it for {tensor}"
+            raise InputError(f"{found}; take the config.json of the model's own repository")
     raise InputError(f"configs/{family.name}.yaml: no shape for {tensor}; add it")

@@ -137,10 +137,8 @@ def _kv_cache(recipe: Recipe, layers: list[PlannedLayer]) -> str | None:
     if not recipe.caches_ranks:
         return None
     if not any(planned.layer.type in CACHED_KINDS for planned in layers):
-        raise UsageError(
-            "kv_rank and kv_cf are for decoders with k and v projections or GPT-2's c_attn; leave "
-            "them out"
-        )
+        owners = "decoders with k and v projections or GPT-2's c_attn"
+        raise UsageError(f"kv_rank and kv_cf are for {owners}; leave them out")
     return "ranks" if recipe.kv_quantize in (None, NONE) else recipe.kv_quantize
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from blr.compressor.base.device import Card, installed_card
 from blr.compressor.base.errors import UsageError
 from blr.compressor.recipe.architectures import read_config_table
-from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, MonarchSpec, Spec
+from blr.compressor.structures.spec import Spec
+from blr.compressor.structures.specs import BlastSpec, DenseSpec, KroneckerSpec, LowRankSpec, MonarchSpec
 
 USUAL = "h200"  # the GPU that times are predicted for if nothing else is known
 ASKED = "asked for"
@@ -87,8 +88,7 @@ def gpus() -> dict[str, Gpu]:
 
 
 def dense_time(in_features: int, out_features: int, tokens: int, gpu: Gpu, launch: bool = True) -> float:
-    weights, read = in_features * out_features, tokens * (in_features + out_features)
-    return Kernel(read + weights, tokens * weights).time_us(gpu, launch)
+    return layer_time(DenseSpec(in_features, out_features), tokens, gpu, launch)
 
 
 def layer_time(spec: Spec, tokens: int, gpu: Gpu, launch: bool = True) -> float:

@@ -10,7 +10,7 @@ from blr.compressor.checkpoint.context import of_text
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.planning.pace import times_as_fast
 from blr.compressor.planning.plan import Plan, make_plan
-from blr.compressor.planning.roofline import DECODE, Gpu, chosen_gpu, dense_time, layer_time
+from blr.compressor.planning.roofline import DECODE, Gpu, chosen_gpu, layer_time
 from blr.compressor.planning.training_sizes import dimensions_of
 from blr.compressor.recipe.schema import DENSE, PACED, Recipe, make_recipe
 from blr.compressor.structures.specs import DenseSpec, Spec
@@ -58,15 +58,16 @@ def predicted(source: Source, recipe: Recipe, gpu: Gpu, calibrated: bool) -> flo
 def dense_speed(source: Source, recipe: Recipe, gpu: Gpu) -> float:
     """The speed of the dense model whose layers `recipe` would replace."""
     plan = make_plan(source, recipe)
-    layers = [planned.layer for planned in [*plan.layers, *plan.kept]]
-    return _whole(source, [_dense(*layer.shape, gpu) for layer in layers], gpu)
+    shapes = [planned.layer.shape for planned in [*plan.layers, *plan.kept]]
+    return _whole(source, [_decoded(DenseSpec(i, o), gpu) for o, i in shapes], gpu)
 
 
 def _whole(source: Source, times: list[float], gpu: Gpu) -> float:
     """Tokens a second with layers of these microseconds, and the head."""
     words, width = (of_text(source.config).get(name) for name in ("vocab_size", "hidden_size"))
-    head = _dense(words, width, gpu) if isinstance(words, int) and isinstance(width, int) else 0.0
-    return 1e6 / max(sum(times) + head, dimensions_of(source.config).blocks * LAUNCHES * LAUNCH)
+    if isinstance(words, int) and isinstance(width, int):
+        times = [*times, _decoded(DenseSpec(width, words), gpu)]
+    return 1e6 / max(sum(times), dimensions_of(source.config).blocks * LAUNCHES * LAUNCH)
 
 
 def _decoded(spec: Spec, gpu: Gpu) -> float:
@@ -79,10 +80,6 @@ def _decoded(spec: Spec, gpu: Gpu) -> float:
         return time
     rate = UNPACKED[spec.packing.bits] * gpu.sm_ghz * 1e3 * (1.0 if whole else PARTED)  # a microsecond
     return max(time, spec.parameters / rate)
-
-
-def _dense(out_features: int, in_features: int, gpu: Gpu) -> float:
-    return dense_time(in_features, out_features, DECODE, gpu, launch=False) / READ[True]
 
 
 def decided(recipe: Recipe) -> Recipe:
@@ -113,10 +110,9 @@ def paced(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str
         fastest = max(fastest, (speed, what))
     if refused is not None and not fastest[1]:
         raise refused
-    raise UsageError(
-        f"--tokens-per-second {wanted:g}: fastest on {gpu.name} is {fastest[1]}, predicted "
-        f"{fastest[0]:,.0f}; ask for less, or take a faster --gpu"
-    )
+    found = f"fastest on {gpu.name} is {fastest[1]}, predicted {fastest[0]:,.0f}"
+    remedy = "ask for less, or take a faster --gpu"
+    raise UsageError(f"--tokens-per-second {wanted:g}: {found}; {remedy}")
 
 
 def _stored(recipe: Recipe, settings: dict[str, object]) -> Recipe:
@@ -156,9 +152,8 @@ def sized(source: Source, recipe: Recipe, calibrated: bool) -> tuple[Recipe, str
         factor, cf = _reached(plan, asked, wanted)
         if abs(factor / wanted - 1) <= NEAR:
             return tried, f"{asked}: --cf {tried.cf:g} of the layers, {factor:.3f} of the whole model"
-    raise UsageError(
-        f"{asked}: no --cf of the layers gives it, the nearest gives {factor:.3f}; take that"
-    )
+    found = f"no --cf of the layers gives it, the nearest gives {factor:.3f}"
+    raise UsageError(f"{asked}: {found}; take that")
 
 
 def _reached(plan: Plan, asked: str, wanted: float) -> tuple[float, float]:
@@ -168,11 +163,9 @@ def _reached(plan: Plan, asked: str, wanted: float) -> tuple[float, float]:
     size, layers = plan.whole.nbytes, sum(planned.bits for planned in plan.layers) / 8
     stays = size - sum(planned.layer.entry.nbytes for planned in plan.layers)
     if size / wanted <= stays:
-        raise UsageError(
-            f"{asked} cannot be met: embeddings, head and what else stays dense take {stays:,} of "
-            f"{size:,} bytes, so the factor stays below {size / stays:.4g}; lower it or"
-            " --include lm_head"
-        )
+        held = f"embeddings, head and what else stays dense take {stays:,} of {size:,} bytes"
+        bound = f"so the factor stays below {size / stays:.4g}"
+        raise UsageError(f"{asked} cannot be met: {held}, {bound}; lower it or --include lm_head")
     kept, excess = (
         sum(planned.spec.parameters for planned in plan.kept),
         layers / (size / wanted - stays),

@@ -15,7 +15,7 @@ from blr.compressor.recipe.schema import DENSE, LayerSettings, Recipe, RecipeFie
 from blr.compressor.recipe.yaml_file import MAX_BYTES, RecipeFile, checked, read_recipe
 from blr.compressor.structures.registry import STRUCTURES, Structure
 from blr.compressor.structures.specs import BlastSpec
-from blr.kernels.decode.quantized.superblocks import K_QUANTS
+from blr.kernels.decode.quantized.formats import K_QUANTS
 
 MAX_CHAIN = 8  # recipes that extend each other
 SIZES = {"cf", "model_cf", "rank", "bpw"}  # one of them replaces the others
@@ -80,10 +80,8 @@ def find_recipe(recipe: str) -> Path:
         return shipped[recipe]
     close = get_close_matches(recipe, shipped, 3, 0.5)
     hint = f"did you mean {', '.join(close)}?" if close else "see `blr recipes list`"
-    raise RecipeError(
-        f"{recipe}: found no shipped recipe of this name, expected that of one or the "
-        f"path of a .yaml file; {hint}"
-    )
+    expected = "expected that of one or the path of a .yaml file"
+    raise RecipeError(f"{recipe}: found no shipped recipe of this name, {expected}; {hint}")
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -135,10 +133,8 @@ def _parent(path: Path, file: RecipeFile, parent: str) -> Path:
     if target.is_absolute() or target.suffix not in (".yaml", ".yml"):
         close = get_close_matches(parent, shipped, 1)
         hint = f"did you mean {close[0]!r}?" if close else "see `blr recipes list`"
-        raise RecipeError(
-            f"{path}:{line}: key 'extends': found {parent!r}, expected the name of a shipped recipe "
-            f"or a relative path of a .yaml file; {hint}"
-        )
+        expected = "expected the name of a shipped recipe or a relative path of a .yaml file"
+        raise RecipeError(f"{path}:{line}: key 'extends': found {parent!r}, {expected}; {hint}")
     return path.parent / target
 
 
@@ -170,9 +166,8 @@ def asked_recipe(
     found = load_recipe(recipe, asked)
     refuse_idle(found, {n: v for n, v in asked.items() if n not in apart}, calibrated)
     if own_text and "mix" in asked:
-        raise UsageError(
-            f"--mix {asked['mix']:g} is beside a text of yours, not --text self; leave one of them out"
-        )
+        mix = f"--mix {asked['mix']:g} is beside a text of yours, not --text self"
+        raise UsageError(f"{mix}; leave one of them out")
     if effort is None:
         return found
     if not calibrated:

@@ -15,8 +15,7 @@ from blr.compressor.base.globs import MAX_GLOBS, matches
 from blr.compressor.recipe import fields
 from blr.compressor.recipe.fields import NONE, Globs, Natural, Positive, Share, said_of, stores_alone
 from blr.compressor.structures.registry import STRUCTURES
-from blr.kernels.decode.quantized.formats import FP8_GROUPS, GROUP, ROW
-from blr.kernels.decode.quantized.superblocks import K_GROUP, K_QUANTS
+from blr.kernels.decode.quantized.formats import FP8_GROUPS, GROUP, K_GROUP, K_QUANTS, ROW
 
 FORMER = {"auto": "blast"}  # methods of earlier versions, and what they are now
 DENSE = "dense"  # no structure: unchanged, or in the bits of `quantize`
@@ -333,20 +332,16 @@ def _refuse_sizes(recipe: Recipe, resolved: list[LayerSettings]) -> None:
         if given := [n for n in PACED if n in fields_set and getattr(recipe, n) is not None]:
             raise ValueError(f"tokens_per_second chooses what is stored; leave out {', '.join(given)}")
         if recipe.method not in CORRECTING:
-            raise ValueError(
-                f"tokens_per_second stores dense weights that {', '.join(CORRECTING)} correct; "
-                f"leave out method {recipe.method}"
-            )
+            found = f"tokens_per_second stores dense weights that {', '.join(CORRECTING)} correct"
+            raise ValueError(f"{found}; leave out method {recipe.method}")
         return
     if recipe.kv_rank is not None and recipe.kv_cf is not None:
         raise ValueError("the cache is sized by kv_rank or kv_cf, not both")
     if recipe.kv_quantize is not None and not recipe.caches_ranks:
         raise ValueError("kv_quantize belongs to a cache of ranks; give kv_rank or kv_cf")
     if recipe.method == DENSE and recipe.base not in (None, NONE):
-        raise ValueError(
-            f"base {recipe.base} is what a structure corrects, expected method {', '.join(CORRECTING)}; "
-            "or leave it out and give quantize"
-        )
+        expected = f"method {', '.join(CORRECTING)}; or leave it out and give quantize"
+        raise ValueError(f"base {recipe.base} is what a structure corrects, expected {expected}")
     if all(layer.kept for layer in resolved) and not recipe.caches_ranks:
         raise ValueError("method dense keeps every layer as it is; give quantize, as int4")
     if recipe.method == DENSE and recipe.rank is not None:

@@ -302,6 +302,5 @@ def check_eval(settings: EvalSettings) -> None:
             raise UsageError(f"{found} belongs to {owner}; leave it out")
     most = settings.window or USUAL_WINDOW
     if (settings.stride or 0) > most:
-        raise UsageError(
-            f"--stride {settings.stride} would pass tokens by; give at most --window {most}"
-        )
+        found = f"--stride {settings.stride} would pass tokens by"
+        raise UsageError(f"{found}; give at most --window {most}")

@@ -14,8 +14,17 @@ from blr.compressor.modeling.modeling_blr import is_number
 from blr.compressor.modeling.stages import Packed
 from blr.compressor.runtime.memory import CHOICE_BLOCK, DecoderState
 from blr.compressor.runtime.plan import Columns, Phase, StagePart
-from blr.kernels.decode.gemv.segments import ACTIVATIONS, SEVERAL, Run, Segment, in_turn
-from blr.kernels.decode.quantized.segments import Correction, QuantizedSegment, dual, grouped
+from blr.kernels.decode.gemv.segments import (
+    ACTIVATIONS,
+    SEVERAL,
+    Correction,
+    QuantizedSegment,
+    Run,
+    Segment,
+    dual,
+    grouped,
+    in_turn,
+)
 
 # Kinds of phases that are kernels of ours, as the others are torch's.
 KERNELS = ("embed", "stages", "dual", "attention", "choose")
@@ -99,8 +108,7 @@ class Binder:
     def _tensor_cores(
         self, phase: Phase, segments: list[Segment | QuantizedSegment], **options: Any
     ) -> Run | None:
-        """A function that runs segments on tensor cores; None if they cannot. Records the order of
-        targets."""
+        """Runs segments on tensor cores and records the order of targets; None if they cannot."""
         from blr.kernels.decode.skinny.bound import SkinnyOptions, stages
 
         dtype, order = self.state.kv.dtype, self._order(phase.parts[0])

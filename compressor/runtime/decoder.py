@@ -169,8 +169,7 @@ class Decoder:
     def proceed(
         self, logits: Tensor, sampler: Sampler, collector: Collector, steps: int, seed: int
     ) -> list[list[int]]:
-        """The tokens of at most `steps` steps after a prefill with these logits, until all rows have
-        ended."""
+        """The tokens of at most `steps` steps after a prefill with these logits, until all rows end."""
         device = self.model.device
         generator = None if sampler.greedy else torch.Generator(device).manual_seed(seed)
         tokens = self.state.tokens[: self.rows]
@@ -241,8 +240,7 @@ class Decoder:
         return Binder(self.state, rows * tokens, bucket, on_gpu, self.pdl, tokens, like).bind_all(phases)
 
     def captured(self, once: Run, moved: Sequence[Tensor], held: object) -> Run:
-        """`once` as `bind` gives it. moved: tensors that it changes and that are put back. held: what
-        must live as long."""
+        """`once` as `bind` gives it. moved: what it changes, put back. held: what must live as long."""
         if self.mode == "eager" or self.ops != "triton" or self.model.device.type != "cuda":
             return once
         kept = [t.clone() for t in moved]
@@ -252,8 +250,7 @@ class Decoder:
         return partial(_replay, Captured(once), held)
 
     def _advance(self) -> None:
-        """Compute one token from those in the state, where it leaves logits, the most likely next tokens
-        and positions."""
+        """Compute one token from those in the state, where it leaves logits and next tokens."""
         self._check_room(self.position + 1)
         key = (self.rows, bucket_of(self.position + 1))
         if key not in self._runs:

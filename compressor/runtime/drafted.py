@@ -99,8 +99,7 @@ class Rounds:
         return sum(drafts + 1 for drafts, _ in self.waiting)
 
     def read(self, ahead: int) -> None:
-        """Take results until at most `ahead` rounds are on their way, none where those may be the
-        last."""
+        """Take results until at most `ahead` rounds are on their way, none if those may be the last."""
         while self.waiting and (len(self.waiting) > ahead or self.collector.left <= self.possible):
             drafts, result = self.waiting.popleft()
             *tokens, counts = result.rows()
@@ -227,8 +226,7 @@ class DraftedDecoder(Decoder):
         return chosen[:-1] == proposed
 
     def _check(self, passed: list[Run], rows: int, proposed: Tensor) -> Tensor:
-        """Pass the last token and those proposed through the model; its logits
-        [(drafts + 1) · rows, vocab]."""
+        """Pass the last token and those proposed; logits [(drafts + 1) · rows, vocab]."""
         state, (_, last, at) = self.state, self._moving[:, :rows]
         tokens = torch.cat((last[None], proposed))
         slots = at + torch.arange(len(tokens), device=at.device)[:, None]

@@ -23,8 +23,7 @@ MIN_BUCKET = 128
 
 
 class PrefillLayer(CacheLayerMixin):
-    """A layer of transformers' cache over given tensors. keys, values: [B, Hkv, L, D], whose slots from
-    `length` on are free."""
+    """A layer of transformers' cache over tensors [B, Hkv, L, D], free from `length` on."""
 
     is_compileable = False
     is_sliding = False

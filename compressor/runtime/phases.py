@@ -61,8 +61,7 @@ def supports(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def make_plan(model: PreTrainedModel) -> TokenPlan:
-    """Plan the phases of `model`, which may mix dense and structured layers. Raises UnsupportedError
-    with the reason that `supports` gives."""
+    """Plan the phases of `model`. Raises UnsupportedError with the reason that `supports` gives."""
     reason = supports(model)
     if reason is not None:
         raise UnsupportedError(f"{reason}; generate with transformers instead")

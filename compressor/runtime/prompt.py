@@ -9,8 +9,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
-from blr.compressor.modeling.cuda_graphs import Capture, ForwardGraphs, captured_if_faster
-from blr.compressor.modeling.masks import unmasked, unpacked
+from blr.compressor.modeling.cuda_graphs import (
+    Capture,
+    ForwardGraphs,
+    captured_if_faster,
+    unmasked,
+    unpacked,
+)
 from blr.compressor.modeling.settings import cache_name
 from blr.compressor.runtime.failures import BatchError
 from blr.compressor.runtime.memory import StaticKV

@@ -124,7 +124,6 @@ def repeat_starts(decoder: Decoder) -> None:
 
 
 def seconds_of(decoder: Decoder) -> float:
-    """About how long a token of `decoder` takes on a GPU. Not measured, so that the same seed draws the
-    same tokens."""
+    """About how long a token takes on a GPU; not measured: the same seed, the same tokens."""
     phases = decoder.plan.phases
     return sum(phase.bytes for phase in phases) / BANDWIDTH + LAUNCH * len(phases)

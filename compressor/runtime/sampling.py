@@ -67,8 +67,7 @@ class Sampler:
         return found if self.top_p is None else found / found.sum(-1, keepdim=True)
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Choose tokens [B] int64. A draw takes the largest of probability over an exponential
-        variate."""
+        """Choose tokens [B] int64. A draw takes the largest of probability over exponential noise."""
         if self.greedy:
             return logits.argmax(-1)
         probabilities = self.probabilities(logits)

@@ -23,7 +23,7 @@ from blr.compressor.structures.specs import BlastSpec, LowRankSpec
 from blr.kernels.common.available import kernels_on
 from blr.kernels.common.capturing import Captured
 from blr.kernels.layers.blast.launch import mix
-from blr.kernels.training.cholesky.launch import is_tiled
+from blr.kernels.training.cholesky import is_tiled
 
 ROUNDS = 100
 CHUNK_BYTES = 1 << 31  # for the products Z_k H of the block rows treated at once

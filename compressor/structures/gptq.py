@@ -15,6 +15,7 @@ from blr.compressor.structures.linalg import add_ridge, cholesky, inverse_spd, s
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.spec import Spec
 from blr.kernels.common.available import kernel_device
+from blr.kernels.decode.quantized.formats import SUPERBLOCK
 from blr.kernels.decode.quantized.reference import (
     levels_of,
     multiples_of,
@@ -22,7 +23,6 @@ from blr.kernels.decode.quantized.reference import (
     shared_unit,
     values_of,
 )
-from blr.kernels.decode.quantized.superblocks import SUPERBLOCK
 from blr.kernels.fp8.reference import E4M3, LARGEST, nearest_fp8, of_columns, scales_fp8
 
 DAMP = 0.01  # of the mean diagonal, added to H

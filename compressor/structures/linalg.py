@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.base.errors import NumericsError
-from blr.kernels.training.cholesky.launch import Factored, factored, is_tiled
+from blr.kernels.training.cholesky import Factored, factored, is_tiled
 
 # Relative to the mean diagonal, tried in turn
 JITTERS = {

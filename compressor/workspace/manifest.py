@@ -248,29 +248,26 @@ class ShardDigests:
     """SHA-256 of listed shards as a whole, made as their tensors are read in order."""
 
     def __init__(self, source: Source) -> None:
-        self._listed = read_listed(source.folder)
-        known = [path for path in source.shards if self._expected(path)]
-        self._open = {path: hashlib.sha256(header_bytes(path)) for path in known}
-
-    def _expected(self, path: Path) -> dict[str, str]:
-        """The SHA-256 that a shard should have, by its source."""
-        found = {}
-        if (shard := remote_shard(path)) is not None and shard.sha256 is not None:
-            found["the hub"] = shard.sha256
-        if path.name in self._listed:
-            found[MANIFEST] = self._listed[path.name]["sha256"]
-        return found
+        listed, self._open = read_listed(source.folder), {}
+        for path in source.shards:
+            expected, shard = {}, remote_shard(path)
+            if shard is not None and shard.sha256 is not None:
+                expected["the hub"] = shard.sha256
+            if path.name in listed:
+                expected[MANIFEST] = listed[path.name]["sha256"]
+            if expected:
+                self._open[path] = hashlib.sha256(header_bytes(path)), expected
 
     def update(self, entry: TensorEntry, piece: bytes | bytearray) -> None:
         """Take the next bytes of a shard, a part of `entry`; shards may be read at once."""
-        if (digest := self._open.get(entry.file)) is not None:
-            digest.update(piece)
+        if entry.file in self._open:
+            self._open[entry.file][0].update(piece)
 
     def check(self) -> None:
         """Raise InputError for a shard that is not what is listed."""
-        for path, digest in self._open.items():
-            for by, expected in self._expected(path).items():
-                _compare(path, digest.hexdigest(), expected, by)
+        for path, (digest, expected) in self._open.items():
+            for by, wanted in expected.items():
+                _compare(path, digest.hexdigest(), wanted, by)
 
 
 def _sha256(path: Path) -> str:

@@ -55,7 +55,7 @@ def scan_source(
     shards.check()
     digests = {name: found[_place(entry)][0] for name, entry in source.entries.items()}
     norms = {name: found[_place(source.entries[name])][1] for name in source.entries if name in finite}
-    files = {name: sha256_file(path) for name, path in source.extra_files().items()}
+    files = {name: sha256_file(path) for name, path in source.extras.carried.items()}
     return Scan(hashlib.sha256(canonical_json([digests, files])).hexdigest(), norms)
 
 

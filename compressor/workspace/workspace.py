@@ -10,7 +10,6 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 from blr.compressor.base.disk import check_space, folder_bytes, fsync_folder
 from blr.compressor.base.errors import OutputError
@@ -75,9 +74,7 @@ class Workspace:
             ownership.remove(self.partial, self._files)
             self._files, self._left = set(), None
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with suppress(OSError, OutputError):  # not ours to look into, or to delete
             if self._is_marked() and not self._holds_work():
                 ownership.remove(self.partial, self._files)

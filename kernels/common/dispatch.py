@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blr.kernels.common.available import kernel_device
-from blr.kernels.common.replay import Again, Replayed
+from blr.kernels.common.replay import Again, Launches
 from blr.kernels.common.tables import MOST, REFERENCE, Shape, bucket, choose, heuristic
 from blr.kernels.common.tables import forget as forget_tables
 from blr.kernels.common.transient import chunks, transient_bytes
@@ -92,9 +92,8 @@ def plan(
     replays = x.is_cuda and x.dtype.itemsize == 2  # others may change their precision
     if name in ANY_AXES and run is not on_cpu:
         return partial(call, by=Again()) if name in STAGED and replays else call
-    if name in MOST and replays:
-        return Replayed(call)
-    return partial(_flat, call)
+    flat = partial(_flat, call)
+    return Launches(flat) if name in MOST and replays else flat
 
 
 class Plans(dict[Hashable, Any]):

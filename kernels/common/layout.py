@@ -1,9 +1,7 @@
-"""Physical order of the axes of stored factors: what kernels read fastest.
+"""Physical order of the axes of stored factors: a matter of strides, shapes never change.
 
-Shapes never change, neither in files nor in modules: a layout is a matter of strides. A factor in
-kernel layout is a canonical *view* of a tensor whose axes lie in another order in memory, or of a part
-of one: a rank that is no multiple of `ALIGNED` has zeros behind it, since products, the vendor's and
-ours, are two to three times as slow where rows do not start at multiples of 16 bytes.
+A rank that is no multiple of `ALIGNED` has zeros behind it: products are two to three times as slow
+where rows do not start at multiples of 16 bytes.
 """
 
 import torch

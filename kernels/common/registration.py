@@ -1,12 +1,8 @@
 """Makes a structure's product one operator of `torch.library`, and calls it with little overhead.
 
-An operator is what `torch.compile` sees: one node with known shapes, no look inside, hence no graph
-break and no guard on what the dispatch tables say. It has one kernel for every device (the
-implementation asks where its tensors are), a fake kernel and a backward. What is traced to run
-elsewhere (`torch.export`, ONNX, `torch.jit.trace`) holds the reference's plain products instead.
-
-Without gradients and outside of tracing, `apply` calls the implementation itself: the dispatcher
-and autograd's Python layer cost 6 µs a call on a CPU of 2024, as long as a small kernel takes.
+`torch.compile` sees one node with known shapes. What is traced to run elsewhere (`torch.export`, ONNX,
+`torch.jit.trace`) holds the reference's plain products. Without gradients and tracing, `apply` calls the
+implementation itself: the dispatcher and autograd's Python cost 6 µs a call on a CPU of 2024.
 """
 
 from collections.abc import Callable, Sequence

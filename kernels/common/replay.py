@@ -1,18 +1,16 @@
 """Variants that are nothing but kernels of ours, done again without the Python that led to them.
 
-Triton's own launch looks at every argument to find the compiled kernel, some 20 µs a call with all that
-chose shapes and tiles before, longer than a small layer takes. What a call allocated and launched (by
-`launching.run_kernel`) is written down once; after that a call of the same shapes allocates the same,
-puts the new addresses in place and hands the compiled kernels to the driver. Whatever is not as it was
-then (strides, devices, addresses that are no multiples of 16 bytes, another current GPU, somebody who
-profiles launches), and every release of Triton but those of `RAN`, takes the usual way.
+What a call allocated and launched (by `launching`) is written down once; a call of the same shapes
+then allocates the same, and hands the compiled kernels with the new addresses to the driver. Whatever
+is not as it was (strides, devices, alignment, profilers), and other releases of Triton than `RAN`,
+goes the usual way.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
 from itertools import accumulate
@@ -150,44 +148,6 @@ class Replay:
         behind = number - len(given)
         return given[number] if behind < 0 else made[self.order[behind]]
 
-    def giving(self, size: tuple[int, ...]) -> Replay:
-        """The same with input and result, one tensor, of as many numbers in other shapes, no gaps."""
-        assert isinstance(self.result, int)
-        made, number = list(self.made), self.result - 1 - len(self.layouts)
-        made[number] = size, *made[number][1:]
-        return replace(self, made=made, strides=None)
-
-
-@dataclass
-class Replayed:
-    """``run(x, *factors, bias=bias)`` for x [..., i], by a `Replay` from the second call on, if it is
-    one of launches only. One object a shape of all arguments."""
-
-    run: Callable[..., Tensor]
-    known: Replay | None = None
-    tries: int = field(default=2)
-
-    def __call__(self, x: Tensor, *rest: Tensor | None) -> Tensor:
-        """[..., o]; `rest` are the factors and the bias."""
-        if is_elsewhere(x):
-            with on_gpu(x.device):
-                return self(x, *rest)
-        if self.known is not None and (y := self.known(x, *rest)) is not None:
-            return y
-        flat = x.reshape(-1, x.shape[-1])
-        if self.tries <= 0 or not x.is_cuda or not x.is_contiguous():
-            return self._once(flat, *rest).view(*x.shape[:-1], -1)
-        self.tries -= 1  # the first call may compile, tune or fill caches
-        y, found = recorded(self._once, flat, *rest)
-        y = y.view(*x.shape[:-1], y.shape[-1])
-        if found is not None:
-            self.known, self.tries = found.giving(y.shape), 0
-        return y
-
-    def _once(self, x: Tensor, *rest: Tensor | None) -> Tensor:
-        *factors, bias = rest
-        return self.run(x, *factors, bias=bias)
-
 
 @dataclass
 class Launches:
@@ -290,7 +250,8 @@ def _replay(
         if number >= len(given):
             shapes[number - len(given)] = tuple(tensor.shape)
     made = [(shape, t.dtype, t.device) for shape, t in zip(shapes, memory.made, strict=True)]
-    return Replay(x.stride(), _layouts(rest), made, result, launches, x.device.index)
+    strides = None if x.is_contiguous() else x.stride()
+    return Replay(strides, _layouts(rest), made, result, launches, x.device.index)
 
 
 def _empty(size: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -31,7 +31,7 @@ MOST = {"gemv": 1, "narrow": 64}  # tokens that a variant takes, where it does n
 # Forms of a structure that are products of the vendor's library alone: what ours must beat. The last is
 # what a compiler makes of the reference.
 PLAIN: dict[str, tuple[str, ...]] = {
-    **{"lowrank": ("gemm",), "monarch": ("bmm",), "blast": ("bmm", "plain"), "kronecker": ()},
+    **{"lowrank": ("gemm",), "monarch": ("bmm",), "blast": ("bmm", "plain"), "kronecker": ()}
 }
 DENSE = "dense"
 REFERENCE = "reference"

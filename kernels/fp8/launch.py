@@ -1,6 +1,12 @@
-"""Launches the kernels of float8: rows of activations, batched products, BLAST's mix."""
+"""Launches the kernels of float8: rows of activations, batched products, BLAST's mix, and whole layers.
 
-from collections.abc import Sequence
+Between the two products of a layer z is stored in float8, too. Its scale need not be measured: ``|z_j|
+<= ‖x‖ ‖v_j‖``, so ``448 z / (‖x‖ C)`` with C the longest of the v_j never leaves the range, and the
+exponents of e4m3 hold what lies up to four orders of magnitude below as finely as what is large. A row
+of z is scaled before any of it is known, and the second product is a plain one: no scales in its sum.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +16,7 @@ from blr.kernels.common.available import multiprocessors, supports_pdl
 from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.launching import Bound
 from blr.kernels.decode.gemm.launch import below, flat, run_length
-from blr.kernels.fp8.reference import E4M3, LARGEST, SLACK, Rows, room_for
+from blr.kernels.fp8.reference import E4M3, LARGEST, LINE, SLACK, Rows, Scales, room_for
 
 UNITS = 132  # multiprocessors of an H100 and an H200
 SHORT = 256  # terms of a sum that ends before its pipeline is full
@@ -233,3 +239,84 @@ def _stores(out: Tensor, tile: Fp8Tile) -> bool:
     if below(out):
         return M % tile.BM == 0
     return 0 < out.stride(0) < out.stride(1) and out.stride(0) * size % 16 == 0 and N % tile.BN == 0
+
+
+def dense(
+    x: Rows, weight: Tensor, V: None, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """``y = x Wᵀ + bias``, [n, o]. weight: float8 [o, i], scales.second: float32 [o]."""
+    y = torch.empty(len(x.q), len(weight), dtype=dtype, device=weight.device)
+    bias = None if bias is None else bias[None]
+    product(x.q[None], weight[None], x.scale, scales.second[None], y[None], bias)
+    return y
+
+
+def lowrank(
+    x: Rows, U: Tensor, V: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """``y = (x V) Uᵀ + bias``, [n, o], by our products. U: float8 [1, o, r], V: float8 [1, r, i]."""
+    assert scales.first is not None
+    z = inner(x, V, scales.first)
+    y = torch.empty(len(x.q), U.shape[1], dtype=dtype, device=U.device)
+    bias = None if bias is None else bias[None]
+    product(z[None], U, x.norm, scales.second, y[None], bias)
+    return y
+
+
+def inner(x: Rows, V: Tensor, first: Tensor) -> Tensor:
+    """z [n, r] of low rank, between its products. V: float8 [1, r, i], first: float32 [1, r]."""
+    z = _rows(1, len(x.q), V.shape[1], x.q)
+    product(x.q[None], V, x.unit_norm, first, z)
+    return z[0]
+
+
+def monarch(
+    x: Rows, U: Tensor, V: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """``y_k = Σ_l U_kl V_klᵀ x_l + bias_k``. U: float8 [b, q, r], V: float8 [b, r, p]."""
+    blocks, middle, p = V.shape
+    n, part = len(x.q), middle // blocks
+    z = _rows(blocks, n, middle, x.q)  # [k, n, (l, r')]
+    assert scales.first is not None
+    stored = z.unflatten(2, (blocks, part)).permute(2, 1, 0, 3)  # [l, n, k, r']
+    parts = x.q.view(n, blocks, p).transpose(0, 1)
+    product(parts, V, x.unit_norm, scales.first, stored, part=part)
+    return _second(x, z, U, scales, dtype, bias)
+
+
+def blast(
+    x: Rows, U: Tensor, V: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """``y_k = U_k Σ_l S_kl ⊙ (V_lᵀ x_l) + bias_k``. U: float8 [b, q, r], V: float8 [b, r, p]."""
+    blocks, rank, p = V.shape
+    n = len(x.q)
+    assert scales.first is not None and scales.mix is not None
+    parts, w = x.q.view(n, blocks, p).transpose(0, 1), _rows(blocks, n, rank, x.q)
+    z = torch.empty(blocks, n, rank, dtype=dtype, device=U.device)
+    product(parts, V, x.unit_norm, scales.first, z)
+    mix(z, scales.mix, w)
+    return _second(x, w, U, scales, dtype, bias)
+
+
+def _second(
+    x: Rows, z: Tensor, U: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    blocks, q, _ = U.shape
+    y = torch.empty(len(x.q), blocks, q, dtype=dtype, device=U.device)
+    bias = None if bias is None else bias.view(blocks, q)
+    product(z, U, x.norm, scales.second, y.transpose(0, 1), bias)
+    return y.view(len(x.q), blocks * q)
+
+
+def _rows(blocks: int, n: int, width: int, like: Tensor) -> Tensor:
+    """Memory for float8 [blocks, n, width] whose rows the bulk copy engine can read."""
+    room = -(-width // LINE) * LINE
+    return torch.empty(blocks, n, room, dtype=E4M3, device=like.device)[:, :, :width]
+
+
+LAYERS: dict[str, Callable[..., Tensor]] = {
+    "dense": dense,
+    "lowrank": lowrank,
+    "monarch": monarch,
+    "blast": blast,
+}

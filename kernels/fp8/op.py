@@ -1,9 +1,6 @@
-"""Products of layers with float8 weights: the operators `blr::fp8_rows` and `blr::fp8_product`.
-
-What runs tensors of given shapes is decided once, and launched again without the Python that led to it.
-Neither operator has gradients. Rows are an operator under `torch.compile`, too: what a compiler makes of
-the two reductions behind a norm is slower than our kernel (scripts/log).
-"""
+"""Products of layers with float8 weights: the operators `blr::fp8_rows` and `blr::fp8_product`, without
+gradients. Rows are an operator when compiled, too: what a compiler makes of a norm's two reductions is
+slower (scripts/log)."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -16,11 +13,12 @@ from blr.kernels.common.available import kernel_device, kernels_on
 from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.registration import register
 from blr.kernels.common.replay import Launches
-from blr.kernels.fp8 import library, reference
+from blr.kernels.fp8 import reference
 from blr.kernels.fp8.reference import E4M3, Rows, Scales, room_for
 
 CAPABILITY = (8, 9)  # of devices with tensor cores for float8
 STRUCTURES = ("dense", "lowrank", "monarch", "blast")
+FROM = 1 << 21  # outputs of a product from which the library's is as fast, and quicker to start
 _PLANS = Plans()
 
 RowsPlan = Callable[..., tuple[Tensor, ...]]  # (x, other, gain) -> (q, numbers), and what was rounded
@@ -76,12 +74,7 @@ def fp8_product(
 
 
 def _run_rows(
-    x: Tensor,
-    make: str,
-    other: Tensor | None,
-    gain: Tensor | None,
-    eps: float,
-    keep: bool = False,
+    x: Tensor, make: str, other: Tensor | None, gain: Tensor | None, eps: float, keep: bool = False
 ) -> tuple[Tensor, ...]:
     beside = None if other is None else (other.shape, other.dtype)
     by = None if gain is None else gain.dtype
@@ -142,9 +135,9 @@ def product_plan(structure: str, n: int, U: Tensor, dtype: torch.dtype) -> Produ
     """How products of n rows with weights like U (of a dense layer its weight) are computed."""
     if not kernel_device(U):
         return partial(_plain, structure, dtype)
-    if structure == "dense" and library.fits(U, dtype):
+    if structure == "dense" and _library_fits(U, dtype):
         return partial(_library_dense, dtype)
-    if structure == "lowrank" and library.takes(n, U, dtype):
+    if structure == "lowrank" and _library_takes(n, U, dtype):
         return partial(_halves, Launches(_inner), dtype)
     return Launches(partial(_ours, structure, dtype))
 
@@ -161,7 +154,7 @@ def _library_dense(
     dtype: torch.dtype, q: Tensor, numbers: Tensor, weight: Tensor, V: None, first: None, by: Tensor,
     mix: None, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    return library.product(q, library.column(Rows(q, numbers), 0), weight, by[None], dtype, bias)
+    return _library_product(q, _column(Rows(q, numbers), 0), weight, by[None], dtype, bias)
 
 
 def _halves(
@@ -169,12 +162,42 @@ def _halves(
     by: Tensor, mix: None, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Low rank: our first product, the library's second."""
-    by_row = library.column(Rows(q, numbers), 2)
-    return library.product(inner(q, numbers, V, first), by_row, U, by, dtype, bias)
+    by_row = _column(Rows(q, numbers), 2)
+    return _library_product(inner(q, numbers, V, first), by_row, U, by, dtype, bias)
+
+
+def _library_product(
+    a: Tensor, by_row: Tensor, b: Tensor, by_col: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """[n, o] of float8 a [n, k] by `by_row` [n, 1] and b [o, k] or [1, o, k] by `by_col` [1, o], o and k
+    multiples of 16, dtype bfloat16; sums in fewer bits than float32 has."""
+    b = torch.as_strided(b, (b.shape[-1], b.shape[-2]), (1, b.stride(-2)))
+    return torch._scaled_mm(
+        a, b, scale_a=by_row, scale_b=by_col, bias=bias, out_dtype=dtype, use_fast_accum=True
+    )
+
+
+def _column(x: Rows, number: int) -> Tensor:
+    """[n, 1] of the scales (0) or the norms (2) of rows, in one step."""
+    numbers = x.numbers
+    return torch.as_strided(
+        numbers, (x.q.shape[0], 1), (1, 1), numbers.storage_offset() + number * numbers.shape[1]
+    )
+
+
+def _library_fits(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the library multiplies by a weight [..., o, i], for results in `dtype`."""
+    return weight.is_cuda and dtype == torch.bfloat16 and not any(s % 16 for s in weight.shape[-2:])
+
+
+def _library_takes(n: int, U: Tensor, dtype: torch.dtype) -> bool:
+    """Whether it can take the second product of two, by U [1, o, r], and was measured on an H200 to be
+    the faster way."""
+    return _library_fits(U, dtype) and n * U.shape[-2] >= FROM
 
 
 def _inner(q: Tensor, numbers: Tensor, V: Tensor, first: Tensor) -> Tensor:
-    from blr.kernels.fp8.layers import inner
+    from blr.kernels.fp8.launch import inner
 
     return inner(Rows(q, numbers), V, first)
 
@@ -183,11 +206,8 @@ def _ours(
     structure: str, dtype: torch.dtype, q: Tensor, numbers: Tensor, U: Tensor, V: Tensor | None,
     first: Tensor | None, by: Tensor, mix: Tensor | None, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    from blr.kernels.fp8.layers import LAYERS, dense
+    from blr.kernels.fp8.launch import LAYERS
 
-    if structure == "dense":
-        return dense(Rows(q, numbers), U, by, dtype, bias)
-    assert V is not None
     return LAYERS[structure](Rows(q, numbers), U, V, Scales(first, by, mix), dtype, bias)
 
 

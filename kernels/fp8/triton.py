@@ -71,17 +71,26 @@ def quantize_kernel(
 
 
 @triton.jit
-def finish_fp8(
-    sums, by_row, by_col, bias, c, batch, rows, cols, M, N, by_batch, bias_batch,
-    c_batch, c_row, c_part, part, BIAS: tl.constexpr, RUN: tl.constexpr,
+def scaled_fp8(
+    sums, by_row, by_col, bias, batch, rows, cols, M, N, by_batch, bias_batch, BIAS: tl.constexpr
 ):  # fmt: skip
-    """Scale a tile of sums by row and column, add the bias, and store it with its columns permuted."""
+    """A tile of sums scaled by row and column, plus the bias."""
     down = tl.load(by_row + rows, mask=rows < M, other=0.0)
     along = tl.load(by_col + batch * by_batch + cols, mask=cols < N, other=0.0)
     y = sums * down[:, None] * along[None, :]
     if BIAS:
         shift = tl.load(bias + batch * bias_batch + cols, mask=cols < N, other=0.0)
         y += shift.to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
+def finish_fp8(
+    sums, by_row, by_col, bias, c, batch, rows, cols, M, N, by_batch, bias_batch,
+    c_batch, c_row, c_part, part, BIAS: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Store `scaled_fp8` with its columns permuted."""
+    y = scaled_fp8(sums, by_row, by_col, bias, batch, rows, cols, M, N, by_batch, bias_batch, BIAS)
     to = c + batch * c_batch + rows[:, None] * c_row + split(cols, part, c_part, RUN)[None, :]
     tl.store(to, y.to(c.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
 
@@ -142,12 +151,9 @@ def product_tma_kernel(
         rows = (row + tl.arange(0, BM)).to(tl.int64)
         cols = col + tl.arange(0, BN)
         if HALVES:  # half a tile at a time: shared memory for another stage
-            down = tl.load(by_row + rows, mask=rows < M, other=0.0)
-            along = tl.load(by_col + batch * by_batch + cols, mask=cols < N, other=0.0)
-            y = sums * down[:, None] * along[None, :]
-            if BIAS:
-                shift = tl.load(bias + batch * bias_batch + cols, mask=cols < N, other=0.0)
-                y += shift.to(tl.float32)[None, :]
+            y = scaled_fp8(
+                sums, by_row, by_col, bias, batch, rows, cols, M, N, by_batch, bias_batch, BIAS
+            )  # fmt: skip
             to_row, to_col = batch * c_batch + row, batch * c_row + col
             halves = tl.permute(tl.reshape(y, (BM, 2, BN // 2)), (0, 2, 1))
             first, second = tl.split(halves)

@@ -26,10 +26,9 @@ from blr.bench.timing import event_ms, settle, wall_ms
 from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.modeling.cuda_graphs import captured
+from blr.compressor.modeling.cuda_graphs import captured, unmasked
 from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.layers import prepare_layers
-from blr.compressor.modeling.masks import unmasked
 from blr.compressor.modeling.modeling_blr import PREFIX, config_class
 from blr.compressor.modeling.models import model_class
 from blr.compressor.recipe.architectures import read_config_table

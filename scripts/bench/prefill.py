@@ -39,10 +39,9 @@ from blr.bench.timing import wall_ms
 from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured
+from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured, unmasked
 from blr.compressor.modeling.extended import Extension
 from blr.compressor.modeling.fused import fuse
-from blr.compressor.modeling.masks import unmasked
 from blr.kernels.common.available import kernels_on
 from blr.kernels.fp8.op import STRUCTURES as FLOAT8
 

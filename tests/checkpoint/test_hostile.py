@@ -69,7 +69,7 @@ def test_auto_map_is_ignored(tmp_path: Path) -> None:
     folder.mkdir()
     hostile.auto_map(folder)
     source = open_source(folder)
-    assert list(source.extra_files()) == ["tokenizer_config.json"]
+    assert list(source.extras.carried) == ["tokenizer_config.json"]
     assert source.extras.left == ("evil.py", "sitecustomize.py", "tokenizer.py")
     assert not (tmp_path / "canary").exists()
 

@@ -77,7 +77,7 @@ def test_tiny_llama() -> None:
     source = open_source(TINY)
     assert source.model_type == "llama" and len(source.entries) == 38
     carried = ["generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-    assert list(source.extra_files()) == carried
+    assert list(source.extras.carried) == carried
     check_equals_library(source)
 
 
@@ -192,7 +192,7 @@ def test_extra_files_are_data_only(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("/etc/hostname")
     source = open_source(tmp_path)
-    assert list(source.extra_files()) == sorted(carried)
+    assert list(source.extras.carried) == sorted(carried)
     assert source.extras.left == tuple(sorted([*left, "fifo", "link"]))
     assert source.extras.notes()[0].endswith(" more") and Extras().notes() == []
 
@@ -210,13 +210,13 @@ def test_modules_of_sentence_transformers_bring_their_weights(tmp_path: Path) ->
     torch.save({"linear.weight": torch.ones(3, 3)}, tmp_path / "3_Dense" / "pytorch_model.bin")
     dense = ["2_Dense/config.json", "2_Dense/model.safetensors", "3_Dense/config.json"]
     source = open_source(tmp_path)
-    assert list(source.extra_files()) == [*dense, "modules.json"]
+    assert list(source.extras.carried) == [*dense, "modules.json"]
     assert source.extras.pickled == ("3_Dense/pytorch_model.bin",)
     assert source.extras.left == ("3_Dense/pytorch_model.bin", "checkpoint-5/")
     source = open_source(tmp_path, allow_pickle=True, scratch=tmp_path / ".scratch")
-    assert list(source.extra_files()) == [*dense, "3_Dense/model.safetensors", "modules.json"]
+    assert list(source.extras.carried) == [*dense, "3_Dense/model.safetensors", "modules.json"]
     assert source.extras.left == ("checkpoint-5/",) and not source.extras.pickled
-    with safe_open(source.extra_files()["3_Dense/model.safetensors"], "pt") as stored:
+    with safe_open(source.extras.carried["3_Dense/model.safetensors"], "pt") as stored:
         assert stored.get_tensor("linear.weight").equal(torch.ones(3, 3))
 
 
@@ -230,7 +230,7 @@ def test_links_of_the_hub_cache(tmp_path: Path) -> None:
         shutil.copy(file, blobs / f"hash{number}")
         (snapshot / file.name).symlink_to(f"../../blobs/hash{number}")
     source = open_source(snapshot)
-    assert len(source.entries) == 38 and len(source.extra_files()) == 3
+    assert len(source.entries) == 38 and len(source.extras.carried) == 3
     check_equals_library(source)
     elsewhere = tmp_path / "models--who--else" / "blobs"
     elsewhere.parent.mkdir()
@@ -263,7 +263,7 @@ def test_pickled(tmp_path: Path, sharded: bool) -> None:
         torch.save(odd, folder / "pytorch_model.bin")
     source = open_source(folder, allow_pickle=True, scratch=tmp_path / "scratch")
     assert source.entries.keys() == odd.keys() | ({"more"} if sharded else set())
-    assert source.folder == folder and list(source.extra_files()) == ["tokenizer.json"]
+    assert source.folder == folder and list(source.extras.carried) == ["tokenizer.json"]
     for name, tensor in odd.items():
         assert same(source.load_tensor(source.entries[name]), tensor)
 

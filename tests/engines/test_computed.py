@@ -24,7 +24,7 @@ from blr.compressor import register
 from blr.compressor.exporting.engines import Engine, engine_of
 from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.modeling.layers import QuantizedLinear
-from blr.kernels.decode.quantized.superblocks import K_GROUP, SUPERBLOCK
+from blr.kernels.decode.quantized.formats import K_GROUP, SUPERBLOCK
 
 register()
 

@@ -24,7 +24,7 @@ from blr.compressor.exporting import origin as checkpoint
 from blr.compressor.exporting.tensors import orders, stored_name
 from blr.compressor.loading.vendor import Contents, code_files, runtime_files
 from blr.compressor.modeling import modeling_blr
-from blr.compressor.modeling.settings import LAYOUT
+from blr.compressor.modeling.modeling_blr import LAYOUT
 from blr.compressor.structures.specs import SPECS, spec_from_dict
 from blr.compressor.workspace.manifest import MANIFEST, read_manifest, verify_files
 from blr.compressor.workspace.workspace import Workspace

@@ -41,7 +41,7 @@ from blr.compressor.structures.specs import (
     QuantizedSpec,
     Spec,
 )
-from blr.kernels.decode.quantized.segments import QuantizedSegment, grouped
+from blr.kernels.decode.gemv.segments import QuantizedSegment, grouped
 
 pytestmark = pytest.mark.fast
 

@@ -15,9 +15,9 @@ from pico import save_pico
 
 from blr.compressor import register
 from blr.compressor.commands.heal import heal
-from blr.compressor.loading.streamed import load_written
+from blr.compressor.loading.loader import load_written
 from blr.compressor.recipe.settings import HealOptions
-from blr.compressor.runtime.decoder import supports
+from blr.compressor.runtime.phases import supports
 
 register()
 

@@ -18,11 +18,7 @@ HEADS = 2  # of keys
 # queries a key head, size of a head, slots, position of the longer row
 SHAPES = ((1, 128, 4099, 4097), (2, 96, 1027, 1024), (3, 64, 700, 513), (4, 128, 33001, 32768),
           (5, 64, 300, 0), (7, 96, 2050, 2047), (8, 128, 8200, 8191), (8, 32, 140, 63))  # fmt: skip
-KERNELS: dict[str, dict[str, Any]] = {
-    "registers": {"streamed": False},
-    "streamed": {"streamed": True},
-    "one split": {"streamed": True, "splits": 1},
-}
+SPLITS: dict[str, dict[str, Any]] = {"its own splits": {}, "one split": {"splits": 1}}
 SHORT = 1100  # slots that an interpreter takes
 
 
@@ -72,7 +68,7 @@ def compare(shape: tuple[int, int, int, int], device: str) -> Iterator[Row]:
     for dtype in (torch.float32, half):
         given = inputs(*shape, dtype, device)
         truth = exact(given)
-        for name, options in KERNELS.items():
+        for name, options in SPLITS.items():
             error = relative(run(given, **options), truth)
             yield bounded(f"attention {shape}", f"{name} {dtype}", error, TOLERANCES[dtype])
     given = packed(inputs(*shape, torch.float32, device))

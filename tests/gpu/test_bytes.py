@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blr.compressor.runtime.decoder import Decoder
+from blr.kernels.decode.gemv.segments import Correction, Narrow, QuantizedSegment
 from blr.kernels.decode.quantized.reference import quantize, unpack
-from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedSegment
 
 pytestmark = pytest.mark.gpu
 Judge = Callable[[Iterable[Row]], None]
@@ -115,9 +115,9 @@ def test_losses_are_those_of_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`blr eval` reads windows at once, by other kernels."""
-    from blr.kernels.decode.integer import form
+    from blr.kernels.decode.integer import launch
 
-    monkeypatch.setattr(form, "pays", lambda segments: True)
+    monkeypatch.setattr(launch, "pays", lambda segments: True)
     how = (
         {"method": "svd", "base": base, "rank": rank} if rank else {"method": "dense", "quantize": base}
     )

@@ -16,7 +16,7 @@ from pico import save_pico
 from tolerances import TOLERANCES
 
 from blr.compressor.fitting import sequential
-from blr.compressor.loading.streamed import load_written
+from blr.compressor.loading.loader import load_written
 from blr.compressor.modeling import experts
 from blr.compressor.modeling.experts import KernelExperts
 from blr.compressor.modeling.modeling_blr import Experts

@@ -9,7 +9,7 @@ from blr.compressor.structures import blast
 from blr.compressor.structures.base import FitOptions
 from blr.compressor.structures.linalg import definite
 from blr.compressor.structures.specs import BlastSpec
-from blr.kernels.training.cholesky.launch import factored
+from blr.kernels.training.cholesky import factored
 
 pytestmark = pytest.mark.gpu
 # o, i, blocks, rank: small, large enough to be taken in parts, of blocks that no kernel mixes

@@ -13,9 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from blr.compressor.modeling.cuda_graphs import ForwardGraphs, captured
 from blr.compressor.modeling.fused import fuse
-from blr.kernels.fused.activated.launch import activated
-from blr.kernels.fused.normed import launch as launching
-from blr.kernels.fused.normed.launch import layer_norm
+from blr.kernels.fused import launch as launching
+from blr.kernels.fused.launch import activated, layer_norm
 
 pytestmark = pytest.mark.gpu
 SIZES = {"vocab_size": 600, "hidden_size": 256, "intermediate_size": 1000, "num_hidden_layers": 2}

@@ -10,8 +10,9 @@ import torch
 from exporting import compress_to, export_to
 from pico import save_pico
 
-from blr.compressor.loading.streamed import load_written
-from blr.compressor.runtime.decoder import Decoder, supports
+from blr.compressor.loading.loader import load_written
+from blr.compressor.runtime.decoder import Decoder
+from blr.compressor.runtime.phases import supports
 
 pytestmark = pytest.mark.gpu
 

@@ -9,15 +9,15 @@ import torch
 from plain_kernels import activated as reference
 from tolerances import TOLERANCES
 
-from blr.kernels.fused.activated import launch as launching
-from blr.kernels.fused.activated.launch import activated
+from blr.kernels.fused import launch as launching
+from blr.kernels.fused.launch import activated
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's kernel stands for the one of a GPU with the bulk copy engine."""
     monkeypatch.setenv("BLR_KERNELS", "triton")
-    monkeypatch.setattr(launching, "LEAST", 1)
+    monkeypatch.setattr(launching, "PRODUCTS", 1)
     monkeypatch.setattr(launching, "tma_ready", lambda a, b: True)
 
 
@@ -51,7 +51,7 @@ def test_what_it_has_no_kernel_for_is_the_librarys(
         assert torch.equal(activated(*given, activation), reference(*given, activation))
     activated(x.half(), weight.half(), None, activation)
     assert len(launched) == 1
-    monkeypatch.setattr(launching, "LEAST", 5)
+    monkeypatch.setattr(launching, "PRODUCTS", 5)
     few = x[:2].half(), weight.half(), None
     assert torch.equal(activated(*few, activation), reference(*few, activation))
     assert len(launched) == 1

@@ -10,7 +10,7 @@ from compiling import compile_for
 from plain_kernels import cholesky_factor, cholesky_solve
 
 from blr.compressor.structures import linalg
-from blr.kernels.training.cholesky import launch
+from blr.kernels.training import cholesky as launch
 
 CASES = [(1, 1, 1), (5, 3, 2), (64, 7, 2), (65, 33, 2), (130, 40, 3)]
 
@@ -87,7 +87,7 @@ def test_factorizations_compile_without_spills(kernel: str, capability: int) -> 
     more, constants = KERNELS[kernel]
     signature = {"a": "*fp32", "n": "i32", "first": "i32", "a_batch": "i64", **more}
     found = compile_for(
-        "blr.kernels.training.cholesky.triton",
+        "blr.kernels.training.cholesky_triton",
         kernel,
         signature,
         constants,
@@ -105,7 +105,7 @@ def test_solutions_compile(back: bool, capability: int) -> None:
     strides = ("y_batch", "lower_batch", "inverse_batch", "inverse_tile")
     constants = {"BACK": back, "ROWS": launch.ROWS, **TILE, "PRECISION": "tf32x3"}
     found = compile_for(
-        "blr.kernels.training.cholesky.triton",
+        "blr.kernels.training.cholesky_triton",
         *("solve_kernel", {**signature, **dict.fromkeys(strides, "i64")}, constants, capability),
         num_warps=launch.WARPS,
     )

@@ -9,9 +9,9 @@ from tolerances import TOLERANCES
 from torch import Tensor
 
 from blr.compressor.healing.objective import missed_states
-from blr.kernels.training.distance import reference
-from blr.kernels.training.distance import triton as kernel
-from blr.kernels.training.distance.op import relative_errors
+from blr.kernels.training import distance as kernel
+from blr.kernels.training import losses as reference
+from blr.kernels.training.losses import relative_errors
 
 
 def exact(mine: Tensor, wanted: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ def test_they_compile(capability: int, width: int) -> None:
     }
     for name, own in more.items():
         found = compile_for(
-            "blr.kernels.training.distance.triton",
+            "blr.kernels.training.distance",
             name,
             {**signature, **own},
             constants,

@@ -8,8 +8,8 @@ from compiling import compile_for
 from torch.nn.functional import log_softmax
 
 from blr.compressor.healing.objective import Readout, kl, summed
-from blr.kernels.training.divergence import triton as kernel
-from blr.kernels.training.divergence.op import divergence_sum
+from blr.kernels.training import divergence as kernel
+from blr.kernels.training.losses import divergence_sum
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -60,7 +60,7 @@ def test_a_loss_in_parts_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_compiles(capability: int) -> None:
     signature = {"student": "*bf16", "teacher": "*bf16", "lost": "*fp32", "gradient": "*bf16"}
     found = compile_for(
-        "blr.kernels.training.divergence.triton",
+        "blr.kernels.training.divergence",
         "divergence_kernel",
         {**signature, "width": "i32"},
         {"BLOCK": kernel.BLOCK},

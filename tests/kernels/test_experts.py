@@ -16,7 +16,7 @@ from pico import MORE, save_model
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.compressor.loading.streamed import load_written
+from blr.compressor.loading.loader import load_written
 from blr.compressor.modeling import experts
 from blr.compressor.modeling.experts import KernelExperts
 from blr.compressor.modeling.layers import KernelLinear, StructuredLinear
@@ -24,9 +24,8 @@ from blr.compressor.modeling.modeling_blr import Experts
 from blr.compressor.modeling.stages import Packed
 from blr.kernels.common.available import has_triton
 from blr.kernels.decode.quantized.formats import form_of
-from blr.kernels.decode.quantized.launch import complete, tile_shape
+from blr.kernels.decode.quantized.launch import QuantizedTile, complete, tile_shape
 from blr.kernels.decode.quantized.reference import dequantize, quantize
-from blr.kernels.decode.quantized.segments import QuantizedTile
 from blr.kernels.layers.experts.op import (
     Stack,
     Weight,

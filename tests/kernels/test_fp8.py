@@ -29,8 +29,7 @@ from blr.compressor.structures.specs import (
 from blr.kernels.common import launching
 from blr.kernels.common.available import has_triton
 from blr.kernels.fp8 import launch, op
-from blr.kernels.fp8.launch import Fp8Tile
-from blr.kernels.fp8.layers import LAYERS, dense
+from blr.kernels.fp8.launch import LAYERS, Fp8Tile, dense
 from blr.kernels.fp8.reference import (
     E4M3,
     MAKES,
@@ -258,7 +257,7 @@ def test_a_dense_layer_is_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     launch._PLANS.clear()
     W, scale, exact = weight(24, 50)
     rows, bias = quantize_rows(inputs(5, 50)), torch.randn(24)
-    y = dense(rows, W, scale.view(-1), torch.float32, bias)
+    y = dense(rows, W, None, Scales(None, scale.view(-1)), torch.float32, bias)
     assert relative(y, rows.q.double() * rows.scale[:, None] @ exact.mT + bias) < 1e-5
 
 

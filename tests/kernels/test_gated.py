@@ -7,11 +7,11 @@ import torch
 from compiling import compile_for
 from tolerances import TOLERANCES
 
-from blr.kernels.fused.gated import gradient
-from blr.kernels.fused.gated import launch as launching
-from blr.kernels.fused.gated.gradient import gated_with_gradient
-from blr.kernels.fused.gated.launch import gated
-from blr.kernels.fused.gated.reference import GATES
+from blr.kernels.fused import gradient
+from blr.kernels.fused import launch as launching
+from blr.kernels.fused.gradient import gated_with_gradient
+from blr.kernels.fused.launch import gated
+from blr.kernels.fused.reference import GATES
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -19,7 +19,7 @@ from blr.kernels.fused.gated.reference import GATES
 def test_it_is_that_of_torch(make: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of halves of one buffer, too, and of rows that no whole number of blocks covers."""
     monkeypatch.setenv("BLR_KERNELS", "triton")
-    monkeypatch.setattr(launching, "BLOCK", 16)
+    monkeypatch.setattr(launching, "GATED", 16)
     torch.manual_seed(0)
     both = 2 * torch.randn(2, 3, 2 * 21).to(dtype)
     for gate, up in (both.split(21, -1), (both[..., :21].contiguous(), both[..., 21:])):
@@ -80,7 +80,7 @@ def test_gradients_of_what_it_has_no_room_for_are_torchs(monkeypatch: pytest.Mon
 def test_its_gradient_compiles(capability: int, make: str) -> None:
     signature = dict.fromkeys(("gate", "up", "g", "gate_out", "up_out"), "*bf16") | {"size": "i32"}
     found = compile_for(
-        "blr.kernels.fused.gated.triton_back",
+        "blr.kernels.fused.triton",
         "gated_back_kernel",
         signature,
         {"MAKE": make, "BLOCK": gradient.BLOCK},
@@ -95,8 +95,8 @@ def test_it_compiles(capability: int) -> None:
     signature = {"gate": "*bf16", "up": "*bf16", "y": "*bf16"} | dict.fromkeys(
         ("K", "gate_row", "up_row"), "i32"
     )
-    constants = {"MAKE": "swiglu", "BLOCK": launching.BLOCK}
+    constants = {"MAKE": "swiglu", "BLOCK": launching.GATED}
     found = compile_for(
-        "blr.kernels.fused.gated.triton", "gated_kernel", signature, constants, capability, num_warps=4
+        "blr.kernels.fused.triton", "gated_kernel", signature, constants, capability, num_warps=4
     )
     assert found["spills"] == 0

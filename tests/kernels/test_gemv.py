@@ -12,8 +12,9 @@ from tolerances import TOLERANCES
 from torch import Tensor
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.decode.gemv.segments import Segment, Stage, Tile
-from blr.kernels.decode.quantized import segments
+from blr.kernels.decode.gemv import segments
+from blr.kernels.decode.gemv.launch import Stage, Tile
+from blr.kernels.decode.gemv.segments import Segment
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
 # blocks, rows of each, columns of each, rows that stay together, mixed, shared input
@@ -71,9 +72,13 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 def grouped(*arguments: Any, **options: Any) -> None:
-    from blr.kernels.decode.gemv.grouped import grouped
+    from blr.kernels.decode.gemv.launch import grouped
 
     grouped(*arguments, **options)
+
+
+def dual(*pair: Segment, **options: Any) -> None:
+    grouped(pair, **options)
 
 
 @pytest.mark.sampled(2)
@@ -112,8 +117,6 @@ def test_norm_of_the_input(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "norm"])
 def test_dual_stage(normed: bool, tokens: int, dtype: torch.dtype) -> None:
-    from blr.kernels.decode.gemv.grouped import dual
-
     generator = torch.Generator().manual_seed(tokens)
     gate, up = (segment("dense" if normed else "blocks", tokens, dtype, generator) for _ in range(2))
     if not normed:  # another rank than the gate's
@@ -153,8 +156,6 @@ SIGNATURE = {
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_a_token_has_the_same_sums_beside_others(name: str, dtype: torch.dtype) -> None:
     """Bit for bit, with a norm, added, or of a pair: a draft's tokens are checked in one launch."""
-    from blr.kernels.decode.gemv.grouped import dual
-
     generator = torch.Generator().manual_seed(1)
     s = segment(name, 11, dtype, generator)
     gain = torch.randn(s.x.shape[1], generator=generator)
@@ -181,7 +182,7 @@ def test_registers_hold_tokens_in_the_order_of_one(rows: int, columns: int, toke
     shape = tile_shape(rows, columns, norm=1 if rows == columns else 0)
     tile = Tile(rows_of(shape, tokens), shape["BK"], NORM=int(rows == columns), TOKENS=tokens)
     constants = {"COUNT": 1, "ADD": False, "PDL": True, "T0": tile, "T1": tile, "T2": tile}
-    module = "blr.kernels.decode.gemv.grouped"
+    module = "blr.kernels.decode.gemv.triton"
     made = compile_for(module, "grouped_kernel", SIGNATURE, constants, 90, num_warps=shape["num_warps"])
     across = shape["BK"] // 256  # warps of a row, of 32 lanes with 8 columns each
     layout = f"sizePerThread = [1, 8], threadsPerWarp = [1, 32], warpsPerCTA = [{{}}, {across}]"
@@ -193,13 +194,13 @@ def test_registers_hold_tokens_in_the_order_of_one(rows: int, columns: int, toke
 @pytest.mark.parametrize("mix", [0, 4, 16])
 def test_registers_hold_grouped_stages(mix: int) -> None:
     """The sizes of models in use compile without spilling to memory."""
-    from blr.kernels.decode.gemv.grouped import segment_shape
+    from blr.kernels.decode.gemv.launch import segment_shape
 
     w = torch.empty(max(mix, 1), 1024, 4096 // max(mix, 1), dtype=torch.bfloat16)
     s = Segment(w.float(), w, w, mix=torch.empty(mix, mix, 1024) if mix else None)
     shape = segment_shape(s, w)
     tile = Tile(shape["BR"], shape["BK"], NORM=1, MIX=mix)
     constants = {"COUNT": 3, "ADD": False, "PDL": True, "T0": tile, "T1": tile, "T2": tile}
-    module = "blr.kernels.decode.gemv.grouped"
+    module = "blr.kernels.decode.gemv.triton"
     made = compile_for(module, "grouped_kernel", SIGNATURE, constants, 90, num_warps=shape["num_warps"])
     assert made["spills"] == 0

@@ -11,8 +11,8 @@ import torch
 from tolerances import TOLERANCES
 
 from blr.kernels.common.available import has_triton
+from blr.kernels.decode.gemv.segments import Correction, Narrow, QuantizedSegment
 from blr.kernels.decode.quantized.reference import quantize, unpack
-from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedSegment
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
 FORMATS = [(2, 128), (2, 64), (3, 128), (3, 64), (3, 128, 0), (3, 64, 0)]
@@ -50,8 +50,7 @@ def exact_of(form: tuple[int, ...]) -> int:
 
 
 def test_levels_of_three_bits_as_bytes_are_as_exact_as_bfloat16() -> None:
-    from blr.kernels.decode.integer.form import THREE, THREE_SCALE
-    from blr.kernels.decode.integer.launch import table
+    from blr.kernels.decode.integer.launch import THREE, THREE_SCALE, table
     from blr.kernels.decode.quantized.formats import CURVE
 
     for level, x in zip(THREE, (0.5, 1.5, 2.5, 3.5), strict=True):
@@ -67,13 +66,13 @@ def test_levels_of_three_bits_as_bytes_are_as_exact_as_bfloat16() -> None:
 def test_rows_of_every_format(K: int, form: tuple[int, ...]) -> None:
     """Inputs of one sign, where the offsets of levels weigh most, and one that is far larger; rows that
     are no multiple of a tile, and padded columns."""
-    from blr.kernels.decode.integer.launch import make_launch, run
+    from blr.kernels.decode.integer.launch import byte_stages
 
     torch.manual_seed(0)
     x = torch.rand(1, K) + 1
     x[:, 7] = 100
     s, options = quantized(x, 37, form), {"gain": torch.rand(K), "eps": 1e-5}
-    run(make_launch([s], **options))
+    byte_stages([s], **options)()
     assert near(s.y, replace(s, x=x.double()).product(**options), exact_of(form))
 
 
@@ -82,8 +81,7 @@ def test_rows_of_every_format(K: int, form: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_corrections_are_made_beside_the_inputs(count: int, normed: bool, form: tuple[int, ...]) -> None:
     """Of several stages, stored and added to what is there; z of before is not read."""
-    from blr.kernels.decode.integer.form import taken
-    from blr.kernels.decode.integer.launch import make_launch, run
+    from blr.kernels.decode.integer.launch import byte_stages, taken
 
     torch.manual_seed(0)
     x = torch.randn(1, 200)
@@ -94,10 +92,9 @@ def test_corrections_are_made_beside_the_inputs(count: int, normed: bool, form: 
     for first in firsts:
         first.y.fill_(float("nan"))
     assert taken(made)
-    launch = make_launch(made, firsts, **options)
-    run(launch)
+    byte_stages(made, firsts, **options)()
     assert all(near(s.y, y, exact_of(form)) for s, y in zip(made, expected, strict=True))
-    run(launch, add=True)
+    byte_stages(made, firsts, add=True, **options)()
     assert all(near(s.y, 2 * y, exact_of(form)) for s, y in zip(made, expected, strict=True))
 
 
@@ -109,7 +106,7 @@ def test_programs_of_four_bits_have_many_tiles(
     rows: tuple[int, ...], K: int, form: tuple[int, ...]
 ) -> None:
     """More than there are programs, and fewer; several stages, stored and added to what is there."""
-    from blr.kernels.decode.integer.looped import Loop, run_loop
+    from blr.kernels.decode.integer.launch import byte_stages
 
     torch.manual_seed(0)
     x = torch.rand(1, K) + 1
@@ -117,9 +114,9 @@ def test_programs_of_four_bits_have_many_tiles(
     made = [quantized(x, n, form, bias=torch.randn(n)) for n in rows]
     options = {"gain": torch.rand(K), "eps": 1e-5}
     expected = [replace(s, x=x.double()).product(**options) for s in made]
-    run_loop(Loop(made, **options))
+    byte_stages(made, **options)()
     assert all(near(s.y, y, 4) for s, y in zip(made, expected, strict=True))
-    run_loop(Loop(made, **options), add=True)
+    byte_stages(made, add=True, **options)()
     assert all(near(s.y, 2 * y, 4) for s, y in zip(made, expected, strict=True))
 
 
@@ -136,16 +133,16 @@ def test_pairs_of_four_bits_leave_their_gated_product(rows: int) -> None:
 
 
 def test_inputs_of_zero_give_the_bias() -> None:
-    from blr.kernels.decode.integer.launch import make_launch, run
+    from blr.kernels.decode.integer.launch import byte_stages
 
     torch.manual_seed(0)
     s = quantized(torch.zeros(1, 256), 20, (2, 128), bias=torch.randn(20))
-    run(make_launch([s], gain=torch.rand(256), eps=1e-5))
+    byte_stages([s], gain=torch.rand(256), eps=1e-5)()
     assert torch.equal(s.y[0], s.bias)
 
 
 def test_other_stages_are_not_taken() -> None:
-    from blr.kernels.decode.integer.form import taken
+    from blr.kernels.decode.integer.launch import taken
 
     x, other = torch.randn(1, 256), torch.randn(1, 256)
     s = quantized(x, 8, (2, 128))

@@ -10,7 +10,7 @@ from compiling import compile_for
 
 from blr.kernels.common.available import has_triton
 from blr.kernels.decode.quantized.formats import form_of
-from blr.kernels.decode.quantized.segments import QuantizedStage, QuantizedTile
+from blr.kernels.decode.quantized.launch import QuantizedStage, QuantizedTile
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
 WIDTH, GROUP, RANKS = 4096, 128, 16  # of an 8B's layers
@@ -77,8 +77,7 @@ def test_rows_of_inputs_made_before(pair: bool, bits: int, capability: int) -> N
 @pytest.mark.parametrize("pair", [False, True], ids=["rows", "pair"])
 def test_loops_of_four_bits(pair: bool, capability: int) -> None:
     """Within the registers that a launch asks for."""
-    from blr.kernels.decode.integer.form import offset_of
-    from blr.kernels.decode.integer.looped import DEEP, REGISTERS
+    from blr.kernels.decode.integer.launch import DEEP, REGISTERS, offset_of
 
     tile, warps = tile_of(4, DEEP, 0)
     inputs = {"x": "*fp32", "gain": "*bf16", "eps": "fp32"}

@@ -7,15 +7,15 @@ import torch
 from compiling import compile_for
 from tolerances import TOLERANCES
 
-from blr.kernels.fused.normed import launch as launching
-from blr.kernels.fused.normed.launch import is_faster, layer_norm
+from blr.kernels.fused import launch as launching
+from blr.kernels.fused.launch import is_faster, layer_norm
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLR_KERNELS", "triton")
     monkeypatch.setattr(launching, "LEAST", 1)
-    monkeypatch.setattr(launching, "TILE", 64)
+    monkeypatch.setattr(launching, "NORMED", 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -54,7 +54,7 @@ def test_it_compiles(capability: int) -> None:
     signature |= dict.fromkeys(("n", "K", "x_row", "y_row"), "i32") | {"eps": "fp32"}
     constants = {"BIAS": True, "ROWS": 4, "BLOCK": 1024}
     found = compile_for(
-        "blr.kernels.fused.normed.triton",
+        "blr.kernels.fused.triton",
         "layer_norm_kernel",
         signature,
         constants,

@@ -12,6 +12,7 @@ from blr.bench import tuning as tune
 from blr.bench.tuning_rules import Candidate, TunedPoint, rules_of
 from blr.kernels.common import dispatch, tables
 from blr.kernels.common.tables import Shape
+from blr.kernels.layers import structured
 from blr.kernels.layers.lowrank import op as lowrank_op
 
 
@@ -24,8 +25,8 @@ def factors() -> tuple[Tensor, Tensor, Tensor]:
 def test_a_shape_is_planned_once(factors: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A new plan for another shape, dtype or bias, and after `forget`; none with gradients."""
     made: list[Any] = []
-    usual = lowrank_op.plan
-    monkeypatch.setattr(lowrank_op, "plan", lambda *given: made.append(given) or usual(*given))
+    usual = structured.plan
+    monkeypatch.setattr(structured, "plan", lambda *given: made.append(given) or usual(*given))
     dispatch.forget()
     U, V, bias = factors
     wide = [t.double() for t in factors]

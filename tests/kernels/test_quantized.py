@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tolerances import TOLERANCES
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.decode.gemv.reference import gemv
-from blr.kernels.decode.quantized import segments
+from blr.kernels.decode.gemv import segments
+from blr.kernels.decode.gemv.segments import Segment
 from blr.kernels.decode.quantized.formats import packed_width
 from blr.kernels.decode.quantized.reference import (
     dequantize,
@@ -134,10 +134,13 @@ def dequantized(
     bits: int,
     K: int,
     residual: Any = 0.0,
+    gain: Any = None,
+    eps: float = 0.0,
     **epilogue: Any,
 ) -> torch.Tensor:
     """A stage from its definition."""
-    return gemv(x, dequantize(packed, scale, bits, K, x.dtype), **epilogue) + residual
+    w = dequantize(packed, scale, bits, K, x.dtype)
+    return Segment(x, w, x, **epilogue).product(gain, eps) + residual
 
 
 def multiplied(
@@ -155,13 +158,13 @@ def multiplied(
     **config: int,
 ) -> torch.Tensor:
     """The same by kernels."""
-    from blr.kernels.decode.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.launch import grouped
 
     y = torch.full((len(x), packed.shape[0] * packed.shape[1]), float("nan"), dtype=x.dtype)
     if residual is not None:
         y.copy_(residual)
     s = segments.QuantizedSegment(x, packed, scale, bits, K, y, bias, part=part)
-    grouped([s], gain=gain, eps=eps, add=residual is not None, config=[config])
+    grouped([s], gain=gain, eps=eps, add=residual is not None, config=config)
     return y
 
 
@@ -212,7 +215,7 @@ def _mixing(
 def test_mixing_stage_equals_its_dequantized_weights(
     norm: bool, tokens: int, dtype: torch.dtype, bits: int
 ) -> None:
-    from blr.kernels.decode.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.launch import grouped
 
     x, packed, scale, _, K, s = _mixing(bits, tokens, dtype)
     gain = torch.rand(x.shape[1]).to(dtype) if norm else None
@@ -227,11 +230,11 @@ def test_mixing_stage_equals_its_dequantized_weights(
 @pytest.mark.parametrize("config", [{"BR": 1, "BQ": 8}, {"BR": 2, "BQ": 32}])
 def test_mixing_stage_with_any_tile(bits: int, config: dict[str, int]) -> None:
     """Blocks that fill no power of two, chunks that end inside and beyond a row."""
-    from blr.kernels.decode.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.launch import grouped
 
     x, packed, scale, _, K, s = _mixing(bits, 2, torch.float32, blocks=6, ranks=5, K=300)
     stage = segments.QuantizedSegment(x, packed, scale, bits, K, torch.empty(2, 30), mix=s)
-    grouped([stage], config=[config])
+    grouped([stage], config=config)
     assert _near(stage.y, replace(stage, x=x.double()).product(None, 0.0), torch.float32)
 
 
@@ -289,7 +292,7 @@ def _against_reference(
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_several_stages_in_one_launch(bits: int, tokens: int, count: int) -> None:
-    from blr.kernels.decode.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.launch import grouped
 
     made = _segments(bits, tokens, [STAGES[name] for name in ("dense", "monarch-V")])
     made.insert(1, _mixing_segment(bits, tokens))
@@ -302,7 +305,7 @@ def test_several_stages_in_one_launch(bits: int, tokens: int, count: int) -> Non
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_norm_is_over_the_inputs_of_all_blocks(bits: int, tokens: int) -> None:
     """The first stage of Monarch splits its input among blocks; the norm before it does not."""
-    from blr.kernels.decode.quantized.grouped import grouped
+    from blr.kernels.decode.quantized.launch import grouped
 
     made = [*_segments(bits, tokens, [STAGES["monarch-V"]]), _mixing_segment(bits, tokens)]
     for s in made:
@@ -319,12 +322,12 @@ def test_norm_is_over_the_inputs_of_all_blocks(bits: int, tokens: int) -> None:
 @BITS
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_gated_pair_in_one_launch(bits: int, tokens: int) -> None:
-    from blr.kernels.decode.quantized.grouped import dual
+    from blr.kernels.decode.quantized.launch import grouped
 
     gain = torch.rand(200)
     made = _segments(bits, tokens, [(1, 19, 200, None)] * 2)
     options = {"activation": "silu", "gain": gain, "eps": 1e-5}
-    _against_reference(lambda: dual(*made, **options), lambda: segments.dual(*made, **options), made)
+    _against_reference(lambda: grouped(made, **options), lambda: segments.dual(*made, **options), made)
     assert not made[1].y.isnan().any()
 
 
@@ -334,12 +337,12 @@ def test_gated_pair_in_one_launch(bits: int, tokens: int) -> None:
 @pytest.mark.parametrize("widths", [(400, 30), (30, 400)], ids=["wide-gate", "wide-up"])
 def test_gated_pair_of_different_ranks(bits: int, tokens: int, widths: tuple[int, int]) -> None:
     """Several blocks; a rank far below the other's; more chunks than one; a bias on one side only."""
-    from blr.kernels.decode.quantized.grouped import dual
+    from blr.kernels.decode.quantized.launch import grouped
 
     made = _segments(bits, tokens, [(2, 5, width, None) for width in widths])
     made[0] = replace(made[0], bias=None)
     _against_reference(
-        lambda: dual(*made, activation="gelu_tanh", BQ=8),
+        lambda: grouped(made, activation="gelu_tanh", config={"BQ": 8}),
         lambda: segments.dual(*made, activation="gelu_tanh"),
         made,
     )
@@ -379,4 +382,4 @@ def test_dense_and_quantized_stages_side_by_side() -> None:
     for s in made:
         assert _near(s.y, 1 + s.product(None, 0.0).double(), torch.float32)
     with pytest.raises(ValueError, match="weights of 0/0 and 4/128 bits"):
-        either.dual(made[0], int4[0], activation="silu")
+        either.grouped([made[0], int4[0]], activation="silu")

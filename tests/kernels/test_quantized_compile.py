@@ -9,7 +9,7 @@ from compiling import compile_for
 
 from blr.kernels.common.available import has_triton
 from blr.kernels.decode.quantized.formats import form_of
-from blr.kernels.decode.quantized.segments import QuantizedStage, QuantizedTile
+from blr.kernels.decode.quantized.launch import QuantizedStage, QuantizedTile
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
 BITS = pytest.mark.parametrize("bits", [8, 4], ids=["int8", "int4"])
@@ -36,7 +36,7 @@ def _compiled(
     constants = {"COUNT": 1, **dict.fromkeys(("T0", "T1", "T2"), tile)}
     constants |= {"ADD": True, "PDL": capability >= 90}
     made = compile_for(
-        *("blr.kernels.decode.quantized.grouped", "grouped_kernel", signature, constants, capability),
+        *("blr.kernels.decode.quantized.triton", "grouped_kernel", signature, constants, capability),
         divisible=(*aligned, "gain"),
         num_warps=shape["num_warps"],
     )

@@ -65,7 +65,6 @@ def test_launches_are_done_again_at_other_addresses(compiled: Compiled) -> None:
     end = y.data_ptr()
     assert second[9:] == (first[11], (w.data_ptr() + 64, 6, end), end, 8, 32)
     assert len({x.data_ptr(), w.data_ptr(), first[11], end}) == 4
-    assert found.giving((2, 2, 4))(x, w, None).shape == (2, 2, 4)
 
 
 def test_kernels_without_scratch_memory_go_to_the_driver_at_once(compiled: Compiled) -> None:

@@ -8,10 +8,10 @@ from compiling import compile_for
 from tolerances import TOLERANCES
 from torch import Tensor
 
-from blr.kernels.fused.rotary import launch as launching
-from blr.kernels.fused.rotary.gradient import rotated_with_gradient
-from blr.kernels.fused.rotary.launch import by_token, rotated
-from blr.kernels.fused.rotary.reference import rotate
+from blr.kernels.fused import launch as launching
+from blr.kernels.fused.gradient import rotated_with_gradient
+from blr.kernels.fused.launch import by_token, rotated
+from blr.kernels.fused.reference import rotate
 
 BATCH, TOKENS = 2, 3
 
@@ -43,7 +43,7 @@ def test_it_is_that_of_torch(
 
 def test_what_it_has_no_room_for_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLR_KERNELS", "triton")
-    monkeypatch.setattr(launching, "WIDEST", 4)
+    monkeypatch.setattr(launching, "WIDTH", 4)
     for width in (0, 8):
         q, k = heads(2, width, torch.float16), heads(1, width, torch.float16)
         cos, sin = torch.randn(2, 1, TOKENS, width).half()
@@ -91,7 +91,7 @@ def test_gradients_of_what_it_has_no_room_for_are_torchs(monkeypatch: pytest.Mon
         ("auto", 8, torch.float32),
     ):
         monkeypatch.setenv("BLR_KERNELS", mode)
-        monkeypatch.setattr(launching, "WIDEST", widest)
+        monkeypatch.setattr(launching, "WIDTH", widest)
         q, k = heads(2, 8, dtype).requires_grad_(), heads(1, 8, dtype).requires_grad_()
         found = rotated_with_gradient(q, k, cos.to(dtype), sin.to(dtype))
         for x, y in zip((q, k), found, strict=True):
@@ -105,12 +105,12 @@ def test_gradients_of_what_it_has_no_room_for_are_torchs(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow)])
 def test_it_compiles(capability: int, back: bool) -> None:
-    from blr.kernels.fused.rotary.triton import rotary_kernel
+    from blr.kernels.fused.triton import rotary_kernel
 
     constants = {"HALF": 64, "BLOCK": 64, "HEADS": launching.HEADS, "BACK": back}
     names = [name for name in rotary_kernel.arg_names if name not in constants]
     signature = {name: "*bf16" if n < 6 else "i32" for n, name in enumerate(names)}
     found = compile_for(
-        "blr.kernels.fused.rotary.triton", "rotary_kernel", signature, constants, capability, num_warps=4
+        "blr.kernels.fused.triton", "rotary_kernel", signature, constants, capability, num_warps=4
     )
     assert found["spills"] == 0

@@ -9,9 +9,8 @@ import torch
 from skinny import EPS, close, drawn, made, ready
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import Correction, Narrow, Segment, dual
 from blr.kernels.decode.quantized.formats import PLANES
-from blr.kernels.decode.quantized.segments import Correction, Narrow, dual
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
 CASES = {
@@ -74,14 +73,13 @@ def test_blocks_and_parts(kind: str) -> None:
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("kind", ["16", "2/64", "3/64/uniform"])
 def test_pairs(kind: str, split: int) -> None:
-    from blr.kernels.decode.skinny.launch import PartialSums
-    from blr.kernels.decode.skinny.launch import dual as run
+    from blr.kernels.decode.skinny.launch import PartialSums, grouped
 
     torch.manual_seed(0)
     x = torch.randn(5, 256)
     gate, up = made(kind, x, 40, 256, bias=drawn(40)), made(kind, x, 40, 256)
     config = {"BR": 16, "SPLIT": split, **({"STEP": 64} if kind == "16" else {})}
-    run(*ready([gate, up]), PartialSums(), activation="silu", config=config)
+    grouped(ready([gate, up]), PartialSums(), activation="silu", config=config)
     found = up.y.clone()
     dual(gate, up, activation="silu")
     close(found, up.y)

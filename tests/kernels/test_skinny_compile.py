@@ -7,8 +7,14 @@ import pytest
 from compiling import compile_for
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.decode.skinny.launch import PLAIN, fitted, tile_shape, token_slots
-from blr.kernels.decode.skinny.segments import SkinnyStage, SkinnyTile
+from blr.kernels.decode.skinny.launch import (
+    PLAIN,
+    SkinnyStage,
+    SkinnyTile,
+    fitted,
+    tile_shape,
+    token_slots,
+)
 
 # Bits, group and tokens.
 CASES = {"int4": (4, 128, 1), "int2": (2, 64, 3), "plain": (PLAIN, 0, 16), "many": (4, 128, 64)}

@@ -17,9 +17,9 @@ from blr.compressor.base.errors import InputError
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading.checked import is_usual, open_checked
+from blr.compressor.loading.loader import streamed_model, whole_model
 from blr.compressor.loading.native import meta_model
 from blr.compressor.loading.smoke_run import first_trial
-from blr.compressor.loading.streamed import streamed_model, whole_model
 from blr.compressor.workspace.scan import scan_source
 
 pytestmark = pytest.mark.fast

@@ -13,8 +13,8 @@ from tolerances import TOLERANCES
 
 from blr.compressor.base.errors import InputError, NumericsError
 from blr.compressor.checkpoint.source import open_source
+from blr.compressor.loading.loader import blocks_of, streamed_model
 from blr.compressor.loading.smoke_run import first_trial
-from blr.compressor.loading.streamed import blocks_of, streamed_model
 
 pytestmark = pytest.mark.fast
 

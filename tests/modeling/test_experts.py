@@ -20,10 +20,11 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.exporting.job import export
 from blr.compressor.exporting.options import ExportOptions
-from blr.compressor.loading.streamed import load_written
+from blr.compressor.loading.loader import load_written
 from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
-from blr.compressor.runtime.decoder import Decoder, supports
+from blr.compressor.runtime.decoder import Decoder
+from blr.compressor.runtime.phases import supports
 from blr.compressor.workspace.journal import Journal
 from blr.kernels.common.available import has_triton
 

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from blr.compressor.loading.load import load_model
 from blr.compressor.modeling import fused as ours
 from blr.compressor.modeling.fused import FusedGate, FusedNorm, FusedRotary, fuse_gates
-from blr.kernels.fused.gated.reference import GATES
+from blr.kernels.fused.reference import GATES
 
 pytestmark = pytest.mark.fast
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -16,7 +16,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from blr.compressor.modeling import fused as ours
 from blr.compressor.modeling.fused import FusedRotary, behind_renaming, fuse_rotary
 from blr.compressor.modeling.settings import CACHE_NAMES
-from blr.kernels.fused.rotary.reference import rotate
+from blr.kernels.fused.reference import rotate
 
 pytestmark = pytest.mark.fast
 IDS = torch.arange(14).view(2, 7)

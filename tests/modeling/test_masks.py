@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from blr.compressor.modeling.masks import is_full, unmasked, unpacked
+from blr.compressor.modeling.cuda_graphs import is_full, unmasked, unpacked
 
 pytestmark = pytest.mark.fast
 PACKED = torch.tensor([[0, 1, 2, 0, 1]])  # two sequences in a row

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from blr.compressor import register
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.verify import verify_output
-from blr.compressor.loading.streamed import load_written
+from blr.compressor.loading.loader import load_written
 from blr.compressor.modeling.layers import Replaced
 from blr.compressor.modeling.modeling_blr import Experts, module_names, stacks_apart
 from blr.compressor.planning.plan import make_plan

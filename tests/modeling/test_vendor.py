@@ -199,7 +199,7 @@ EXPORTS: dict[str, tuple[Contents, int, set[str], set[str]]] = {
         EVERYTHING,
         4,
         {"decode.skinny.triton", "decode.integer.rows"},
-        {"training.cholesky.triton"},
+        {"training.cholesky_triton"},
     ),
     "blast": (
         *(Contents(frozenset({"blast"})), 4, {"decode.gemv.triton", "decode.attention.triton"}),

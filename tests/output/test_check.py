@@ -17,7 +17,7 @@ from blr.compressor.base.errors import BlrError, NumericsError, OutputError
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.compress import Settings, Summary, compress
-from blr.compressor.loading import streamed
+from blr.compressor.loading import loader
 from blr.compressor.loading.smoke_run import first_trial
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.output import check
@@ -36,8 +36,8 @@ def compressed(source: Path, output: Path, **settings: Any) -> Summary:
 def test_the_distance_is_that_of_the_written_model(name: str, tmp_path: Path) -> None:
     found = compressed(save_pico(name, tmp_path / "dense"), tmp_path / "out").check
     assert found is not None and 0.01 < found["distance"] < 2
-    trial = first_trial(streamed.streamed_model(open_source(tmp_path / "dense")), "dense")
-    distance = trial.distance(streamed.load_written(tmp_path / "out"), "out")
+    trial = first_trial(loader.streamed_model(open_source(tmp_path / "dense")), "dense")
+    distance = trial.distance(loader.load_written(tmp_path / "out"), "out")
     assert (found["ran"], found["distance"]) == (trial.what, pytest.approx(distance, rel=1e-4))
 
 
@@ -90,10 +90,10 @@ def test_large_outputs_run_block_by_block(
 ) -> None:
     dense = save_pico("llama", tmp_path / "dense")
     source = compress_to(dense, tmp_path / "ks", method="ks")
-    monkeypatch.setattr(streamed, "WHOLE", 0)
-    trial = first_trial(streamed.streamed_model(open_source(source)), source)
+    monkeypatch.setattr(loader, "WHOLE", 0)
+    trial = first_trial(loader.streamed_model(open_source(source)), source)
     folder = export_to(source, tmp_path / "out", check=True, **options)
-    model = streamed.load_written(folder)
+    model = loader.load_written(folder)
     layers = model.model.layers
     assert trial.distance(model, folder) < (0.1 if options.get("quantize") else 1e-4)
     assert all(tensor.is_meta for tensor in layers.state_dict().values())

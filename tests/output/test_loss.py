@@ -19,7 +19,7 @@ from blr.compressor.checkpoint.source import open_source
 from blr.compressor.cli.making import check_lines
 from blr.compressor.commands import evaluate
 from blr.compressor.commands.text_scores import text_scores
-from blr.compressor.loading import streamed
+from blr.compressor.loading import loader
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.output import loss
 from blr.compressor.output.check import Bar
@@ -136,14 +136,14 @@ def test_a_loss_on_own_text_is_the_divergence(
 ) -> None:
     """A model that is not loaded whole writes shorter samples."""
     if not whole:
-        monkeypatch.setattr(streamed, "WHOLE", 0)
+        monkeypatch.setattr(loader, "WHOLE", 0)
     code, out, err = invoke(
         "compress", dense, "--method", "svd", "--cf", 1.5, "-o", tmp_path / "out", *QUICK
     )
     assert code == 0, err
     found = json.loads(out)["check"]
     source = open_source(dense)
-    ours, theirs = (streamed.load_written(f, torch.float32) for f in (tmp_path / "out", dense))
+    ours, theirs = (loader.load_written(f, torch.float32) for f in (tmp_path / "out", dense))
     ids = loss.own_text(theirs, source).windows
     with torch.no_grad():
         q, p = (model(ids).logits[:, :-1].log_softmax(-1).double() for model in (ours, theirs))

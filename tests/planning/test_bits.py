@@ -8,7 +8,7 @@ import pytest
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.modeling import siblings
+from blr.compressor.modeling import probes
 from blr.compressor.planning.plan import Plan, make_plan
 from blr.compressor.recipe import architectures
 from blr.compressor.recipe.schema import Recipe
@@ -48,7 +48,7 @@ def test_layers_of_one_input_are_stored_alike_as_kernels_take_them_together() ->
         }
         assert len(alike) == 1
     assert bases(found, "q_proj") == bases(found, "k_proj") == bases(found, "v_proj")
-    assert architectures.SIBLINGS == siblings.SIBLINGS
+    assert architectures.SIBLINGS == probes.SIBLINGS
 
 
 def test_uniform_allocation_gives_every_layer_the_same() -> None:

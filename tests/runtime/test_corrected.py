@@ -148,9 +148,9 @@ def test_two_rows_of_few_bits_run_one_after_the_other(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By products of bytes, wherever those take them; the others on tensor cores."""
-    from blr.kernels.decode.integer import form
+    from blr.kernels.decode.integer import launch
 
-    monkeypatch.setattr(form, "pays", lambda segments: True)
+    monkeypatch.setattr(launch, "pays", lambda segments: True)
     monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 1)
     settings = {"method": "dense", "quantize": "int2"} if kind == "dense2" else KINDS[kind]
     model = _model(tmp_path, {**settings, "group": 64}).half()

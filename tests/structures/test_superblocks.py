@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from blr.compressor.structures.gptq import compensation, gptq
 from blr.compressor.structures.latent import Banks, Latent, RoundedGrid
+from blr.kernels.decode.quantized.formats import K_GROUP, MULTIPLES, SUPERBLOCK
 from blr.kernels.decode.quantized.reference import quantize, shared_scales
-from blr.kernels.decode.quantized.superblocks import K_GROUP, MULTIPLES, SUPERBLOCK
 
 WIDE = 2 * SUPERBLOCK * K_GROUP
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import QuantizedSegment, Segment
 from blr.kernels.decode.quantized.reference import quantize
-from blr.kernels.decode.quantized.segments import QuantizedSegment
 
 EPS = 1e-5
 
@@ -34,13 +33,12 @@ def made(
 
 def ready(segments: list[Any], gain: Tensor | None = None, dtype: Any = torch.float16) -> list[Any]:
     """The segments of inputs that are prepared."""
-    from blr.kernels.decode.skinny.launch import low_of, width_of
     from blr.kernels.decode.skinny.prepare import prepare, prepared
 
     one = segments[0]
-    how = {"low": low_of(one), "group": getattr(one, "group", 0)}
-    out = prepared(one.x, width_of(one), *how.values(), dtype).fill_(float("nan"))
-    prepare(one.x, out, width_of(one), **how, gain=gain, eps=EPS)
+    how = {"low": one.low, "group": one.group}
+    out = prepared(one.x, one.shape[2], *how.values(), dtype).fill_(float("nan"))
+    prepare(one.x, out, one.shape[2], **how, gain=gain, eps=EPS)
     return [replace(s, x=out) for s in segments]
 
 

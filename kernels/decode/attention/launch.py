@@ -17,8 +17,6 @@ PROGRAMS = 2 * MULTIPROCESSORS
 STREAMING = 3 * MULTIPROCESSORS  # those of the streamed kernel, as many as registers hold
 # Products of queries and keys that a program without tensor cores has in registers.
 HELD = 8192
-# Bucket of the context from which on whole keys and values are streamed.
-STREAMED_FROM = 1 << 30
 
 
 def even_count(programs: int, bucket: int, most: int) -> int:
@@ -63,7 +61,6 @@ def decode_attention(
     workspace: dict[str, Tensor],
     out: Tensor,
     splits: int | None = None,
-    streamed: bool | None = None,
     exact: bool = False,
     pdl: bool = False,
     **config: int,
@@ -78,25 +75,18 @@ def decode_attention(
         bucket: a power of two above every ``pos``; it fixes the grid.
         workspace: of `attention_workspace`. splits: stretches of the bucket, at the same slots whatever
             the batch; None: `even_count` of what each row sees.
-        streamed: by `streamed.streamed_kernel` (None: int8, and contexts from `STREAMED_FROM` on), else
-            by `triton.attention_kernel`, which holds two tiles in registers and knows no int8.
         exact: int8 is multiplied in float32, for models in float32, else in bfloat16.
         pdl: launched while the kernel before it still runs. ``pos``, ``start`` and the slots before
             ``pos`` must have been written before the last kernel that was launched without.
-        config: BN (slots of a tile), DOT (tensor cores), STAGES (tiles under way if streamed) and
-            num_warps.
+        config: BN (slots of a tile), DOT (tensor cores), STAGES (tiles under way of int8) and num_warps.
 
     Raises:
-        ValueError: more than `MAX_SPLITS` splits; int8 that is not streamed.
+        ValueError: more than `MAX_SPLITS` splits.
     """
     rows, (sequences, kv_heads, _, width) = len(qkv), k.shape
     group = (qkv.shape[1] // width - 2 * kv_heads) // kv_heads
-    if streamed is None:
-        streamed = scales is not None or bucket >= STREAMED_FROM
-    if scales is not None and not streamed:
-        raise ValueError("decode_attention: int8 is only streamed")
     chunk = -(-bucket // splits) if splits else 0  # none: each row's own
-    splits = _checked_splits(splits, sequences * kv_heads, bucket, STREAMING if streamed else PROGRAMS)
+    splits = _checked_splits(splits, sequences * kv_heads, bucket, STREAMING if scales else PROGRAMS)
     none = qkv  # stands for an absent tensor: never read
     gains = (none if gain is None else gain for gain in (q_gain, k_gain))
     options = {"G": group, "DP": max(power_of_two(width), 16), "SPLITS": power_of_two(splits)}
@@ -108,19 +98,16 @@ def decode_attention(
         *(kv_heads, sequences, width, cos.shape[1], window or 0, chunk),
     )
     grid, before = (rows * kv_heads, splits), (qkv, qkv.stride(0), k, v, k.stride(0), k.stride(1))
-    if not streamed:
+    if scales is None:
         from blr.kernels.decode.attention.triton import attention_kernel
 
         attention_kernel[grid](*before, *after, **options | tile_shape(group, width, k.dtype) | config)
         return out
     from blr.kernels.decode.attention.streamed import streamed_kernel
 
-    dot = group > 1 and not exact and k.dtype != torch.float32
-    options |= {**stream_shape(group, width, dot), **config, "INT8": scales is not None}
+    options |= {**stream_shape(group, width, group > 1 and not exact), **config}
     options |= {"HALF": interpreted()}  # whose products of bfloat16 are wrong
-    scaled = (none, none, 0, 0)
-    if scales is not None:
-        scaled = (*scales, scales[0].stride(0), scales[0].stride(1))
+    scaled = (*scales, scales[0].stride(0), scales[0].stride(1))
     streamed_kernel[grid](*before, *scaled, *after, **options)
     return out
 

@@ -1,8 +1,6 @@
-"""Attention of one new token a row over a long static cache, in the model's dtype or in int8.
+"""Attention of one new token a row over a static cache in int8.
 
-As `triton.attention_kernel`, but tiles of the cache stream through shared memory several ahead, and the
-new token, which is in no tile, is met last, by the split that it belongs to. A tile of int8 is
-multiplied as it is: scales of keys go to their scores, those of values to the weights.
+Tiles stream through shared memory several ahead; the new token, which is in none, is met last.
 """
 
 import triton
@@ -33,22 +31,19 @@ def packed(x):
 
 
 @triton.jit
-def stored(x, cache, scales, here, d, D, INT8: tl.constexpr):
+def stored(x, cache, scales, here, d, D):
     """Put x [1, DP] into slot `here` of a head's cache; what was put there, in float32."""
-    if INT8:
-        x, scale = packed(x)
-        tl.store(scales + here + tl.arange(0, 1), scale)
-    else:
-        scale = tl.full([1], 1.0, tl.float32)
+    x, scale = packed(x)
+    tl.store(scales + here + tl.arange(0, 1), scale)
     x = x.to(cache.dtype.element_ty)
     tl.store(cache + here * D + d[None, :], x, mask=(d < D)[None, :])
     return x.to(tl.float32) * scale[:, None]
 
 
 @triton.jit
-def operand(tile, DOT: tl.constexpr, INT8: tl.constexpr, HALF: tl.constexpr):
+def operand(tile, DOT: tl.constexpr, HALF: tl.constexpr):
     """A tile as products take it: int8 becomes exact numbers of 16 bits for the tensor cores."""
-    if DOT and INT8:
+    if DOT:
         tile = tile.to(tl.float16) if HALF else tile.to(tl.bfloat16)
     return tile
 
@@ -60,9 +55,9 @@ def streamed_kernel(
     partial, state, counter, kv_heads, sequences, D, R, window, chunk,
     G: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, NORM: tl.constexpr, WINDOW: tl.constexpr, DOT: tl.constexpr,
-    INT8: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `triton.attention_kernel`; k_scale, v_scale: [rows, Hkv, L] if INT8."""
+    """Arguments as of `triton.attention_kernel`; k_scale, v_scale: [rows, Hkv, L]."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0) // kv_heads
@@ -82,17 +77,16 @@ def streamed_kernel(
     base = held.to(tl.int64) * cache_row + head.to(tl.int64) * cache_head
     k += base
     v += base
-    if INT8:
-        base = held.to(tl.int64) * scale_row + head.to(tl.int64) * scale_head
-        k_scale += base
-        v_scale += base
+    base = held.to(tl.int64) * scale_row + head.to(tl.int64) * scale_head
+    k_scale += base
+    v_scale += base
     c, s = rotation(cos, sin, (here - zero).to(tl.int64) * table_row, d, R)
     if PDL:
         gdc_wait()
     qkv += row.to(tl.int64) * qkv_row
     q = heads_ready(qkv, head * G + group, group < G, d, D, R, c, s, q_gain, eps, NORM) * scale
     if DOT:
-        q = operand(q, DOT, INT8, HALF) if INT8 else q.to(k.dtype.element_ty)
+        q = operand(q, DOT, HALF)
     top, total = before_slots(sinks, head * G + tl.minimum(group, G - 1), split == last, GP)
     sums = tl.zeros([GP, DP], tl.float32)
     old = tl.minimum(stop, here)
@@ -101,23 +95,21 @@ def streamed_kernel(
         ok = slots < old
         mask = ok[:, None] & (d < D)[None, :]
         at = slots[:, None] * D + d[None, :]
-        key = operand(tl.load(k + at, mask=mask, other=0), DOT, INT8, HALF)
+        key = operand(tl.load(k + at, mask=mask, other=0), DOT, HALF)
         score = scores_of(q, key, DOT)
-        if INT8:
-            score *= tl.load(k_scale + slots, mask=ok, other=0.0)[None, :]
+        score *= tl.load(k_scale + slots, mask=ok, other=0.0)[None, :]
         score = tl.where(ok[None, :], score, float("-inf"))
         top, p, total, sums = renewed(score, top, total, sums)
-        if INT8:
-            p *= tl.load(v_scale + slots, mask=ok, other=0.0)[None, :]
-        value = operand(tl.load(v + at, mask=mask, other=0), DOT, INT8, HALF)
+        p *= tl.load(v_scale + slots, mask=ok, other=0.0)[None, :]
+        value = operand(tl.load(v + at, mask=mask, other=0), DOT, HALF)
         sums += weighted(p, value, DOT)
     if split == last:
         keys = qkv + kv_heads * G * D
         new_k = heads_ready(keys, head + one, one < 1, d, D, R, c, s, k_gain, eps, NORM)
-        new_k = stored(new_k, k, k_scale, here, d, D, INT8)
+        new_k = stored(new_k, k, k_scale, here, d, D)
         values = keys + (kv_heads + head + one[:, None]) * D + d[None, :]
         new_v = tl.load(values, mask=(d < D)[None, :], other=0.0).to(tl.float32)
-        new_v = stored(new_v, v, v_scale, here, d, D, INT8)
+        new_v = stored(new_v, v, v_scale, here, d, D)
         score = tl.sum(q.to(tl.float32) * new_k, 1)[:, None]
         top, p, total, sums = renewed(score, top, total, sums)
         sums += p * new_v

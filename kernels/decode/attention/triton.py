@@ -1,8 +1,6 @@
 """Attention of one new token a row over a static cache: one kernel, the cache split over programs.
 
-A program owns one key/value head of one row and one stretch of its slots. It loads its first keys
-and values before it waits for the kernel that makes the new queries (they were written by earlier
-tokens), and the split that arrives last adds up the others in their order. Derivation: README.md.
+The split that arrives last adds up the others in their order. Derivation: README.md.
 """
 
 import triton

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blr.kernels.common.launching import Grid, TritonKernel, launch
+from blr.kernels.common.launching import TritonKernel, launch
 
 TILE = ("BM", "BN", "BK", "GROUP")  # of a program, in the kernels' order
 
@@ -32,70 +32,36 @@ def bmm(
     Returns:
         `out`. float32 operands follow ``torch.backends.cuda.matmul.allow_tf32``.
     """
-    from blr.kernels.decode.gemm.triton import bmm_kernel
-
-    if tma_ready(a, b):
-        return _bmm_tma(a, b, out, bias, part, activation, config)
-    batch, m, k = a.shape
-    n = b.shape[2]
+    (batch, m, k), n = a.shape, b.shape[2]
     if batch * m * n == 0:
         return out
     config = {**tile_shape(m, n, k, a.dtype), **config}
-    grid = (-(-m // config["BM"]) * -(-n // config["BN"]), batch)
     column = (0, n) if part is None else (out.stride(2), part)
-    arguments = (
-        *(a, b, out if bias is None else bias, out),
-        *(m, n, k, *a.stride(), *b.stride()),
-        0 if bias is None else bias.stride(0),
-        *(out.stride(0), out.stride(1), *column),
-    )
+    ends = (out if bias is None else bias, out, m, n, k)
+    tail = (0 if bias is None else bias.stride(0), out.stride(0), out.stride(1), *column)
     run = run_length(n if part is None else part)
-    constants = {"BIAS": bias is not None, "RUN": run, "ACT": activation}
-    constants["PRECISION"] = dot_precision()
-    _launch(bmm_kernel, grid, arguments, constants, config)
-    return out
+    constants: dict[str, object] = {"BIAS": bias is not None, "RUN": run, "ACT": activation}
+    kernel: TritonKernel
+    given: tuple[object, ...]
+    if tma_ready(a, b):
+        from blr.kernels.decode.gemm.triton import TensorDescriptor
+        from blr.kernels.decode.gemm.triton import bmm_tma_kernel as kernel
 
+        (left, a_rows, a_cols), (right, b_rows, b_cols) = flat(a), flat(b.transpose(1, 2))
+        boxes = (
+            TensorDescriptor.from_tensor(left, [config["BM"], config["BK"]]),
+            TensorDescriptor.from_tensor(right, [config["BN"], config["BK"]]),
+        )
+        given = (*boxes, *ends, a_rows, a_cols, b_rows, b_cols, *tail)
+    else:
+        from blr.kernels.decode.gemm.triton import bmm_kernel as kernel
 
-def _launch(
-    kernel: TritonKernel,
-    grid: Grid,
-    arguments: Sequence[object],
-    constants: dict[str, object],
-    config: dict[str, int],
-) -> None:
+        given = (a, b, *ends, *a.stride(), *b.stride(), *tail)
+        constants["PRECISION"] = dot_precision()
     tile = {name: config[name] for name in TILE}
     rest = {name: value for name, value in config.items() if name not in TILE}
-    launch(kernel, grid, arguments, {**tile, **constants}, **rest)
-
-
-def _bmm_tma(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    part: int | None,
-    activation: str,
-    config: dict[str, int],
-) -> Tensor:
-    from blr.kernels.decode.gemm.triton import TensorDescriptor, bmm_tma_kernel
-
-    batch, m, k = a.shape
-    n = b.shape[2]
-    config = {**tile_shape(m, n, k, a.dtype), **config}
     grid = (-(-m // config["BM"]) * -(-n // config["BN"]), batch)
-    left, a_rows, a_cols = flat(a)
-    right, b_rows, b_cols = flat(b.transpose(1, 2))
-    column = (0, n) if part is None else (out.stride(2), part)
-    arguments = (
-        TensorDescriptor.from_tensor(left, [config["BM"], config["BK"]]),
-        TensorDescriptor.from_tensor(right, [config["BN"], config["BK"]]),
-        *(out if bias is None else bias, out),
-        *(m, n, k, a_rows, a_cols, b_rows, b_cols, 0 if bias is None else bias.stride(0)),
-        *(out.stride(0), out.stride(1), *column),
-    )
-    run = run_length(n if part is None else part)
-    constants = {"BIAS": bias is not None, "RUN": run, "ACT": activation}
-    _launch(bmm_tma_kernel, grid, arguments, constants, config)
+    launch(kernel, grid, given, {**tile, **constants}, **rest)
     return out
 
 

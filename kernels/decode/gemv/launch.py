@@ -1,18 +1,59 @@
-"""Launches one decoding stage: shapes in, grid and tile sizes out."""
+"""Launches of decoding stages with plain weights: shapes in, grid and tile sizes out."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from blr.kernels.common.launching import TritonKernel, run_kernel
-from blr.kernels.decode.gemv.segments import Segment, Stage, shared_input
+from blr.kernels.decode.gemv.segments import Segment
 
 FEW = 64  # rows of a stage that would leave most of the GPU idle
 TOKENS = 8  # of a launch at most
 HELD = 64  # sums of all tokens that a thread has in registers
+GATED = 512  # columns of a program of `gate`
+
+
+class Stage(NamedTuple):
+    """What kernels take of a `Segment`: pointers, strides and sizes, all in elements.
+
+    x_token, y_token: from a token to the next one. x_block: from the input of a block to the next one's,
+    0 where all share it. Any pointer stands for an absent tensor: it is never read.
+    """
+
+    x: Tensor
+    x_token: int
+    x_block: int
+    w: Tensor
+    w_block: int
+    w_row: int
+    w_col: int
+    mix: object
+    mix_out: int
+    mix_in: int
+    mix_rank: int
+    bias: Tensor
+    y: Tensor
+    y_token: int
+    rows: int
+    K: int
+    blocks: int
+    part: int
+
+
+class Tile(NamedTuple):
+    """What the code for a stage is specialized by: rows BR and columns BK of a program's tile,
+    `norm_kind`, whether there is a bias, the power of two of blocks that it mixes or 0, and the tokens
+    of the launch."""
+
+    BR: int
+    BK: int
+    NORM: int = 0
+    BIAS: bool = False
+    MIX: int = 0
+    TOKENS: int = 1
 
 
 def tile_shape(
@@ -80,7 +121,7 @@ def product(
     pdl: bool = False,
     **config: int,
 ) -> Tensor:
-    """`reference.gemv` of one stage of a layer, a new tensor of `dtype`.
+    """`Segment.product` of one stage of a layer, a new tensor of `dtype`.
 
     Args:
         x: [n, …]. w: [B, R, K], any strides; fastest with K of stride 1.
@@ -88,40 +129,23 @@ def product(
             weights must not be written by that kernel.
         config: of `grouped`, in place of `stage_tile`'s.
     """
-    from blr.kernels.decode.gemv.grouped import grouped
-
     y = torch.empty(len(x), w.shape[0] * w.shape[1], dtype=dtype, device=x.device)
     s = Segment(x if x.stride(1) == 1 else x.contiguous(), w, y, bias, part=part)
     if len(x):
-        grouped([s], pdl=pdl, config=[{**stage_tile(w.shape[2]), **config}])
+        grouped([s], pdl=pdl, config={**stage_tile(w.shape[2]), **config})
     return y
 
 
 def stage(s: Segment) -> Stage:
     """What kernels take of a segment."""
-    blocks, rows, width = s.w.shape
-    w_block, w_row, w_col = s.w.stride()
-    mix_out, mix_in, mix_rank = mix_strides(s.mix)
-    return Stage(
-        x=s.x,
-        x_token=s.x.stride(0),
-        x_block=0 if shared_input(s.x, s.w) else width,
-        w=s.w,
-        w_block=w_block,
-        w_row=w_row,
-        w_col=w_col,
-        mix=s.w if s.mix is None else s.mix,
-        mix_out=mix_out,
-        mix_in=mix_in,
-        mix_rank=mix_rank,
-        bias=s.w if s.bias is None else s.bias,
-        y=s.y,
-        y_token=s.y.stride(0),
-        rows=rows,
-        K=width,
-        blocks=blocks,
-        part=s.part or rows,
+    blocks, rows, width = s.shape
+    made: tuple[Any, ...] = (
+        *(s.x, s.x.stride(0), 0 if s.x.shape[1] == width else width),
+        *(s.w, *s.w.stride(), s.w if s.mix is None else s.mix, *mix_strides(s.mix)),
+        *(s.w if s.bias is None else s.bias, s.y, s.y.stride(0)),
+        *(rows, width, blocks, s.part or rows),
     )
+    return Stage(*made)
 
 
 def mix_strides(mix: Tensor | None) -> tuple[int, ...]:
@@ -129,7 +153,7 @@ def mix_strides(mix: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if mix is None else mix.stride()
 
 
-def run_grouped(
+def run_stages(
     kernel: TritonKernel,
     stages: list[Any],
     tiles: list[Any],
@@ -138,21 +162,28 @@ def run_grouped(
     eps: float,
     **constants: object,
 ) -> None:
-    """One to three stages by `kernel`, a `grouped_kernel` of plain or of quantized weights."""
+    """One to three stages by `kernel`, a `grouped_kernel` of plain or of quantized weights, or by a
+    `dual_kernel` gate and up, whose activation is among the constants."""
     blocks = [1 if tile.MIX else s.blocks for s, tile in zip(stages, tiles, strict=True)]
     programs = [b * -(-s.rows // t.BR) for b, s, t in zip(blocks, stages, tiles, strict=True)]
+    norm = (stages[0].x if gain is None else gain, eps)
+    if "ACT" in constants:
+        run_kernel(kernel, (programs[0],), *stages, *norm, T0=tiles[0], T1=tiles[1], **constants)
+        return
     ends = [*accumulate(programs)]
-    first, second, third = ((*tiles, *tiles[:1] * 2)[i] for i in range(3))
-    run_kernel(
-        kernel,
-        (ends[-1],),
-        *(*stages, *stages[:1] * 2)[:3],
-        *(ends[0], ends[min(1, len(ends) - 1)]),
-        *(stages[0].x if gain is None else gain, eps),
-        COUNT=len(stages),
-        **{"T0": first, "T1": second, "T2": third},
-        **constants,
-    )
+    given = (*three(stages), ends[0], ends[min(1, len(ends) - 1)], *norm)
+    constants |= {"COUNT": len(stages), **numbered("T", tiles)}
+    run_kernel(kernel, (ends[-1],), *given, **constants)
+
+
+def three(found: Sequence[Any], other: object = None) -> list[Any]:
+    """`found`, at most three, and in the place of those missing `other` or the first."""
+    return [*found, *[found[0] if other is None else other] * 3][:3]
+
+
+def numbered(name: str, found: Sequence[Any], other: object = None) -> dict[str, Any]:
+    """`three` by name: ``T0``, ``T1`` and ``T2`` of "T"."""
+    return {f"{name}{n}": each for n, each in enumerate(three(found, other))}
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
@@ -174,3 +205,81 @@ def norm_kind(x: Tensor, width: int, gain: Tensor | None) -> int:
 def power_of_two(number: int) -> int:
     """The next power of two."""
     return 1 << max(number - 1, 0).bit_length()
+
+
+def grouped(
+    segments: Sequence[Segment],
+    *,
+    gain: Tensor | None = None,
+    eps: float = 0.0,
+    add: bool = False,
+    activation: str = "",
+    pdl: bool = False,
+    config: dict[str, int] | None = None,
+) -> None:
+    """`segments.grouped` in one launch.
+
+    Args:
+        segments: one to three, with columns of stride 1; of more than `TOKENS` tokens, or several that
+            are mixed, several launches.
+        add: to what the results hold; of none that is mixed. activation: of a pair of as many rows, as
+            of `segments.dual`.
+        config: BR, BK and num_warps of every segment in place of `tile_shape`'s; the launch has the most
+            warps of any.
+    """
+    from blr.kernels.decode.gemv.triton import dual_kernel, grouped_kernel
+
+    tokens, most = len(segments[0].x), TOKENS if all(s.mix is None for s in segments) else 1
+    if tokens > most:
+        more: dict[str, Any] = {"gain": gain, "eps": eps, "add": add, "activation": activation}
+        for some in tokens_of(segments, most):
+            grouped(some, pdl=pdl, config=config, **more)
+        return
+    chosen = _pair_shapes(segments, gain) if activation else [segment_shape(s, gain) for s in segments]
+    shapes = [{**shape, **(config or {})} for shape in chosen]
+    warps = max(shape["num_warps"] for shape in shapes)
+    heights = [rows_of({**shape, "num_warps": warps}, tokens) for shape in shapes]
+    heights = [min(heights)] * 2 if activation else heights
+    options: dict[str, Any] = {"gain": gain, "eps": eps, "num_warps": warps, **launch_options(pdl)}
+    options |= {"ACT": activation} if activation else {"ADD": add}
+    sizes = zip(segments, heights, shapes, strict=True)
+    tiles = [_tile(s, rows, shape["BK"], gain) for s, rows, shape in sizes]
+    kernel = dual_kernel if activation else grouped_kernel
+    run_stages(kernel, [stage(s) for s in segments], tiles, **options)
+
+
+def gate(both: Tensor, y: Tensor, *, activation: str, pdl: bool = False) -> None:
+    """``y = act(both[:, :f]) ⊙ both[:, f:]`` of both [n, 2 f] and y [n, f], in float32, rounded once."""
+    from blr.kernels.decode.gemv.triton import gate_kernel
+
+    run_kernel(
+        gate_kernel,
+        (len(y), -(-y.shape[1] // GATED)),
+        *(both, both.stride(0), y, y.stride(0), y.shape[1]),
+        **{"BK": GATED, "ACT": activation, "num_warps": 4},
+        **launch_options(pdl),
+    )
+
+
+def segment_shape(segment: Segment, gain: Tensor | None) -> dict[str, int]:
+    """Sizes as `tile_shape` has them; a mixing program has a tile of every block."""
+    blocks, rows, width = segment.shape
+    if segment.mix is not None:
+        columns = min(power_of_two(width), max(2048 // power_of_two(blocks), 64))
+        warps = 8 if gain is not None and blocks > 8 else 4  # four would spill
+        return {"BR": min(power_of_two(rows), 4), "BK": columns, "num_warps": warps}
+    sizes = {"size": segment.w.element_size(), "x_size": segment.x.element_size()}
+    return tile_shape(rows, width, norm=norm_kind(segment.x, width, gain), **sizes)
+
+
+def _pair_shapes(pair: Sequence[Segment], gain: Tensor | None) -> list[dict[str, int]]:
+    """As `segment_shape`, of both of a pair: `pair_tile`'s, else four rows at most."""
+    shapes = [segment_shape(segment, gain) for segment in pair]
+    chosen = {} if gain is not None else pair_tile(max(s.shape[2] for s in pair))
+    rows = min(chosen.get("BR", 4), power_of_two(pair[0].shape[1]))
+    return [{**shape, **chosen, "BR": rows} for shape in shapes]
+
+
+def _tile(s: Segment, rows: int, columns: int, gain: Tensor | None) -> Tile:
+    mix = 0 if s.mix is None else power_of_two(s.mix.shape[0])
+    return Tile(rows, columns, norm_kind(s.x, s.shape[2], gain), s.bias is not None, mix, len(s.x))

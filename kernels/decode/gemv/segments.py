@@ -1,16 +1,19 @@
-"""What one launch of several decoding stages is made of, and its reference in plain torch."""
+"""Stages of one launch, with plain or packed weights, and their reference in plain torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from blr.kernels.decode.quantized.formats import GROUP, PLANES, grid_of
+
 Run = Callable[[], object]
 SEVERAL = 2  # rows from which tensor cores multiply (`kernels/decode/skinny`)
+PLAIN = 16  # the bits of plain weights
 ACTIVATIONS = {
     "": lambda y: y,
     "silu": torch.nn.functional.silu,
@@ -22,10 +25,12 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Segment:
-    """One stage inside a launch: ``y = W x + bias`` in blocks, as `reference.gemv`.
+    """One stage inside a launch: ``y = W x + bias`` in B blocks of R rows and K columns.
 
-    x: [n, …] view of its input: all blocks share it when it is K wide. w: [B, R, K]. y: [n, B·R]
-    view that takes the result. bias: [B·R]. part: rows that stay together.
+    x: [n, B·K]: block g takes columns g·K…; or [n, K], which all take. w: [B, R, K]. y: [n, B·R] view
+    that takes the result. bias: [B·R].
+    part: rows of a block that stay together: output ``(row // part, block, row % part)``; Monarch's
+    first stage has part = r'. None: R, the plain order.
     mix: [B, B, R], the S of BLAST: ``y[k, r] = Σ_l mix[k, l, r] (w[l, r, :] · x_l)``; then there is
     neither bias nor part, and a norm is over all of the input.
     """
@@ -36,72 +41,169 @@ class Segment:
     bias: Tensor | None = None
     mix: Tensor | None = None
     part: int | None = None
+    bits: ClassVar[int] = PLAIN
+    group: ClassVar[int] = 0
+    low: ClassVar[int] = PLAIN
+    correction: ClassVar[None] = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """B, R and K."""
+        blocks, rows, width = self.w.shape
+        return blocks, rows, width
+
+    @property
+    def format(self) -> tuple[int, int, bool]:
+        """Bits and group of the weights, 16 and 0 of plain ones, and whether the grid is curved."""
+        return PLAIN, 0, False
 
     def of_tokens(self, some: slice) -> Segment:
         """Of some of the tokens."""
         return replace(self, x=self.x[some], y=self.y[some])
 
     def product(self, gain: Tensor | None, eps: float) -> Tensor:
-        """[n, B·R] in the dtype of `x`."""
-        from blr.kernels.decode.gemv.reference import gemv
+        """[n, B·R] in the dtype of `x`; with `gain`, of x over its root mean square, times that."""
+        x, (_, rows, width) = self.x, self.shape
+        if gain is not None:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain.to(x.dtype)
+        blocks = x.unflatten(-1, (-1, width))  # [n, B, K], or [n, 1, K]
+        y = torch.einsum("grk,ngk->ngr", self.w.to(x.dtype), blocks)
+        if self.mix is not None:
+            return torch.einsum("klr,nlr->nkr", self.mix.to(x.dtype), y).flatten(1)
+        y = y.unflatten(-1, (-1, self.part or rows)).transpose(1, 2).flatten(1)
+        return y if self.bias is None else y + self.bias.to(x.dtype)
 
-        tensors = (self.bias, self.mix, gain)
-        bias, mix, gain = (None if t is None else t.to(self.x.dtype) for t in tensors)
-        y = gemv(self.x, self.w.to(self.x.dtype), bias=bias, gain=gain, eps=eps, part=self.part)
-        if mix is None:
-            return y
-        return torch.einsum("klr,nlr->nkr", mix, y.unflatten(-1, mix.shape[1:])).flatten(1)
+
+class Narrow(NamedTuple):
+    """U of a correction as kernels read it: rows of levels as bytes, or of plain numbers.
+
+    levels: [B, q, r], int8, or floating-point numbers. scale: [B, q, ⌈r / group⌉] of levels, else None.
+    """
+
+    levels: Tensor
+    scale: Tensor | None = None
+    group: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[B, q, r]."""
+        return tuple(self.levels.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one product reads."""
+        return self.levels.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """[B, q, r]: levels times scales in float32 or better, rounded once."""
+        if self.scale is None:
+            return self.levels.to(dtype)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        scale = self.scale.to(wide).repeat_interleave(self.group, -1)[..., : self.shape[2]]
+        return (self.levels.to(wide) * scale).to(dtype)
 
 
-class Stage(NamedTuple):
-    """What kernels take of a `Segment`: pointers, strides and sizes, all in elements.
+@dataclass(frozen=True)
+class Correction:
+    """``U z`` for a segment with the same input: z, the result of `first`, is made before or in the same
+    launch.
 
-    x_token, y_token: from a token to the next one. x_block: from the input of a block to the next one's,
-    0 where all share it. Any pointer stands for
-    an absent tensor: it is never read.
+    first: a stage into z [n, B·r] in float32. u: [B, q, r], B·q being the segment's outputs.
+    """
+
+    first: Segment | QuantizedSegment
+    u: Narrow
+
+    def of_tokens(self, some: slice) -> Correction:
+        """Of some of the tokens."""
+        return Correction(self.first.of_tokens(some), self.u)
+
+    def product(self, dtype: torch.dtype) -> Tensor:
+        """[n, B·q] of the z that is there."""
+        blocks, _, ranks = self.u.shape
+        z = self.first.y.to(dtype).unflatten(-1, (blocks, ranks))
+        return torch.einsum("bqr,nbr->nbq", self.u.dense(dtype), z).flatten(1)
+
+
+@dataclass(frozen=True)
+class QuantizedSegment:
+    """A `Segment` with its weights packed (`kernels/decode/quantized`).
+
+    packed: [B, R, bytes]. scale: [B, R, groups]. bits, group, curved: of the format. x, y, bias, mix,
+    part: as there. correction: what else the result is the sum of.
     """
 
     x: Tensor
-    x_token: int
-    x_block: int
-    w: Tensor
-    w_block: int
-    w_row: int
-    w_col: int
-    mix: object
-    mix_out: int
-    mix_in: int
-    mix_rank: int
-    bias: Tensor
-    y: Tensor
-    y_token: int
-    rows: int
+    packed: Tensor
+    scale: Tensor
+    bits: int
     K: int
-    blocks: int
-    part: int
+    y: Tensor
+    bias: Tensor | None = None
+    mix: Tensor | None = None
+    part: int | None = None
+    group: int = GROUP
+    correction: Correction | None = None
+    curved: bool = True
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """B, R and K."""
+        blocks, rows, _ = self.packed.shape
+        return blocks, rows, self.K
+
+    @property
+    def low(self) -> int:
+        """Bits of the lowest plane of the weights."""
+        return PLANES[self.bits][0]
+
+    @property
+    def format(self) -> tuple[int, int, bool]:
+        """As of `Segment`."""
+        return self.bits, self.group, grid_of(self.bits, self.curved).curve != 0
+
+    def of_tokens(self, some: slice) -> QuantizedSegment:
+        """Of some of the tokens."""
+        more = None if self.correction is None else self.correction.of_tokens(some)
+        return replace(self, x=self.x[some], y=self.y[some], correction=more)
+
+    def dense(self) -> Segment:
+        """The same with its weights dequantized to the dtype of `x`, without the correction."""
+        from blr.kernels.decode.quantized.reference import dequantize
+
+        form = self.bits, self.K, self.x.dtype, self.group, self.curved
+        w = dequantize(self.packed, self.scale, *form)
+        return Segment(self.x, w, self.y, self.bias, self.mix, self.part)
+
+    def product(self, gain: Tensor | None, eps: float) -> Tensor:
+        """[n, B·R] in the dtype of `x`; z is made on the way."""
+        y = self.dense().product(gain, eps)
+        if self.correction is None:
+            return y
+        first = self.correction.first
+        first.y.copy_(first.product(gain, eps))
+        return y + self.correction.product(y.dtype)
 
 
-class Tile(NamedTuple):
-    """What the code for a stage is specialized by: rows BR and columns BK of a program's tile,
-    `launch.norm_kind`, whether there is a bias, the power of two of blocks that it mixes or 0, and the
-    tokens of the launch."""
+AnySegment = Segment | QuantizedSegment
 
-    BR: int
-    BK: int
-    NORM: int = 0
-    BIAS: bool = False
-    MIX: int = 0
-    TOKENS: int = 1
+
+def grouped(segments: Sequence[AnySegment], *, gain: Tensor | None = None, eps: float = 0.0) -> None:
+    """Every segment's stage; with `gain` [K], of its input after an RMS norm (inputs K wide)."""
+    for segment in segments:
+        segment.y.copy_(segment.product(gain, eps))
+
+
+def dual(
+    gate: AnySegment, up: AnySegment, *, activation: str, gain: Tensor | None = None, eps: float = 0.0
+) -> None:
+    """``up.y = act(gate) ⊙ up``: two stages with the same B and R in the plain order."""
+    up.y.copy_(ACTIVATIONS[activation](gate.product(gain, eps)) * up.product(gain, eps))
 
 
 def dual_fits(gate: Any, up: Any) -> bool:
     """Whether stages of weights `gate` and `up`, [B, R, K] each, plain or packed, fit one `dual`."""
     return gate.shape[:2] == up.shape[:2]
-
-
-def shared_input(x: Tensor, w: Tensor) -> bool:
-    """Whether all blocks of `w` [B, R, K] take the whole of `x`."""
-    return x.shape[1] == w.shape[2]
 
 
 def in_turn(runs: Sequence[Run]) -> None:

@@ -1,14 +1,11 @@
-"""Segmented matrix-vector products for decoding: a few tokens against weights read once. The sums of a
-token are those that it has alone, in the same order.
+"""Segmented matrix-vector products for decoding: a few tokens against weights read once.
 
-One program owns `BR` rows of one block and walks its K columns in chunks of `BK`. The first chunk
-is loaded before the program waits for the kernel that makes its input (programmatic dependent
-launch), so that the memory stays busy between kernels. Derivation: README.md.
+The sums of a token are those that it has alone, in the same order. Derivation: ../README.md.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 WIDE = tl.constexpr(2048)  # inputs of a row that a program squares at once
 
@@ -159,3 +156,115 @@ def store_rows(y, found, out, ok, ADD: tl.constexpr):
     if ADD:
         found += tl.load(y + out, mask=ok, other=0.0).to(tl.float32)
     tl.store(y + out, found.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def mixed_segment(
+    tile, s, gain, eps,
+    L: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """BR ranks of up to L blocks and their mix: ``y[k, r] = Σ_l s[k, l, r] (w[l, r, :] · x_l)``."""
+    rank = tile * BR + tl.arange(0, BR)
+    block = tl.arange(0, L)
+    lane = tl.arange(0, BK)
+    rank_ok = rank < s.rows
+    block_ok = block < s.blocks
+    at = s.w + (block.to(tl.int64)[:, None] * s.w_block + rank.to(tl.int64)[None, :] * s.w_row)
+    ok = block_ok[:, None] & rank_ok[None, :]
+    there = (lane < s.K)[None, None, :]
+    first = tl.load(
+        at[:, :, None] + lane[None, None, :] * s.w_col, mask=ok[:, :, None] & there, other=0.0
+    )
+    at_mix = block[:, None, None] * s.mix_out + block[None, :, None] * s.mix_in
+    at_mix += rank[None, None, :] * s.mix_rank
+    mix = tl.load(s.mix + at_mix, mask=block_ok[:, None, None] & ok[None, :, :], other=0.0).to(
+        tl.float32
+    )
+    if WAIT:
+        gdc_wait()
+    sums = tl.zeros([L, BR, BK], tl.float32)
+    square = tl.zeros([L, BK], tl.float32)
+    for start in range(0, s.K, BK):
+        cols = start + lane
+        after = cols + BK
+        there = (after < s.K)[None, None, :]
+        following = at[:, :, None] + after[None, None, :] * s.w_col
+        following = tl.load(following, mask=ok[:, :, None] & there, other=0.0)
+        at_x = block[:, None] * s.K + cols[None, :]
+        x_ok = block_ok[:, None] & (cols < s.K)[None, :]
+        v = tl.load(s.x + at_x, mask=x_ok, other=0.0).to(tl.float32)
+        if NORM:
+            square += v * v
+            v *= tl.load(gain + at_x, mask=x_ok, other=0.0).to(tl.float32)
+        sums += first.to(tl.float32) * v[:, None, :]
+        first = following
+    mixed = tl.sum(mix * tl.sum(sums, 2)[None, :, :], 1)
+    if NORM:
+        mixed *= tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / (s.K * s.blocks) + eps)
+    to = s.y + block[:, None] * s.rows + rank[None, :]
+    tl.store(to, mixed.to(s.y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def run_segment(tile, s, gain, eps, T: tl.constexpr, ADD: tl.constexpr, WAIT: tl.constexpr):
+    """One tile of a segment, stored, or added to what its result holds; of T.MIX blocks that it mixes,
+    if there are any."""
+    if T.MIX > 0:
+        mixed_segment(tile, s, gain, eps, T.MIX, T.BR, T.BK, T.NORM, WAIT)
+    else:
+        found, out, ok = stage_rows(tile, s, gain, eps, T, WAIT)
+        TOKENS: tl.constexpr = T.TOKENS
+        for token in tl.static_range(TOKENS):
+            store_rows(s.y + token * s.y_token, found[token], out, ok, ADD)
+
+
+@triton.jit
+def grouped_kernel(
+    s0, s1, s2, programs0, programs1, gain, eps,
+    COUNT: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """COUNT segments: programs up to programs0 do the first, up to programs1 the second."""
+    if PDL:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    if program < programs0:
+        run_segment(program, s0, gain, eps, T0, ADD, PDL)
+    if COUNT > 1:  # noqa: SIM102 (known when compiled, the rest is not)
+        if (program >= programs0) & (program < programs1):
+            run_segment(program - programs0, s1, gain, eps, T1, ADD, PDL)
+    if COUNT > 2:  # noqa: SIM102
+        if program >= programs1:
+            run_segment(program - programs1, s2, gain, eps, T2, ADD, PDL)
+
+
+@triton.jit
+def dual_kernel(
+    s0, s1, gain, eps, T0: tl.constexpr, T1: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr
+):
+    """The same rows of gate and up: ``act(gate) ⊙ up`` into the second segment's result."""
+    if PDL:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    gate, out, ok = stage_rows(program, s0, gain, eps, T0, PDL)
+    up, out, ok = stage_rows(program, s1, gain, eps, T1, False)
+    TOKENS: tl.constexpr = T1.TOKENS
+    for token in tl.static_range(TOKENS):
+        store_rows(s1.y + token * s1.y_token, activate(gate[token], ACT) * up[token], out, ok, False)
+
+
+@triton.jit
+def gate_kernel(
+    both, both_token, y, y_token, width, BK: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr
+):
+    """A part of a token's row a program."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    column = tl.program_id(1) * BK + tl.arange(0, BK)
+    ok = column < width
+    both += tl.program_id(0) * both_token
+    gate = tl.load(both + column, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(both + width + column, mask=ok, other=0.0).to(tl.float32)
+    y += tl.program_id(0) * y_token
+    tl.store(y + column, (activate(gate, ACT) * up).to(y.dtype.element_ty), mask=ok)

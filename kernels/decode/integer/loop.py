@@ -1,11 +1,6 @@
 """Rows of 4 bits times inputs in bytes that every thread makes for itself, once for many tiles.
 
-A thread has a quad of `RT` rows (`kernels/decode/quantized`) and the words of its inputs in registers;
-to make them takes as long as a tile of rows. So a launch has as many programs as a GPU holds, each with
-many tiles, and weights of the next are on their way while one is multiplied.
-
-Inputs are integers of 16 bits with a scale a quad, half a step of which is 2^-16 of the largest of its
-32. Four of them share a word, their high bytes or their low ones, in the order of levels.
+That takes as long as a tile, so weights of the next tile are on their way while one is multiplied.
 """
 
 import triton
@@ -13,7 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.decode.gemv.triton import activate, bias_of, store_rows
-from blr.kernels.decode.integer.levels import apart, byte_products
+from blr.kernels.decode.integer.rows import apart, byte_products
 from blr.kernels.decode.quantized.bytes import MAGIC, TOP, packed_bytes
 from blr.kernels.decode.quantized.triton import row_sums
 from blr.kernels.decode.quantized.words import field_inputs, lane_columns, load_chunk, tile_places

@@ -1,21 +1,13 @@
 """Products of weights with 1 to 64 tokens on the tensor cores, whose narrow side the tokens are.
 
-A program owns `BR` rows of one block of weights and one of `SPLIT` parts of their columns, so that few
-rows still are enough programs to keep the memory busy. Sums of parts are stored one beside the other
-and added in their order, by the stage that reads them or by a kernel between: results never depend on
-which program came first.
+Sums of parts of the columns are added in their order: results never depend on which program came first.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-
-@triton.jit
-def weight_tile(w, rows, rows_ok, cols, end, w_row):
-    """[BR, BK] weights, zero outside."""
-    mask = rows_ok[:, None] & (cols < end)[None, :]
-    return tl.load(w + rows[:, None] * w_row + cols[None, :], mask=mask, other=0.0)
+from blr.kernels.decode.gemv.triton import weight_tile
 
 
 @triton.jit
@@ -67,19 +59,19 @@ def product_kernel(
     kind = w.dtype.element_ty
     sums = tl.zeros([BR, N], tl.float32)
     if STAGES == 1:
-        following = weight_tile(w, wide, ok, begin + lane, end, w_row)
+        following = weight_tile(w, wide, ok, begin + lane, end, w_row, 1)
         if PDL:
             gdc_wait()
         for start in tl.range(begin, end, BK, num_stages=1):
             here = following
-            following = weight_tile(w, wide, ok, start + BK + lane, end, w_row)
+            following = weight_tile(w, wide, ok, start + BK + lane, end, w_row, 1)
             v = input_tile(x, start + lane, end, token, x_tokens, x_token, x_col, x_part, PARTS, kind)
             sums = tl.dot(here, v, sums, input_precision=PRECISION)
     else:
         if PDL:
             gdc_wait()
         for start in tl.range(begin, end, BK, num_stages=STAGES):
-            here = weight_tile(w, wide, ok, start + lane, end, w_row)
+            here = weight_tile(w, wide, ok, start + lane, end, w_row, 1)
             v = input_tile(x, start + lane, end, token, x_tokens, x_token, x_col, x_part, PARTS, kind)
             sums = tl.dot(here, v, sums, input_precision=PRECISION)
     out = (row // part) * (blocks * part) + tl.program_id(1) * part + row % part

@@ -1,9 +1,6 @@
-"""Rows of 8, 4 and 2 bits times one or two tokens in integers: four products an instruction (`dp4a`).
+"""Rows of 4 bits times one token in integers: four products an instruction (`dp4a`).
 
-Inputs become integers of 16 bits with a scale a quad's columns, half a step of which is 2^-16 of the
-largest among them: far below the rounding of half precision, of which models are that take this way.
-High and low bytes of four inputs each are packed in words; levels lie in bytes as they are stored, a
-mask apart. Derivation: README.md.
+Inputs become integers of 16 bits with a scale a quad, far more exact than half precision.
 """
 
 import triton
@@ -19,24 +16,11 @@ MAGIC = tl.constexpr(12582912.0)  # 1.5·2^23: a float of that size ends with th
 def four_products(words, x, sums, SIGNED: tl.constexpr, HIGH: tl.constexpr, ASM: tl.constexpr):
     """`sums` plus the products of four bytes of words with those of x, signed if SIGNED and if HIGH."""
     if ASM:
-        if SIGNED:
-            if HIGH:
-                return tl.inline_asm_elementwise(
-                    "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [words, x, sums], tl.int32, True, 1
-                )
-            else:
-                return tl.inline_asm_elementwise(
-                    "dp4a.s32.u32 $0, $1, $2, $3;", "=r,r,r,r", [words, x, sums], tl.int32, True, 1
-                )
-        else:
-            if HIGH:
-                return tl.inline_asm_elementwise(
-                    "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [words, x, sums], tl.int32, True, 1
-                )
-            else:
-                return tl.inline_asm_elementwise(
-                    "dp4a.u32.u32 $0, $1, $2, $3;", "=r,r,r,r", [words, x, sums], tl.int32, True, 1
-                )
+        LEFT: tl.constexpr = "s32" if SIGNED else "u32"
+        RIGHT: tl.constexpr = "s32" if HIGH else "u32"
+        return tl.inline_asm_elementwise(
+            f"dp4a.{LEFT}.{RIGHT} $0, $1, $2, $3;", "=r,r,r,r", [words, x, sums], tl.int32, True, 1
+        )
     else:
         for byte in tl.static_range(4):
             sums += byte_of(words, byte, SIGNED) * byte_of(x, byte, HIGH)
@@ -51,22 +35,19 @@ def byte_of(words, BYTE: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit
+def chosen_bytes(a, b, CHOICE: tl.constexpr):
+    """Four of the eight bytes of two words, by the digits of CHOICE."""
+    return tl.inline_asm_elementwise(
+        f"prmt.b32 $0, $1, $2, {CHOICE};", "=r,r,r", [a, b], tl.int32, True, 1
+    )
+
+
+@triton.jit
 def packed_bytes(a, b, c, d, ASM: tl.constexpr):
     """The lowest bytes of four int32, and the next ones, in a word each."""
     if ASM:
-        first = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [a, b], tl.int32, True, 1
-        )
-        last = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [c, d], tl.int32, True, 1
-        )
-        low = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [first, last], tl.int32, True, 1
-        )
-        high = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [first, last], tl.int32, True, 1
-        )
-        return low, high
+        first, last = chosen_bytes(a, b, "0x5140"), chosen_bytes(c, d, "0x5140")
+        return chosen_bytes(first, last, "0x5410"), chosen_bytes(first, last, "0x7632")
     else:
         low = (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | (d << 24)
         high = ((a >> 8) & 255) | (((b >> 8) & 255) << 8) | (((c >> 8) & 255) << 16) | ((d >> 8) << 24)
@@ -101,36 +82,19 @@ def byte_sums(tile, factor, x, gain, past, column, T: tl.constexpr):
     """As `words.quad_sums`, to the precision of integers of 16 bits."""
     scale, square, total = lane_scale(x, gain, past, column, T)
     words = tile[0]
-    PLACES: tl.constexpr = 8 // T.BITS  # levels in a byte
-    SIGNED: tl.constexpr = T.BITS == 8
     high = tl.zeros(words.shape, tl.int32)
     low = high
-    for place in tl.static_range(PLACES):
+    for place in tl.static_range(2):
         a = whole(x, gain, past, column, scale, place, T)
-        b = whole(x, gain, past, column, scale, place + PLACES, T)
-        c = whole(x, gain, past, column, scale, place + 2 * PLACES, T)
-        d = whole(x, gain, past, column, scale, place + 3 * PLACES, T)
+        b = whole(x, gain, past, column, scale, place + 2, T)
+        c = whole(x, gain, past, column, scale, place + 4, T)
+        d = whole(x, gain, past, column, scale, place + 6, T)
         x_low, x_high = packed_bytes(a, b, c, d, T.BYTES == 1)
         x_low = tl.broadcast_to(x_low, words.shape)
         x_high = tl.broadcast_to(x_high, words.shape)
-        levels = words
-        if T.BITS == 4:
-            levels = (words >> (4 * place)) & 0x0F0F0F0F
-        elif T.BITS == 2:
-            levels = (words >> (2 * place)) & 0x03030303
-        high = four_products(levels, x_high, high, SIGNED, True, T.BYTES == 1)
-        low = four_products(levels, x_low, low, SIGNED, False, T.BYTES == 1)
-    if T.BITS == 4:
-        total *= 8.0
-    elif T.BITS == 2:
-        total *= 1.5
-    else:
-        total *= 0.0
-    if T.WORDS >= 4:
-        sums = tl.sum(high * 256 + low, 2, keep_dims=True).to(tl.float32)
-        total = tl.sum(total, 2, keep_dims=True)
-    else:
-        halves = tl.reshape(high * 256 + low, (words.shape[0], words.shape[1], 2, 2))
-        sums = tl.sum(halves, 3).to(tl.float32)
-        total = tl.sum(tl.reshape(total, (1, total.shape[1], 2, 2)), 3)
-    return tl.sum((sums * (1.0 / scale) - total) * factor, 2, keep_dims=True), square
+        levels = (words >> (4 * place)) & 0x0F0F0F0F
+        high = four_products(levels, x_high, high, False, True, T.BYTES == 1)
+        low = four_products(levels, x_low, low, False, False, T.BYTES == 1)
+    sums = tl.sum(high * 256 + low, 2, keep_dims=True).to(tl.float32)
+    total = tl.sum(total * 8.0, 2, keep_dims=True)
+    return (sums * (1.0 / scale) - total) * factor, square

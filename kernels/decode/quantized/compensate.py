@@ -1,8 +1,6 @@
 """Rounds the columns of a group in turn, each one's error made good by those that follow, in registers.
 
-A program has `BR` rows of one group of columns, whose scales are known. A column is taken out of the
-tile by a sum over the lanes, rounded, and its error times its row of R subtracted from the tile: one
-launch a group, where torch needs twenty a column.
+A program has `BR` rows of a group: one launch a group, where torch needs twenty a column.
 """
 
 from math import prod
@@ -78,28 +76,14 @@ def round_group(
     diagonal of `root` [..., g, g]; `scale` [..., o, 1]. All float32."""
     (*batch, rows, columns), grid = part.shape, grid_of(bits, curved)
     levels = torch.empty(*batch, rows, columns, dtype=torch.int8, device=part.device)
-    latent, missed = (
-        torch.empty_like(levels, dtype=part.dtype),
-        torch.empty_like(levels, dtype=part.dtype),
-    )
+    latent, missed = (torch.empty_like(levels, dtype=part.dtype) for _ in range(2))
     part = part.flatten(0, -3) if len(batch) > 1 else part
     part = part if part.stride(-1) == 1 else part.contiguous()
     with torch.cuda.device_of(part):
         round_columns[(triton.cdiv(rows, ROWS), prod(batch))](
-            part,
-            root.contiguous(),
-            scale.to(part.dtype).contiguous(),
-            levels,
-            latent,
-            missed,
-            rows,
-            columns,
-            part.stride(-2),
-            part.stride(0) if batch else 0,
-            BITS=bits,
-            OFF=grid.shift,
-            CURVED=grid.curve,
-            BR=ROWS,
+            *(part, root.contiguous(), scale.to(part.dtype).contiguous(), levels, latent, missed),
+            *(rows, columns, part.stride(-2), part.stride(0) if batch else 0),
+            **{"BITS": bits, "OFF": grid.shift, "CURVED": grid.curve, "BR": ROWS},
             BG=max(triton.next_power_of_2(columns), 16),
             num_warps=WARPS,
         )

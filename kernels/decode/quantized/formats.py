@@ -18,6 +18,12 @@ OFFSET = {8: 0.0, 4: 8.0, 3: 3.5, 2: 1.5}
 CURVE = {3: 0.02}
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # bits of a level by plane, the lowest first
 
+# Scales that K-quants of llama.cpp hold: in groups of 32, the scales of 8 groups are whole multiples of
+# one unit. By bits: the largest multiple, and the significant bits of a unit, so that bfloat16 holds the
+# products.
+SUPERBLOCK, K_GROUP, K_QUANTS = 8, 32, {"q2_k": 2, "q3_k": 3}
+MULTIPLES = {2: (15, 4), 3: (31, 3)}
+
 
 class LevelGrid(NamedTuple):
     """What levels of a format stand for, as said above."""

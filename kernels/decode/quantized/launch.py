@@ -1,28 +1,91 @@
-"""Launches one decoding stage with quantized weights: shapes in, grid and tile sizes out.
+"""Launches decoding stages with quantized weights: shapes in, grid and tile sizes out.
 
 Of several tokens one launch each: many are for `kernels/decode/skinny`.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from blr.kernels.common.available import interpreted
-from blr.kernels.decode.gemv.launch import mix_strides, norm_kind, power_of_two
-from blr.kernels.decode.quantized.formats import GROUP, Form, form_of, packed_width
-from blr.kernels.decode.quantized.segments import (
-    QuantizedSegment,
-    QuantizedStage,
-    QuantizedTile,
+from blr.kernels.decode.gemv.launch import (
+    launch_options,
+    mix_strides,
+    norm_kind,
+    power_of_two,
+    run_stages,
+    tokens_of,
 )
+from blr.kernels.decode.gemv.segments import QuantizedSegment
+from blr.kernels.decode.quantized.formats import GROUP, Form, form_of, packed_width
 
 # Bits -> quads of 16 bytes of a row that one chunk has at most.
 CHUNK = {2: 64, 3: 64, 4: 128, 8: 256}
-BYTES = (4,)  # bits whose long rows are multiplied four bytes an instruction, for one token
 DEEPEST, NARROW = 8, 2  # rows of a thread at most; of less than a chunk
 SHALLOW = 4  # of three bits at most: words of two planes need twice the registers
 PROGRAMS = 396  # that a launch has at least, if it can: three for each multiprocessor of an H200
+
+
+class QuantizedStage(NamedTuple):
+    """What kernels take of a `QuantizedSegment`, as `gemv.launch.Stage`; w and its strides count words
+    of 4 bytes, w_row units of them. z, u…: of a correction."""
+
+    x: Tensor
+    x_block: int
+    w: Tensor
+    w_block: int
+    w_row: int
+    scale: object
+    scale_block: int
+    scale_row: int
+    mix: object
+    mix_out: int
+    mix_in: int
+    mix_rank: int
+    bias: Tensor
+    y: Tensor
+    rows: int
+    K: int
+    blocks: int
+    part: int
+    z: Tensor
+    u: object
+    u_row: int
+    u_scale: object
+    u_scale_row: int
+    u_part: int
+    ranks: int
+
+
+class QuantizedTile(NamedTuple):
+    """What the code for a stage is specialized by: the `formats.Form` of its weights, rows BR and quads
+    BQ of a program's tile, its rows T that lie side by side, whether a row has ONE chunk, by what UNIT
+    of words rows are counted; NORM, BIAS and MIX as of `gemv.launch.Tile`; the
+    power of two RANKS of a correction or 0, U_GROUP of its levels or 0; products of BYTES: 0 in float32,
+    1 by the GPU's instruction for four, 2 by what that computes. FULL: the tile has no row, quad or
+    column that is not there."""
+
+    BITS: int
+    GROUP: int
+    FIELDS: int
+    WORDS: int
+    STEP: int
+    COLUMNS: int
+    CURVED: bool
+    BR: int
+    BQ: int
+    T: int
+    ONE: bool
+    UNIT: int = 4
+    NORM: int = 0
+    BIAS: bool = False
+    MIX: int = 0
+    RANKS: int = 0
+    U_GROUP: int = 0
+    BYTES: int = 0
+    FULL: bool = False
 
 
 def tile_shape(
@@ -49,7 +112,7 @@ def tile_shape(
         deep = DEEPEST
     elif quads < CHUNK[bits]:
         deep = min(deep, NARROW)
-    bytewise = bits in BYTES and quads >= CHUNK[bits]
+    bytewise = bits == 4 and quads >= CHUNK[bits]
     if bytewise and quads > chunk:
         chunk, deep = chunk // 2, DEEPEST
     shape = {"BR": min(deep * beside, power_of_two(rows)), "BQ": chunk, "num_warps": warps}
@@ -69,45 +132,24 @@ def stage(s: QuantizedSegment) -> QuantizedStage:
     """What kernels take of a segment. Raises ValueError as `as_words`."""
     words = as_words(s.packed, s.bits, s.K, s.group)
     blocks, rows, _ = words.shape
-    mix_out, mix_in, mix_rank = mix_strides(s.mix)
-    return QuantizedStage(
-        x=s.x,
-        x_block=0 if s.x.shape[1] == s.K else s.K,
-        w=words,
-        w_block=words.stride(0),
-        w_row=words.stride(1) // row_unit(words),
-        scale=s.scale,
-        scale_block=s.scale.stride(0),
-        scale_row=s.scale.stride(1),
-        mix=s.x if s.mix is None else s.mix,
-        mix_out=mix_out,
-        mix_in=mix_in,
-        mix_rank=mix_rank,
-        bias=s.x if s.bias is None else s.bias,
-        y=s.y,
-        rows=rows,
-        K=s.K,
-        blocks=blocks,
-        part=s.part or rows,
-        **_correction(s),
+    made: tuple[Any, ...] = (
+        *(s.x, 0 if s.x.shape[1] == s.K else s.K),
+        *(words, words.stride(0), words.stride(1) // row_unit(words)),
+        *(s.scale, s.scale.stride(0), s.scale.stride(1)),
+        *(s.x if s.mix is None else s.mix, *mix_strides(s.mix)),
+        *(s.x if s.bias is None else s.bias, s.y, rows, s.K, blocks, s.part or rows),
+        *_correction(s),
     )
+    return QuantizedStage(*made)
 
 
-def _correction(s: QuantizedSegment) -> dict[str, Any]:
+def _correction(s: QuantizedSegment) -> tuple[Any, ...]:
+    """z, u, … of a stage."""
     if s.correction is None:
-        none = dict.fromkeys(("u_row", "u_scale_row", "u_part", "ranks"), 0)
-        return {"z": s.x, "u": s.x, "u_scale": s.x, **none}
+        return s.x, s.x, 0, s.x, 0, 0, 0
     z, u = s.correction.first.y, s.correction.u
     scale = u.levels if u.scale is None else u.scale
-    return {
-        "z": z,
-        "u": u.levels,
-        "u_row": u.levels.stride(1),
-        "u_scale": scale,
-        "u_scale_row": scale.stride(1),
-        "u_part": u.shape[1],
-        "ranks": u.shape[2],
-    }
+    return z, u.levels, u.levels.stride(1), scale, scale.stride(1), *u.shape[1:]
 
 
 def row_unit(words: Tensor) -> int:
@@ -145,7 +187,7 @@ def _full(s: QuantizedSegment, form: Form, shape: dict[str, int]) -> bool:
 def products_of(s: QuantizedSegment, wanted: bool) -> int:
     """`QuantizedTile.BYTES`: of bytes where that is wanted and no less exact than the model's dtype."""
     corrected = s.correction is not None or s.mix is not None
-    if not wanted or corrected or s.bits == 3 or s.scale.dtype.itemsize > 2:
+    if not wanted or corrected or s.bits != 4 or s.scale.dtype.itemsize > 2:
         return 0
     return 2 if interpreted() else 1
 
@@ -170,3 +212,48 @@ def as_words(packed: Tensor, bits: int, K: int, group: int = GROUP) -> Tensor:
     if packed.stride(-1) != 1 or any(step % 4 for step in steps):
         packed = packed.contiguous()
     return packed.view(torch.int32)
+
+
+def grouped(
+    segments: Sequence[QuantizedSegment],
+    *,
+    gain: Tensor | None = None,
+    eps: float = 0.0,
+    add: bool = False,
+    activation: str = "",
+    pdl: bool = False,
+    config: dict[str, int] | None = None,
+) -> None:
+    """`segments.grouped` in one launch a token.
+
+    Args:
+        segments: one to three of one format, with columns of stride 1.
+        add: to what the results hold; of none that is mixed. activation: of a pair of as many rows, as
+            of `segments.dual`.
+        config: BR, BQ and num_warps of every segment in place of `tile_shape`'s; the launch has the most
+            warps of any.
+    """
+    from blr.kernels.decode.quantized.triton import dual_kernel, grouped_kernel
+
+    total = sum(s.packed.shape[0] * s.packed.shape[1] for s in segments)
+    if activation:
+        widest = max(segments, key=lambda s: s.K)
+        shapes = [{**_segment_shape(widest, total), "BYTES": 0, **(config or {})}] * 2
+    else:
+        shapes = [{**_segment_shape(s, total), **(config or {})} for s in segments]
+    warps = max(shape["num_warps"] for shape in shapes)
+    sizes = zip(segments, shapes, strict=True)
+    tiles = [quantized_tile(s, complete(shape, warps), gain) for s, shape in sizes]
+    options: dict[str, Any] = {"gain": gain, "eps": eps, "num_warps": warps, **launch_options(pdl)}
+    options |= {"ACT": activation} if activation else {"ADD": add}
+    kernel = dual_kernel if activation else grouped_kernel
+    for token in tokens_of(segments):
+        run_stages(kernel, [stage(s) for s in token], tiles, **options)
+
+
+def _segment_shape(s: QuantizedSegment, total: int) -> dict[str, int]:
+    """Sizes of `tile_shape` in a launch of `total` rows; a mixing program has a tile of every block."""
+    blocks, rows, _ = s.packed.shape
+    if s.mix is not None:
+        return mixed_shape(blocks, rows, s.K, s.bits, s.group)
+    return tile_shape(rows, s.K, s.bits, total, s.group)

@@ -17,8 +17,15 @@ planes, first the low two bits of every level in words of 16 fields, then the hi
 import torch
 from torch import Tensor
 
-from blr.kernels.decode.quantized.formats import GROUP, PLANES, check_format, grid_of, packed_width
-from blr.kernels.decode.quantized.superblocks import MULTIPLES, SUPERBLOCK
+from blr.kernels.decode.quantized.formats import (
+    GROUP,
+    MULTIPLES,
+    PLANES,
+    SUPERBLOCK,
+    check_format,
+    grid_of,
+    packed_width,
+)
 
 # Scales tried for a group, as fractions of the one that maps its largest magnitude to the lowest level
 # (int4: −8; 8/7 maps it to 7 as well as −7). Below 1 the largest are clipped and the rest is finer:
@@ -77,11 +84,7 @@ def quantize(
 
 
 def scales_of(
-    w: Tensor,
-    bits: int,
-    scale_dtype: torch.dtype,
-    importance: Tensor | None = None,
-    curved: bool = True,
+    w: Tensor, bits: int, scale_dtype: torch.dtype, importance: Tensor | None = None, curved: bool = True
 ) -> Tensor:
     """The scales [..., 1] of groups `w` [..., G], with the least squared error once they are rounded.
 

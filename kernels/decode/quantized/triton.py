@@ -1,29 +1,24 @@
 """Segmented matrix-vector products with weights in 8, 4, 3 or 2 bits, dequantized in registers.
 
-One program owns `BR` rows of one block and walks them in chunks of `BQ` quads of 16 bytes, each loaded
-by one thread. The lanes of a tile are T rows by BQ quads: where they are as many as the threads, a
-thread has quads of one place in BR / T rows, and what it makes of their inputs serves all of them. The
-first chunk and its scales are loaded before the program waits for the kernel that makes its input.
-Derivation: README.md.
+A program walks `BR` rows in chunks of `BQ` quads of 16 bytes, each loaded by one thread, whose inputs
+serve its quads of BR / T rows. Derivation: ../README.md.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blr.kernels.decode.gemv.triton import (
-    bias_of,
-    outputs,
-    row_scale,
-    tile_start,
-)
+from blr.kernels.decode.gemv.triton import activate, bias_of, outputs, row_scale, store_rows, tile_start
 from blr.kernels.decode.quantized.bytes import byte_sums
-from blr.kernels.decode.quantized.correction import correction, narrow_rows
 from blr.kernels.decode.quantized.words import (
     lane_columns,
     load_chunk,
     quad_sums,
     row_quads,
+    row_words,
+    scale_at,
     tile_places,
+    words_left,
 )
 
 
@@ -81,6 +76,32 @@ def whole_sum(square):
 
 
 @triton.jit
+def narrow_rows(s, out, ok, T: tl.constexpr):
+    """U [BR, RANKS] of the rows `out` in float32, and where their z is [BR, RANKS] and there; nothing
+    of a stage that nothing corrects. It does not depend on inputs: read before they are there."""
+    if T.RANKS > 0:
+        rank = tl.arange(0, T.RANKS)
+        there = ok[:, None] & (rank < s.ranks)[None, :]
+        u = tl.load(s.u + (out[:, None] * s.u_row + rank[None, :]), mask=there, other=0).to(tl.float32)
+        if T.U_GROUP > 0:
+            at = out[:, None] * s.u_scale_row + (rank // T.U_GROUP)[None, :]
+            u *= tl.load(s.u_scale + at, mask=there, other=0.0).to(tl.float32)
+        return u, (out // s.u_part * s.ranks)[:, None] + rank[None, :], there
+    else:
+        return ()
+
+
+@triton.jit
+def correction(s, narrow, T: tl.constexpr):
+    """[BR], 0 where nothing corrects. narrow: of `narrow_rows`."""
+    if T.RANKS > 0:
+        u, at, there = narrow
+        return tl.sum(u * tl.load(s.z + at, mask=there, other=0.0), 1)
+    else:
+        return 0.0
+
+
+@triton.jit
 def stage_start(tile, s, T: tl.constexpr):
     """What does not depend on the inputs of tile number `tile` of a stage (see `stage_products`):
     (first chunk, words, scales, block, outputs [BR], valid, what corrects them)."""
@@ -124,3 +145,119 @@ def stage_rows(products, started, s, eps, T: tl.constexpr):
     if T.NORM == 2:
         found *= row_scale(s.x, s.blocks * s.K, eps)
     return found + correction(s, narrow, T) + constant, out, ok
+
+
+@triton.jit
+def mixed_rows(chunk, words, scales, x, gain, eps, s_tile, K, blocks, L: tl.constexpr, T: tl.constexpr):
+    """One token: [BR, L] in float32, ranks by output blocks.
+
+    chunk, words, scales: as `load_chunk` has them. s_tile: [rank, k, l] in float32.
+    """
+    LANES: tl.constexpr = L * T.BQ
+    block = tl.arange(0, LANES * 4) // (4 * T.BQ)
+    at = lane_columns(LANES, T)
+    x_at = x + (block * K + at)
+    inputs = x_at, gain + (block * K + at), tl.where(block < blocks, at - K, at)
+    sums, square = rows_by_fma(chunk, words, scales, inputs, row_quads(K, T), T)
+    z = tl.sum(tl.reshape(sums, (sums.shape[0], L, T.BQ)), 2)
+    mixed = tl.sum(s_tile * z[:, None, :], 2)
+    if T.NORM:
+        mixed *= tl.rsqrt(whole_sum(square) / (blocks * K) + eps)
+    return mixed
+
+
+@triton.jit
+def mixed_places(index, rank, ranks, row_step, block_step, blocks, L: tl.constexpr, T: tl.constexpr):
+    """Of quads number `index` of a tile of ranks by L blocks by BQ quads, ranks from `rank` on: where
+    their rows begin, their place in the row, and whether there is such a row."""
+    here = rank + index // (L * T.BQ)
+    block = index // T.BQ % L
+    at = here.to(tl.int64) * row_step + block.to(tl.int64) * block_step
+    return at, index % T.BQ, (here < ranks) & (block < blocks)
+
+
+@triton.jit
+def mixed_segment(
+    tile, s, gain, eps, L: tl.constexpr, T: tl.constexpr, WAIT: tl.constexpr
+):  # fmt: skip
+    """Tile number `tile` of a stage of up to L blocks."""
+    BR: tl.constexpr = T.BR
+    LANES: tl.constexpr = L * T.BQ
+    PARTS: tl.constexpr = 1 if T.WORDS >= 4 else 2
+    K, ranks, blocks = s.K, s.rows, s.blocks
+    index = tl.arange(0, BR * LANES * 4)
+    w_row = s.w_row * T.UNIT
+    at, quad, there = mixed_places(index // 4, tile * BR, ranks, w_row, s.w_block, blocks, L, T)
+    left = tl.where(there, words_left(quad, index % 4, K, T), 0)
+    words = row_words(s.w + at, quad, index % 4, left, T)
+    index = tl.arange(0, BR * LANES * PARTS)
+    at, quad, there = mixed_places(
+        index // PARTS, tile * BR, ranks, s.scale_row, s.scale_block, blocks, L, T
+    )
+    group = scale_at(quad, index % PARTS, T)
+    scales = s.scale + (at + group), tl.where(there, tl.cdiv(K, T.GROUP) - group, 0)
+    first = load_chunk(words, scales, 0, T, LANES)
+    rank = tile * BR + tl.arange(0, BR)
+    rank_ok = rank < ranks
+    block = tl.arange(0, L)
+    ok = rank_ok[:, None] & (block < blocks)[None, :]
+    at_mix = rank[:, None, None] * s.mix_rank + block[None, :, None] * s.mix_out
+    at_mix += block[None, None, :] * s.mix_in
+    mix_ok = ok[:, :, None] & (block < blocks)[None, None, :]
+    mix = tl.load(s.mix + at_mix, mask=mix_ok, other=0.0).to(tl.float32)
+    if WAIT:
+        gdc_wait()
+    mixed = mixed_rows(first, words, scales, s.x, gain, eps, mix, K, blocks, L, T)
+    to = s.y + block[None, :] * ranks + rank[:, None]
+    tl.store(to, mixed.to(s.y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def run_segment(tile, s, gain, eps, T: tl.constexpr, ADD: tl.constexpr, WAIT: tl.constexpr):
+    """One tile of a segment, stored, or added to what its result holds; of T.MIX blocks that it mixes,
+    if there are any."""
+    if T.MIX > 0:
+        mixed_segment(tile, s, gain, eps, T.MIX, T, WAIT)
+    else:
+        started = stage_start(tile, s, T)
+        if WAIT:
+            gdc_wait()
+        found, out, ok = stage_rows(stage_products(started, s, gain, T), started, s, eps, T)
+        store_rows(s.y, found, out, ok, ADD)
+
+
+@triton.jit
+def grouped_kernel(
+    s0, s1, s2, programs0, programs1, gain, eps,
+    COUNT: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """COUNT segments: programs up to programs0 do the first, up to programs1 the second."""
+    if PDL:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    if program < programs0:
+        run_segment(program, s0, gain, eps, T0, ADD, PDL)
+    if COUNT > 1:  # noqa: SIM102 (known when compiled, the rest is not)
+        if (program >= programs0) & (program < programs1):
+            run_segment(program - programs0, s1, gain, eps, T1, ADD, PDL)
+    if COUNT > 2:  # noqa: SIM102
+        if program >= programs1:
+            run_segment(program - programs1, s2, gain, eps, T2, ADD, PDL)
+
+
+@triton.jit
+def dual_kernel(
+    s0, s1, gain, eps, T0: tl.constexpr, T1: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr
+):
+    """The same rows of gate and up: ``act(gate) ⊙ up`` into the second segment's result."""
+    if PDL:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    started0 = stage_start(program, s0, T0)
+    started1 = stage_start(program, s1, T1)
+    if PDL:
+        gdc_wait()
+    gate, out, ok = stage_rows(stage_products(started0, s0, gain, T0), started0, s0, eps, T0)
+    up, out, ok = stage_rows(stage_products(started1, s1, gain, T1), started1, s1, eps, T1)
+    store_rows(s1.y, activate(gate, ACT) * up, out, ok, False)

@@ -1,7 +1,6 @@
 """Packed words in registers: where they are, how they become numbers, what they are multiplied with.
 
-A tile has RT rows for each of its lanes; a lane is one quad of a row: 16 bytes, four words of the lowest
-plane, one load. Places follow from `formats.Form`, whose fields a tile T has. Derivation: README.md.
+Places follow from `formats.Form`, whose fields a tile T has. Derivation: ../README.md.
 """
 
 import triton
@@ -137,55 +136,28 @@ def tile_places(w, w_row, scale, scale_row, rows, K, T: tl.constexpr):
 @triton.jit
 def field_number(tile, FIELD: tl.constexpr, BITS: tl.constexpr):
     """What field FIELD of packed words holds plus `field_offset`, as float32; of 4 bits and less that
-    is the stored field, of 8 the level.
-
-    The byte of the field is moved to bits 15 to 22, where it is the head of a mantissa, and the field
-    joined with the exponent of the power of two that gives its last bit the value 1.
-    """
-    if BITS == 3:
-        return nibble(tile[FIELD % 2], FIELD // 2)
-    elif BITS == 4:
-        return nibble(tile[0], FIELD)
-    else:
-        # Zero, which no compiler knows: constants stay in registers, one instruction masks and joins.
-        zero = tl.program_id(2) << 15
-        moved = moved_byte(tile[0], FIELD * BITS // 8)
-        if BITS == 8:
-            number = (moved & 0x7F8000) ^ (zero + 0x43C00000)  # the sign bit flipped: 2^8 + level + 128
-        elif FIELD % 4 == 0:
-            number = (moved & 0x18000) ^ (zero + 0x43800000)  # 2^8 + field
-        elif FIELD % 4 == 1:
-            number = (moved & 0x60000) ^ (zero + 0x42800000)  # 2^6 + field
-        elif FIELD % 4 == 2:
-            number = (moved & 0x180000) ^ (zero + 0x41800000)  # 2^4 + field
-        else:
-            number = (moved & 0x600000) ^ (zero + 0x40800000)  # 2^2 + field
-        return number.to(tl.float32, bitcast=True)
+    is the stored field, of 8 the level."""
+    if BITS == 8:  # the sign bit is flipped: 2^8 + level + 128
+        return head_number(tile[0], FIELD, 0x7F8000, 0x43C00000)
+    elif BITS == 2:  # 2^8, 2^6, 2^4 or 2^2 + field
+        at: tl.constexpr = FIELD % 4
+        return head_number(tile[0], FIELD // 4, 0x18000 << 2 * at, 0x43800000 - at * 0x01000000)
+    else:  # 2^8 or 2^4 + nibble
+        number: tl.constexpr = FIELD // 2 if BITS == 3 else FIELD
+        words = tile[FIELD % 2] if BITS == 3 else tile[0]
+        odd: tl.constexpr = number % 2
+        return head_number(words, number // 2, 0x78000 << 4 * odd, 0x43800000 - odd * 0x02000000)
 
 
 @triton.jit
-def nibble(words, FIELD: tl.constexpr):
-    """Nibble FIELD of words as float32, plus 2^8 or, of an odd one, 2^4."""
+def head_number(words, BYTE: tl.constexpr, MASK: tl.constexpr, POWER: tl.constexpr):
+    """Byte BYTE of words as the head of a mantissa (bits 15 to 22), masked and joined with the exponent
+    of the power of two that gives its field's last bit the value 1."""
+    SHIFT: tl.constexpr = 15 - 8 * BYTE
+    moved = words << SHIFT if SHIFT > 0 else words >> -SHIFT
+    # Zero, which no compiler knows: constants stay in registers, one instruction masks and joins.
     zero = tl.program_id(2) << 15
-    moved = moved_byte(words, FIELD // 2)
-    if FIELD % 2 == 0:
-        number = (moved & 0x78000) ^ (zero + 0x43800000)
-    else:
-        number = (moved & 0x780000) ^ (zero + 0x41800000)
-    return number.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def moved_byte(words, BYTE: tl.constexpr):
-    """Words with byte BYTE at bits 15 to 22."""
-    if BYTE == 0:
-        return words << 15
-    elif BYTE == 1:
-        return words << 7
-    elif BYTE == 2:
-        return words >> 1
-    else:
-        return words >> 9
+    return ((moved & MASK) ^ (zero + POWER)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

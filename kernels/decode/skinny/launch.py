@@ -2,21 +2,18 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from blr.kernels.common.available import HALF, interpreted, shared_limit
-from blr.kernels.decode.gemv.launch import launch_options, power_of_two
-from blr.kernels.decode.gemv.segments import Segment
-from blr.kernels.decode.quantized.formats import PLANES, grid_of
-from blr.kernels.decode.quantized.segments import QuantizedSegment
-from blr.kernels.decode.skinny.segments import SkinnyStage, SkinnyTile
+from blr.kernels.decode.gemv.launch import launch_options, numbered, power_of_two, three
+from blr.kernels.decode.gemv.segments import PLAIN, AnySegment, Segment
+from blr.kernels.decode.quantized.formats import PLANES
 
-AnySegment = Segment | QuantizedSegment
 Order = tuple[int, int] | None
 MOST = 64  # tokens
-PLAIN = 16  # the bits of plain weights
 PACKED = (8, 4, 3, 2)  # bits of the packed weights that these kernels take
 # Of a launch, if it can, with packed and with plain weights: the best of those timed on an H200, as are
 # the tiles of `tile_shape`, by whole tokens (scripts/log).
@@ -27,6 +24,61 @@ MANY_ROWS = 60000  # of one of packed weights, an output head, that fills the GP
 LEAST = 16  # units of a step: columns that a product of tensor cores sums
 DEEPEST = 16  # parts of a row at most
 SPARE = 8 << 10  # bytes of shared memory for what else passes through it
+
+
+class SkinnyStage(NamedTuple):
+    """What kernels take of a stage: pointers, strides and sizes, in elements of what they point to.
+
+    w: plain numbers, or packed weights in units of 16 bits. K: columns, or groups of packed weights.
+    u [rows, ranks], z [n, ranks]: what corrects the result. The rest as of
+    `gemv.launch.Stage`.
+    """
+
+    x: Tensor
+    x_token: int
+    x_block: int
+    w: Tensor
+    w_block: int
+    w_row: int
+    scale: object
+    scale_block: int
+    scale_row: int
+    bias: Tensor
+    y: Tensor
+    y_token: int
+    rows: int
+    K: int
+    blocks: int
+    part: int
+    u: object
+    u_row: int
+    z: Tensor
+    z_token: int
+    ranks: int
+
+
+class SkinnyTile(NamedTuple):
+    """What the code of a stage is specialized by: bits of a weight and columns of a GROUP; rows BR of a
+    program's tile; columns, or groups of packed weights, of a STEP; programs that SPLIT a row; STAGES of
+    steps that are on their way; whether there is a BIAS; whether every step of a row is FULL; whether
+    fields are unpacked by instructions of the GPU (ASM); the power of two RANKS of a correction or 0;
+    lines of a row that are asked for AHEAD of its inputs; LOW and LOW_GROUP of the packed weights in
+    whose order results are stored, or 16; whether the grid of the weights is CURVED."""
+
+    BITS: int
+    GROUP: int
+    BR: int
+    STEP: int
+    SPLIT: int
+    STAGES: int
+    BIAS: bool = False
+    FULL: bool = False
+    ASM: bool = True
+    RANKS: int = 0
+    AHEAD: int = 0
+    LOW: int = 16
+    LOW_GROUP: int = 0
+    CURVED: bool = False
 
 
 class PartialSums:
@@ -51,18 +103,7 @@ class PartialSums:
 
 def fits(segments: Sequence[AnySegment], dtype: torch.dtype) -> bool:
     """Whether these kernels take stages, of inputs prepared in `dtype`, the dtype of their weights."""
-    return dtype in HALF and len({format_of(s) for s in segments}) == 1 and all(map(_fits, segments))
-
-
-def bits_of(s: AnySegment) -> tuple[int, int]:
-    """Bits and group of the weights, 16 and 0 of plain ones."""
-    return (s.bits, s.group) if isinstance(s, QuantizedSegment) else (16, 0)
-
-
-def format_of(s: AnySegment) -> tuple[int, int, bool]:
-    """The same and whether the grid is curved: of all stages of a launch."""
-    curved = isinstance(s, QuantizedSegment) and grid_of(s.bits, s.curved).curve != 0
-    return *bits_of(s), curved
+    return dtype in HALF and len({s.format for s in segments}) == 1 and all(map(_fits, segments))
 
 
 def _fits(s: AnySegment) -> bool:
@@ -137,6 +178,7 @@ def grouped(
     workspace: PartialSums,
     *,
     add: bool = False,
+    activation: str = "",
     order: Order = None,
     pdl: bool = False,
     like: int | None = None,
@@ -146,81 +188,40 @@ def grouped(
 
     Args:
         segments: of 1 to 64 tokens. corrections: of z that are there, U in plain numbers.
-        add: to what the results hold. order: bits and group of the packed weights that read the results,
-            in the order of whose fields they are stored. like: tokens of a launch in which a token has
-            the same sums (None: of this one). config: of `tile_shape`, in its place.
+        add: to what the results hold. activation: of a pair of as many rows, as of `segments.dual`.
+        order: bits and group of the packed weights that read the results, in the order of whose fields
+            they are stored. like: tokens of a launch in which a token has the same sums (None: of this
+            one). config: of `tile_shape`, in its place.
 
     Raises:
         ValueError: too many tokens.
     """
-    from blr.kernels.decode.skinny.triton import grouped_kernel
+    from blr.kernels.decode.skinny.triton import dual_kernel, grouped_kernel
 
-    tokens, form = checked_tokens(segments), bits_of(segments[0])
-    total, slots = sum(rows_of(s) for s in segments), token_slots(tokens)
-    K = max(map(width_of, segments))
-    shape = tile_shape(*form, total, K, like or tokens) | (config or {})
-    shape = fitted(shape, form, slots, shared_limit(segments[0].x.device))
-    tiles = [tile_of(s, shape, order) for s in segments]
-    stages = [stage_of(s) for s in segments]
-    ends = [*accumulate(programs_of(s, t) for s, t in zip(stages, tiles, strict=True))]
-    areas = ends[-1] * shape["BR"] * slots if shape["SPLIT"] > 1 else 1
-    grouped_kernel[(ends[-1],)](
-        *(*stages, *stages[:1] * 2)[:3],
-        *(ends[0], ends[min(1, len(ends) - 1)]),
-        *(*workspace.take(areas, ends[-1], segments[0].x.device), tokens),
-        COUNT=len(segments),
-        NP=slots,
-        **dict(zip(("T0", "T1", "T2"), (*tiles, *tiles[:1] * 2), strict=False)),
-        ADD=add,
-        num_warps=shape["num_warps"],
-        **launch_options(pdl),
-    )
-
-
-def dual(
-    gate: AnySegment,
-    up: AnySegment,
-    workspace: PartialSums,
-    *,
-    activation: str,
-    order: Order = None,
-    pdl: bool = False,
-    like: int | None = None,
-    config: dict[str, int] | None = None,
-) -> None:
-    """`segments.dual` in one launch; arguments as of `grouped`."""
-    from blr.kernels.decode.skinny.triton import dual_kernel
-
-    tokens, form = checked_tokens((gate, up)), bits_of(gate)
-    slots = token_slots(tokens)
-    shared = gate.x.data_ptr() == up.x.data_ptr() and gate.x.shape == up.x.shape
-    K = max(map(width_of, (gate, up)))
-    shape = tile_shape(*form, rows_of(gate), K, like or tokens) | (config or {})
-    shape = fitted(shape, form, slots, shared_limit(gate.x.device), 2, 1 if shared else 2)
-    tiles = [tile_of(s, shape, order) for s in (gate, up)]
-    stages = [stage_of(s) for s in (gate, up)]
-    programs = programs_of(stages[0], tiles[0])
-    areas = 2 * programs * shape["BR"] * slots if shape["SPLIT"] > 1 else 1
-    dual_kernel[(programs,)](
-        *stages,
-        *(*workspace.take(areas, programs, gate.x.device), tokens),
-        NP=slots,
-        T0=tiles[0],
-        T1=tiles[1],
-        TOGETHER=width_of(gate) == width_of(up),
-        SHARED=shared,
-        ACT=activation,
-        num_warps=shape["num_warps"],
-        **launch_options(pdl),
-    )
-
-
-def checked_tokens(segments: Sequence[AnySegment]) -> int:
-    """Tokens of a launch. Raises ValueError for none, or more than 64."""
-    tokens = len(segments[0].x)
+    one, other, tokens, pair = segments[0], segments[-1], len(segments[0].x), bool(activation)
     if not 1 <= tokens <= MOST:
         raise ValueError(f"skinny products: {tokens} tokens; they take 1 to {MOST}")
-    return tokens
+    shared = not pair or (one.x.data_ptr() == other.x.data_ptr() and one.x.shape == other.x.shape)
+    form, slots, K = (one.bits, one.group), token_slots(tokens), max(s.shape[2] for s in segments)
+    rows = sum(s.shape[0] * s.shape[1] for s in segments[: 1 if pair else 3])
+    shape = tile_shape(*form, rows, K, like or tokens) | (config or {})
+    limit = shared_limit(one.x.device)
+    shape = fitted(shape, form, slots, limit, 1 + pair, 1 if shared else 2)
+    stages, tiles = [stage_of(s) for s in segments], [tile_of(s, shape, order) for s in segments]
+    counts = (s.blocks * -(-s.rows // t.BR) * t.SPLIT for s, t in zip(stages, tiles, strict=True))
+    ends = [*accumulate(counts)]
+    programs = ends[0] if pair else ends[-1]
+    areas = (1 + pair) * programs * shape["BR"] * slots if shape["SPLIT"] > 1 else 1
+    room = (*workspace.take(areas, programs, one.x.device), tokens)
+    options: dict[str, Any] = {"NP": slots, "num_warps": shape["num_warps"], **launch_options(pdl)}
+    if pair:
+        options |= {"T0": tiles[0], "T1": tiles[1], "SHARED": shared, "ACT": activation}
+        options |= {"TOGETHER": one.shape[2] == other.shape[2]}
+        dual_kernel[(programs,)](*stages, *room, **options)
+        return
+    given = (*three(stages), ends[0], ends[min(1, len(ends) - 1)], *room)
+    options |= {"COUNT": len(segments), "ADD": add, **numbered("T", tiles)}
+    grouped_kernel[(programs,)](*given, **options)
 
 
 def token_slots(tokens: int) -> int:
@@ -228,31 +229,14 @@ def token_slots(tokens: int) -> int:
     return max(power_of_two(tokens), 8)
 
 
-def rows_of(s: AnySegment) -> int:
-    """Rows of all blocks."""
-    blocks, rows, _ = s.packed.shape if isinstance(s, QuantizedSegment) else s.w.shape
-    return int(blocks * rows)
-
-
-def width_of(s: AnySegment) -> int:
-    """Columns of a block."""
-    return s.K if isinstance(s, QuantizedSegment) else int(s.w.shape[2])
-
-
-def programs_of(stage: SkinnyStage, tile: SkinnyTile) -> int:
-    """Programs of a stage."""
-    return int(stage.blocks * -(-stage.rows // tile.BR) * tile.SPLIT)
-
-
 def stage_of(s: AnySegment) -> SkinnyStage:
     """What kernels take of a segment, whose x is that of `prepare`."""
-    if isinstance(s, QuantizedSegment):
-        w, scale = s.packed.view(torch.int16), s.scale
-        K = -(-s.K // s.group)
-        padded, scales = K * s.group, (scale, scale.stride(0), scale.stride(1))
+    if isinstance(s, Segment):
+        w, K, scales = s.w, s.w.shape[2], (s.w, 0, 0)
+        padded = K
     else:
-        w, padded, scales = s.w, s.w.shape[2], (s.w, 0, 0)
-        K = padded
+        w, K, scale = s.packed.view(torch.int16), -(-s.K // s.group), s.scale
+        padded, scales = K * s.group, (scale, scale.stride(0), scale.stride(1))
     blocks, rows, _ = w.shape
     x_block = 0 if s.x.shape[1] == padded else padded
     return SkinnyStage(
@@ -263,7 +247,7 @@ def stage_of(s: AnySegment) -> SkinnyStage:
 
 
 def _correction(s: AnySegment) -> tuple[Tensor, int, Tensor, int, int]:
-    if isinstance(s, Segment) or s.correction is None:
+    if s.correction is None:
         return s.x, 0, s.x, 0, 0
     u, z = s.correction.u.levels, s.correction.first.y
     return u, u.stride(1), z, z.stride(0), u.shape[2]
@@ -271,20 +255,16 @@ def _correction(s: AnySegment) -> tuple[Tensor, int, Tensor, int, int]:
 
 def tile_of(s: AnySegment, shape: dict[str, int], order: Order = None) -> SkinnyTile:
     """The tile of a shape."""
-    (bits, group, curved), ranks = format_of(s), _correction(s)[4]
+    (bits, group, curved), ranks, K = s.format, _correction(s)[4], s.shape[2]
+    steps = K if bits == PLAIN else -(-K // group)
     return SkinnyTile(
         *(bits, group, shape["BR"], shape["STEP"], shape["SPLIT"], shape["STAGES"]),
         BIAS=s.bias is not None,
-        FULL=(width_of(s) if bits == PLAIN else -(-width_of(s) // group)) % shape["STEP"] == 0,
+        FULL=steps % shape["STEP"] == 0,
         ASM=not interpreted() and torch.cuda.get_device_capability(s.x.device) >= (9, 0),
         RANKS=max(power_of_two(ranks), 16) if ranks else 0,
-        LOW=16 if order is None else PLANES[order[0]][0],
+        LOW=PLAIN if order is None else PLANES[order[0]][0],
         LOW_GROUP=0 if order is None else order[1],
         AHEAD=0 if interpreted() else shape.get("AHEAD", 0),
         CURVED=curved,
     )
-
-
-def low_of(s: AnySegment) -> int:
-    """Bits of the lowest plane of packed weights, 16 of plain ones."""
-    return PLANES[s.bits][0] if isinstance(s, QuantizedSegment) else 16

@@ -1,8 +1,4 @@
-"""The mix of BLAST behind skinny products of its first factors: sums over blocks, rank by rank.
-
-A layer's couplings are read once for few tokens, before the products they wait for have ended. Its
-reference is `gemv.segments.Segment.product`.
-"""
+"""The mix of BLAST behind skinny products of its first factors: sums over blocks, rank by rank."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,7 +1,6 @@
-"""Inputs as skinny products take them: normed, in half precision, in the order of their weights' fields;
-same launch the first factors of corrections.
+"""Inputs as skinny products take them: normed, in half precision, in the order of their weights' fields.
 
-With V of ``Q + U V`` among the programs that prepare the input of Q, the correction costs no launch.
+V of ``Q + U V`` is among the programs that do so: the correction costs no launch.
 """
 
 import torch

@@ -146,8 +146,7 @@ def nibbles(low, left, right, ASM: tl.constexpr):
     `right`; the highest bit of a nibble may be anything."""
     if ASM:
         high = tl.inline_asm_elementwise(
-            "shr.b32 $0, $2, 1; or.b32 $0, $0, $1;",
-            *("=&r,r,r", [left, right], tl.int16, True, 2),
+            "shr.b32 $0, $2, 1; or.b32 $0, $0, $1;", *("=&r,r,r", [left, right], tl.int16, True, 2)
         )
         even = tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 2; lop3.b32 $0, $1, $0, 0x33333333, 0xE4;",
@@ -179,8 +178,12 @@ def scaled_sums(sums, part, factor, T: tl.constexpr):
 
 
 @triton.jit
-def packed_products(s, w, scale, x, begin, end, tokens, sums, NP: tl.constexpr, T: tl.constexpr):
-    """`sums` [BR, NP] plus those of steps begin … end - 1.
+def packed_products(
+    s, s1, w, w1, scale, scale1, x, x1, begin, end, tokens, sums, sums1,
+    NP: tl.constexpr, T: tl.constexpr, PAIR: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """`sums` [BR, NP] plus those of steps begin … end - 1; if PAIR of two stages with as many columns,
+    and if SHARED of one input, loaded once.
 
     A step is a group, or as many as have 16 units; then each is multiplied with inputs of its own, zero
     for the others. Scales are loaded a group ahead, and multiply the sums of a group.
@@ -190,17 +193,32 @@ def packed_products(s, w, scale, x, begin, end, tokens, sums, NP: tl.constexpr, 
     BR: tl.constexpr = T.BR
     last = tl.minimum(end * MEMBERS, s.K) - 1
     factor = tl.load(scale + tl.minimum(begin * MEMBERS, last))
+    if PAIR:
+        factor1 = tl.load(scale1 + tl.minimum(begin * MEMBERS, last))
     for step in tl.range(begin, end, num_stages=T.STAGES):
         codes = step_codes(s, w, step, T)
+        if PAIR:
+            codes1 = step_codes(s, w1, step, T)
         for member in tl.static_range(MEMBERS):
-            following = tl.load(scale + tl.minimum(step * MEMBERS + member + 1, last))
+            ahead = tl.minimum(step * MEMBERS + member + 1, last)
+            following = tl.load(scale + ahead)
+            if PAIR:
+                following1 = tl.load(scale1 + ahead)
             part = tl.zeros([BR, NP], tl.float32)
+            part1 = part
             for field in tl.static_range(FIELDS):
                 v = field_inputs(s, x, step, member, field, tokens, NP, T)
                 part = field_products(codes, v, part, field, T)
+                if PAIR:
+                    if not SHARED:
+                        v = field_inputs(s1, x1, step, member, field, tokens, NP, T)
+                    part1 = field_products(codes1, v, part1, field, T)
             sums = scaled_sums(sums, part, factor, T)
             factor = following
-    return sums
+            if PAIR:
+                sums1 = scaled_sums(sums1, part1, factor1, T)
+                factor1 = following1
+    return sums, sums1
 
 
 @triton.jit
@@ -221,40 +239,6 @@ def plain_products(s, w, x, begin, end, tokens, sums, NP: tl.constexpr, T: tl.co
             v = tl.load(at_x + cols[:, None], mask=there & ok[:, None], other=0.0)
         sums = tl.dot(tile, v, sums)
     return sums
-
-
-@triton.jit
-def packed_pair(
-    s, s1, w0, w1, scale0, scale1, x, x1, begin, end, tokens, sums0, sums1,
-    NP: tl.constexpr, T: tl.constexpr, SHARED: tl.constexpr,
-):  # fmt: skip
-    """`packed_products` of two stages with as many columns. SHARED: of one input, loaded once."""
-    FIELDS: tl.constexpr = 16 // (2 if T.BITS == 3 else T.BITS)
-    MEMBERS: tl.constexpr = T.STEP
-    BR: tl.constexpr = T.BR
-    last = tl.minimum(end * MEMBERS, s.K) - 1
-    factor0 = tl.load(scale0 + tl.minimum(begin * MEMBERS, last))
-    factor1 = tl.load(scale1 + tl.minimum(begin * MEMBERS, last))
-    for step in tl.range(begin, end, num_stages=T.STAGES):
-        codes0 = step_codes(s, w0, step, T)
-        codes1 = step_codes(s, w1, step, T)
-        for member in tl.static_range(MEMBERS):
-            following = tl.minimum(step * MEMBERS + member + 1, last)
-            following0 = tl.load(scale0 + following)
-            following1 = tl.load(scale1 + following)
-            part0 = tl.zeros([BR, NP], tl.float32)
-            part1 = tl.zeros([BR, NP], tl.float32)
-            for field in tl.static_range(FIELDS):
-                v = field_inputs(s, x, step, member, field, tokens, NP, T)
-                part0 = field_products(codes0, v, part0, field, T)
-                if not SHARED:
-                    v = field_inputs(s1, x1, step, member, field, tokens, NP, T)
-                part1 = field_products(codes1, v, part1, field, T)
-            sums0 = scaled_sums(sums0, part0, factor0, T)
-            sums1 = scaled_sums(sums1, part1, factor1, T)
-            factor0 = following0
-            factor1 = following1
-    return sums0, sums1
 
 
 @triton.jit

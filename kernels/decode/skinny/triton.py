@@ -1,9 +1,7 @@
 """Products of up to 64 tokens with weights that are read once, on the tensor cores.
 
-Weights are the left operand and tokens the narrow side of the right one. A program owns BR rows and
-one of SPLIT parts of their columns; the last of the parts that arrives adds them up in their order.
-Packed weights become numbers in registers, two an instruction, on the way to the tensor cores: scales
-multiply the sums of a group. Derivation: README.md.
+The last of the SPLIT parts of the columns that arrives adds them up in their order. Derivation:
+../README.md.
 """
 
 import triton
@@ -11,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.decode.gemv.triton import activate, bias_of, outputs
-from blr.kernels.decode.skinny.products import packed_pair, packed_products, plain_pair, plain_products
+from blr.kernels.decode.skinny.products import packed_products, plain_pair, plain_products
 
 
 @triton.jit
@@ -39,7 +37,7 @@ def ask_ahead(w, K, begin, end, T: tl.constexpr):
 @triton.jit
 def slice_place(program, s, T: tl.constexpr):
     """One part of the columns of a tile: (first weights of its rows, their scales, input, first step,
-    step after the last, outputs, valid, part). s, T: `segments.SkinnyStage`, `segments.SkinnyTile`."""
+    step after the last, outputs, valid, part). s, T: `launch.SkinnyStage`, `launch.SkinnyTile`."""
     BR: tl.constexpr = T.BR
     tiles = tl.cdiv(s.rows, BR)
     tile = program // T.SPLIT
@@ -52,16 +50,8 @@ def slice_place(program, s, T: tl.constexpr):
     steps = tl.cdiv(s.K, T.STEP)
     each = tl.cdiv(steps, T.SPLIT)
     end = tl.minimum(part * each + each, steps)
-    return (
-        w,
-        scale,
-        s.x + block * s.x_block,
-        part * each,
-        end,
-        outputs(s, block, row),
-        row < s.rows,
-        part,
-    )
+    x = s.x + block * s.x_block
+    return w, scale, x, part * each, end, outputs(s, block, row), row < s.rows, part
 
 
 @triton.jit
@@ -98,7 +88,9 @@ def slice_products(program, s, tokens, NP: tl.constexpr, T: tl.constexpr, WAIT: 
     w, scale, x, begin, end, out, ok, part = place
     sums = first_sums(s, u, part, tokens, NP, T)
     if T.BITS < 16:
-        sums = packed_products(s, w, scale, x, begin, end, tokens, sums, NP, T)
+        sums, _ = packed_products(
+            s, s, w, w, scale, scale, x, x, begin, end, tokens, sums, sums, NP, T, False, True
+        )  # fmt: skip
     else:
         sums = plain_products(s, w, x, begin, end, tokens, sums, NP, T)
     return sums, out, ok
@@ -123,8 +115,9 @@ def pair_products(
         sums0 = first_sums(s0, u0, part, tokens, NP, T0)
         sums1 = first_sums(s1, u1, part, tokens, NP, T1)
         if T0.BITS < 16:
-            sums0, sums1 = packed_pair(
-                s0, s1, w0, w1, scale0, scale1, x, x1, begin, end, tokens, sums0, sums1, NP, T0, SHARED
+            sums0, sums1 = packed_products(
+                s0, s1, w0, w1, scale0, scale1, x, x1, begin, end, tokens, sums0, sums1, NP, T0, True,
+                SHARED,
             )  # fmt: skip
         else:
             sums0, sums1 = plain_pair(

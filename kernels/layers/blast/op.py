@@ -7,39 +7,25 @@ the gradient of y_k, z and w computed again:
     dU_k = g_kᵀ w_k     dS_kl = Σ_n dw_k ⊙ z_l      dV_l = x_lᵀ dz_l      dbias = Σ_n g
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 
 from torch import Tensor
 
-from blr.kernels.common.dispatch import Plans, Variant, plan
-from blr.kernels.common.inlining import inlined
-from blr.kernels.common.registration import Context, apply, autocast, register, rows
+from blr.kernels.common.dispatch import Variant
+from blr.kernels.common.registration import Context
 from blr.kernels.common.tables import Shape
 from blr.kernels.common.watching import is_unwatched
-from blr.kernels.layers.blast.cpu import blast_linear as on_cpu
 from blr.kernels.layers.blast.reference import blast_linear as reference
+from blr.kernels.layers.blast.reference import cpu_linear as on_cpu
+from blr.kernels.layers.structured import StructureOperator
 
 
 def blast_linear(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The layer by the fastest known way.
-
-    Args:
-        x: [..., i] with i = b·p, any float dtype, contiguous or not.
-        U: [b, q, r], S: [b, b, r] indexed (k, l, r), V: [b, p, r], fastest stored [b, r, p].
-        bias: [b·q] or None.
-
-    Returns:
-        [..., b·q] in the dtype of `x`.
-    """
+    """`reference.blast_linear` by the fastest known way; fastest with V stored [b, r, p]."""
     if is_unwatched(x):
-        return _forward(x, U, S, V, bias)
-    x, U, S, V, bias = autocast((x, U, S, V, bias))
-    y = apply(_LINEAR, rows(x), U, S, V, bias)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
-
-
-_PLANS = Plans()
+        return _OPERATOR.planned(x, U, S, V, bias)
+    return _OPERATOR.watched(x, U, S, V, bias)
 
 
 @cache
@@ -53,25 +39,6 @@ def variants() -> Mapping[str, Variant]:
 def _shape(U: Tensor, S: Tensor, V: Tensor) -> Shape:
     blocks, width, rank = V.shape
     return Shape(blocks * width, U.shape[0] * U.shape[1], blocks, rank)  # U may be a part of it
-
-
-def _forward(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
-    """[..., o], planned once for all tensors of these shapes and dtypes."""
-    kind = None if bias is None else bias.dtype
-    key = (x.shape, x.dtype, x.device, U.shape, U.dtype, S.shape, S.dtype, V.shape, V.dtype, kind)
-    run = _PLANS.get(key)
-    if run is None:
-        made = plan("blast", _shape(U, S, V), variants, reference, x, (U, S, V), bias, on_cpu)
-        run = _PLANS.keep(key, made)
-    return run(x, U, S, V, bias)
-
-
-def _fake(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], U.shape[0] * U.shape[1])
-
-
-def _setup(ctx: Context, inputs: Sequence[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
 
 
 def _backward(ctx: Context, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -100,12 +67,6 @@ def _mix(z: Tensor, S: Tensor) -> Tensor:
     return (z.permute(2, 1, 0) @ S.permute(2, 1, 0)).permute(2, 1, 0)
 
 
-_LINEAR = inlined(
-    register(
-        "blast_linear",
-        "(Tensor x, Tensor U, Tensor S, Tensor V, Tensor? bias) -> Tensor",
-        *(_forward, _fake, _setup, _backward, reference),
-    ),
-    "blast",
-    _shape,
+_OPERATOR = StructureOperator(
+    "blast", "Tensor U, Tensor S, Tensor V", _shape, variants, reference, _backward, on_cpu
 )

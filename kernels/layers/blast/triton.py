@@ -1,7 +1,6 @@
 """The diagonal mix of BLAST, ``w[k, r, n] = Σ_l S[k, l, r] z[l, r, n]``, tokens contiguous.
 
-Both kernels read every element of z once and write w once, in place if asked: a program owns all
-b blocks of its ranks and tokens.
+A program owns all b blocks of its ranks and tokens: each z is read once, and written in place if asked.
 """
 
 import triton

@@ -11,7 +11,7 @@ from blr.kernels.common.replay import at_once
 from blr.kernels.decode.gemm.launch import library_rows
 from blr.kernels.decode.gemv.launch import product as stage
 from blr.kernels.decode.gemv.segments import Segment
-from blr.kernels.decode.narrow.layers import blast as narrow
+from blr.kernels.decode.narrow.launch import blast as narrow
 from blr.kernels.layers.blast.reference import blast_linear as reference
 
 # Rows of z start at multiples of so many tokens: the library's fast products need 16 bytes.
@@ -22,15 +22,14 @@ def gemv(
     x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any
 ) -> Tensor:
     """Two kernels a token: V with the mix in its epilogue, then U."""
-    from blr.kernels.decode.gemv.grouped import grouped
+    from blr.kernels.decode.gemv.launch import grouped
 
     pdl = supports_pdl(x.device)
     z = torch.empty(x.shape[0], V.shape[0] * V.shape[2], dtype=torch.float32, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
-    first = config.get("first")
     if x.shape[0]:
         segment = Segment(x, V.transpose(1, 2), z, mix=S)
-        grouped([segment], pdl=pdl, config=[first] if first else None)
+        grouped([segment], pdl=pdl, config=config.get("first"))
     return stage(z, U, bias, dtype=x.dtype, pdl=pdl, **config.get("second", {}))
 
 

@@ -16,8 +16,7 @@ from blr.kernels.common.launching import launch
 from blr.kernels.common.registration import apply, register
 from blr.kernels.decode.gemv.launch import power_of_two
 from blr.kernels.decode.quantized.formats import GROUP, PLANES, form_of, grid_of
-from blr.kernels.decode.quantized.launch import complete, tile_shape
-from blr.kernels.decode.quantized.segments import QuantizedTile
+from blr.kernels.decode.quantized.launch import QuantizedTile, complete, tile_shape
 from blr.kernels.layers.packed.prepare import whole_ranks
 
 ALIGNED = 16  # bytes

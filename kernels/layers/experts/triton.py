@@ -61,7 +61,7 @@ def products_kernel(x, x_row, each, table, chosen, z, y, rows, K, w_row, scale_r
                     PARTS: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """y [pairs, PARTS · rows]: a program has T.BR rows of one layer and a pair of token and expert.
 
-    T: `decode/quantized/segments.QuantizedTile`.
+    T: `decode/quantized/launch.QuantizedTile`.
     """
     if PDL:
         gdc_launch_dependents()

@@ -1,10 +1,7 @@
 """Permutations between the features of a batch and the blocks of a batched product, at copy speed.
 
 `gather` turns x [n, a·m·d] into blocks [a·d, n, m] and `scatter` turns blocks into features, bias
-included. Tiles [BN, BM, BD] are contiguous over l on the side of the features and over k on the
-side of the blocks; Triton transposes a tile through shared memory. Where d is a power of two the
-side of the features is addressed as one run of BM·d elements, so that small d has 16-byte accesses
-too. Neighbouring programs read neighbouring features: the batch is the slowest index.
+included.
 """
 
 from functools import lru_cache
@@ -35,25 +32,10 @@ def offset(index, stride, WIDE: tl.constexpr):
 
 @triton.jit
 def permute_kernel(
-    features,
-    blocks,
-    bias,
-    n,
-    a,
-    m,
-    fn,
-    ff,
-    bl,
-    bn,
-    bm,
-    D: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    BD: tl.constexpr,
-    GATHER: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    features, blocks, bias, n, a, m, fn, ff, bl, bn, bm, D: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, GATHER: tl.constexpr, HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
-):
+):  # fmt: skip
     """features[n, i·m·D + k·D + l] and blocks[i·D + l, n, k]: the second from the first or back."""
     TILES_D: tl.constexpr = (D + BD - 1) // BD
     FLAT: tl.constexpr = D == BD
@@ -132,14 +114,7 @@ def launch(features: Tensor, blocks: Tensor, bias: Tensor | None, d: int, **conf
     config = {**tile_of(n, m, d, features.element_size()), "num_warps": 4, **config}
     tiles = cdiv(d, config["BD"]) * cdiv(m, config["BM"]) * cdiv(n, config["BN"])
     permute_kernel[(tiles * a,)](
-        features,
-        blocks,
-        bias,
-        n,
-        a,
-        m,
-        *features.stride(),
-        *blocks.stride(),
+        *(features, blocks, bias, n, a, m, *features.stride(), *blocks.stride()),
         D=d,
         HAS_BIAS=bias is not None,
         WIDE=wide(config, features, blocks, d),

@@ -23,30 +23,10 @@ def far(index, stride):
 
 @triton.jit
 def decode_kernel(
-    x,
-    w,
-    bias,
-    y,
-    n,
-    a,
-    b,
-    c,
-    xn,
-    xf,
-    yn,
-    yf,
-    wa,
-    wb,
-    wc,
-    wd,
-    L: tl.constexpr,
-    N: tl.constexpr,
-    BB: tl.constexpr,
-    BC: tl.constexpr,
-    EVEN_B: tl.constexpr,
-    EVEN_C: tl.constexpr,
+    x, w, bias, y, n, a, b, c, xn, xf, yn, yf, wa, wb, wc, wd, L: tl.constexpr, N: tl.constexpr,
+    BB: tl.constexpr, BC: tl.constexpr, EVEN_B: tl.constexpr, EVEN_C: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-):
+):  # fmt: skip
     """y[n, a·b·L] = x[n, a·c·L] Kᵀ with w [a, b, c, L] for n ≤ N rows on CUDA cores: w is read once,
     products are summed over c at the end."""
     tiles_b = tl.cdiv(b, BB)
@@ -79,19 +59,7 @@ def decode_kernel(
 
 
 @triton.jit
-def densify_kernel(
-    w,
-    dense,
-    b,
-    c,
-    wa,
-    wb,
-    wc,
-    wd,
-    D: tl.constexpr,
-    BR: tl.constexpr,
-    BF: tl.constexpr,
-):
+def densify_kernel(w, dense, b, c, wa, wb, wc, wd, D: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr):
     """dense [a, b·D, c·D], contiguous, from w [a, b, c, D] in any strides."""
     tiles_f, tiles_r = tl.cdiv(c * D, BF), tl.cdiv(b * D, BR)
     pid = tl.program_id(0)

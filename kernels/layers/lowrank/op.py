@@ -10,32 +10,19 @@ from functools import cache
 
 from torch import Tensor
 
-from blr.kernels.common.dispatch import Plans, Variant, plan
-from blr.kernels.common.inlining import inlined
-from blr.kernels.common.registration import Context, apply, autocast, register, rows
+from blr.kernels.common.dispatch import Variant
+from blr.kernels.common.registration import Context
 from blr.kernels.common.tables import Shape
 from blr.kernels.common.watching import is_unwatched
 from blr.kernels.layers.lowrank.reference import lowrank_linear as reference
-
-Gradients = tuple[Tensor | None, ...]
+from blr.kernels.layers.structured import StructureOperator
 
 
 def lowrank_linear(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Two products through the rank, by the fastest known way.
-
-    Args:
-        x: [..., i], any float dtype, contiguous or not.
-        U: [o, r] and V: [i, r], any strides, the dtype of `x`; fastest with V stored [r, i].
-        bias: [o] or None.
-
-    Returns:
-        [..., o] in the dtype of `x`.
-    """
+    """`reference.lowrank_linear` by the fastest known way; fastest with V stored [r, i]."""
     if is_unwatched(x):
-        return _forward(x, U, V, bias)
-    x, U, V, bias = autocast((x, U, V, bias))
-    y = apply(_LINEAR, rows(x), U, V, bias)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+        return _OPERATOR.planned(x, U, V, bias)
+    return _OPERATOR.watched(x, U, V, bias)
 
 
 def packed(Vs: Sequence[Tensor]) -> Tensor | None:
@@ -51,9 +38,6 @@ def packed(Vs: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((total, width), (width, 1), first.storage_offset())
 
 
-_PLANS = Plans()
-
-
 @cache
 def variants() -> Mapping[str, Variant]:
     """VARIANTS of this structure, imported where kernels run."""
@@ -66,32 +50,9 @@ def _shape(U: Tensor, V: Tensor) -> Shape:
     return Shape(V.shape[0], U.shape[0], 1, U.shape[1])
 
 
-def _forward(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
-    """[..., o], planned once for all tensors of these shapes and dtypes."""
-    kind = None if bias is None else bias.dtype
-    key = (x.shape, x.dtype, x.device, U.shape, U.dtype, V.shape, V.dtype, kind)
-    run = _PLANS.get(key)
-    if run is None:
-        made = plan("lowrank", _shape(U, V), variants, reference, x, (U, V), bias)
-        run = _PLANS.keep(key, made)
-    return run(x, U, V, bias)
-
-
-def _fake(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], U.shape[0])
-
-
-def _setup(ctx: Context, inputs: Sequence[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-
-
-def _backward(ctx: Context, g: Tensor) -> Gradients:
+def _backward(ctx: Context, g: Tensor) -> tuple[Tensor | None, ...]:
     x, U, V = ctx.saved_tensors
-    return _gradients(ctx.needs_input_grad, g, x, U, V)
-
-
-def _gradients(needed: Sequence[bool], g: Tensor, x: Tensor, U: Tensor, V: Tensor) -> Gradients:
-    for_x, for_u, for_v, for_bias = needed
+    for_x, for_u, for_v, for_bias = ctx.needs_input_grad
     h = g @ U if for_x or for_v else g  # [n, r]; g stands for what nothing reads
     return (
         h @ V.mT if for_x else None,
@@ -101,12 +62,4 @@ def _gradients(needed: Sequence[bool], g: Tensor, x: Tensor, U: Tensor, V: Tenso
     )
 
 
-_LINEAR = inlined(
-    register(
-        "lowrank_linear",
-        "(Tensor x, Tensor U, Tensor V, Tensor? bias) -> Tensor",
-        *(_forward, _fake, _setup, _backward, reference),
-    ),
-    "lowrank",
-    _shape,
-)
+_OPERATOR = StructureOperator("lowrank", "Tensor U, Tensor V", _shape, variants, reference, _backward)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from blr.kernels.common.available import supports_pdl
 from blr.kernels.decode.gemv.launch import product as stage
-from blr.kernels.decode.narrow.layers import lowrank as narrow
+from blr.kernels.decode.narrow.launch import lowrank as narrow
 from blr.kernels.layers.lowrank.reference import lowrank_linear as reference
 
 

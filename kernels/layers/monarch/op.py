@@ -7,39 +7,24 @@ g_k [n, q] the gradient of y_k, z and w computed again:
     dU_k = g_kᵀ w_k      dV_l = x_lᵀ dz_l             dbias = Σ_n g
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 
 from torch import Tensor
 
-from blr.kernels.common.dispatch import Plans, Variant, plan
-from blr.kernels.common.inlining import inlined
-from blr.kernels.common.registration import Context, apply, autocast, register, rows
+from blr.kernels.common.dispatch import Variant
+from blr.kernels.common.registration import Context
 from blr.kernels.common.tables import Shape
 from blr.kernels.common.watching import is_unwatched
 from blr.kernels.layers.monarch.reference import monarch_linear as reference
+from blr.kernels.layers.structured import StructureOperator
 
 
 def monarch_linear(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The layer by the fastest known way.
-
-    Args:
-        x: [..., i] with i = b·p, any float dtype, contiguous or not.
-        U: [b, q, r], the middle index runs over (input block l, s in r').
-        V: [b, p, r], the middle index runs over (output block k, s in r'); fastest stored [b, r, p].
-        bias: [b·q] or None.
-
-    Returns:
-        [..., b·q] in the dtype of `x`.
-    """
+    """`reference.monarch_linear` by the fastest known way; fastest with V stored [b, r, p]."""
     if is_unwatched(x):
-        return _forward(x, U, V, bias)
-    x, U, V, bias = autocast((x, U, V, bias))
-    y = apply(_LINEAR, rows(x), U, V, bias)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
-
-
-_PLANS = Plans()
+        return _OPERATOR.planned(x, U, V, bias)
+    return _OPERATOR.watched(x, U, V, bias)
 
 
 @cache
@@ -53,25 +38,6 @@ def variants() -> Mapping[str, Variant]:
 def _shape(U: Tensor, V: Tensor) -> Shape:
     blocks, width, rank = V.shape
     return Shape(blocks * width, U.shape[0] * U.shape[1], blocks, rank)
-
-
-def _forward(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
-    """[..., o], planned once for all tensors of these shapes and dtypes."""
-    kind = None if bias is None else bias.dtype
-    key = (x.shape, x.dtype, x.device, U.shape, U.dtype, V.shape, V.dtype, kind)
-    run = _PLANS.get(key)
-    if run is None:
-        made = plan("monarch", _shape(U, V), variants, reference, x, (U, V), bias)
-        run = _PLANS.keep(key, made)
-    return run(x, U, V, bias)
-
-
-def _fake(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], U.shape[0] * U.shape[1])
-
-
-def _setup(ctx: Context, inputs: Sequence[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
 
 
 def _backward(ctx: Context, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -103,12 +69,4 @@ def _exchange(z: Tensor) -> Tensor:
     return z.unflatten(2, (z.shape[0], -1)).transpose(0, 2).flatten(2)
 
 
-_LINEAR = inlined(
-    register(
-        "monarch_linear",
-        "(Tensor x, Tensor U, Tensor V, Tensor? bias) -> Tensor",
-        *(_forward, _fake, _setup, _backward, reference),
-    ),
-    "monarch",
-    _shape,
-)
+_OPERATOR = StructureOperator("monarch", "Tensor U, Tensor V", _shape, variants, reference, _backward)

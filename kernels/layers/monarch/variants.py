@@ -11,7 +11,7 @@ from blr.kernels.common.replay import at_once
 from blr.kernels.decode.gemm.launch import bmm as our_bmm
 from blr.kernels.decode.gemm.launch import library_rows, run_length
 from blr.kernels.decode.gemv.launch import product as stage
-from blr.kernels.decode.narrow.layers import monarch as narrow
+from blr.kernels.decode.narrow.launch import monarch as narrow
 from blr.kernels.layers.monarch.reference import monarch_linear as reference
 
 RUN = 8  # neighbours in z from which on our product stores it, 16 bytes of half precision

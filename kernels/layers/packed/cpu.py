@@ -1,13 +1,9 @@
 """Products of one token a sequence with weights in few bits on a CPU, by torch's operator for int4.
 
-Dequantizing a weight at every call costs some twenty times what the product does. The operator reads
-codes of 4 bits in an order of its own, so a weight is held a second time in that order: half a byte a
-weight, and 4 bytes a group. 3 bits of the uniform grid and 2 bits become such codes, too; the curved
-grid and 8 bits do not.
-
-The operator computes in bfloat16 and sums in float32. Of a float32 model inputs and results are rounded:
-a relative error of .0024 (a model in bfloat16 has .0029, rounding to int4 costs .1). So it is taken in
-generation alone, where every sequence has one token; whole texts are computed as they were.
+It reads codes of 4 bits in an order of its own, in which a weight is held a second time; uniform 3 and
+2 bits become such codes, too. It computes in bfloat16, a relative error of .0024 (rounding to int4
+costs .1), so it is taken in generation alone, where every sequence has one token; whole texts are
+computed as they were.
 """
 
 import sys

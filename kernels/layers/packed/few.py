@@ -1,10 +1,7 @@
 """Products of 2 to 16 tokens with weights in few bits, as many small programs that wait for nothing.
 
-A program owns 64 rows of the weight and a few groups of their columns. All its words go straight into
-registers, at once, while its inputs go into shared memory. Levels of a group are multiplied as they
-are, exactly, and the group's sums get its scale in float32. Up to 8 tokens go through `mma.sync`, more
-through `wgmma` of Hopper. Gluon, since plain Triton cannot unpack where an operand lies. Derivation:
-README.md.
+All words of a program go straight into registers, while its inputs go into shared memory. Gluon, since
+plain Triton cannot unpack where an operand lies. Derivation: README.md.
 """
 
 from triton.experimental import gluon

@@ -1,10 +1,8 @@
 """Products of 1 and more tokens with weights in few bits, which become plain numbers in registers.
 
-A program owns BR rows of the weight and NP tokens, in one of SPLIT parts of the columns. Packed words
-and inputs come through rings in shared memory. Sixteen words of a row, where they lie as a left operand
-of the tensor cores, are sixteen columns for each field of a word; inputs are in that order
-(`triton.ordered`). Products of a piece run while the next one's words are unpacked. Hopper only
-(`wgmma`), by Gluon: plain Triton waits for every product. Derivation: README.md.
+Words and inputs come through rings in shared memory; products of a piece run while the next one's
+words are unpacked. Hopper only (`wgmma`), by Gluon: plain Triton waits for every product. Derivation:
+README.md.
 """
 
 from triton.experimental import gluon

@@ -11,10 +11,8 @@ from torch import Tensor
 from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.launching import launch
 from blr.kernels.common.replay import Launches
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import Correction, Narrow, QuantizedSegment, Segment
 from blr.kernels.decode.quantized.formats import PLANES
-from blr.kernels.decode.quantized.segments import Correction, Narrow, QuantizedSegment
-from blr.kernels.layers.packed.counters import zero_counters
 from blr.kernels.layers.packed.unpacking import instructions, pieces_of
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -27,6 +25,11 @@ FEW = {(4, 128), (4, 64), (3, 128), (2, 128)}  # bits and groups of `few_product
 FEW_ROWS = 64  # of its program
 RANKS = 64  # of a correction that a product adds
 SHARED = 226 << 10  # bytes of shared memory that the rings of a program may take
+
+CAPTURED = 1 << 20  # numbers on a device for all that graphs capture; 4 MiB
+COUNTERS = 1 << 12  # of a launch
+_streams: dict[tuple[int, int], Tensor] = {}
+_captured: dict[int, Tensor] = {}
 
 
 class ProductTile(NamedTuple):
@@ -221,15 +224,9 @@ def few_product(
             *(tokens, rows, steps, 0 if v is None else len(v)),
         ),
         {
-            "BITS": bits,
-            "GROUP": group,
-            "ASM": instructions(bits, curved, NAMES[x.dtype], False),
-            "NP": slots,
-            "SPLIT": split,
-            "EACH": each,
-            "BIAS": bias is not None,
-            "RANKS": whole_ranks(0 if v is None else len(v)),
-            "PARTS": 1 if z is None else len(z),
+            **{"BITS": bits, "GROUP": group, "ASM": instructions(bits, curved, NAMES[x.dtype], False)},
+            **{"NP": slots, "SPLIT": split, "EACH": each, "BIAS": bias is not None},
+            **{"RANKS": whole_ranks(0 if v is None else len(v)), "PARTS": 1 if z is None else len(z)},
         },
         num_warps=4,
         **({} if z is None else {"launch_pdl": True}),
@@ -257,7 +254,6 @@ def fused_product(
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
     made = prepare(x, bits, group, v, tiles if tile.SPLIT > 1 else 0, pdl=True)
     z = y if made.z is None else made.z
-    name = NAMES[x.dtype]
     launch(
         product_kernel,
         (tiles * tile.SPLIT,),
@@ -268,18 +264,14 @@ def fused_product(
             *(tokens, rows, K, 0 if v is None else len(v)),
         ),
         {
-            "BITS": bits,
-            "GROUP": group,
-            "ASM": instructions(bits, curved, name),
-            "BR": tile.BR,
-            "NP": tile.NP,
-            "SPLIT": tile.SPLIT,
-            "STAGES": tile.STAGES,
-            "WARPS": tile.num_warps,
-            "BIAS": bias is not None,
+            **{"BITS": bits, "GROUP": group, "ASM": instructions(bits, curved, NAMES[x.dtype])},
+            **{"BR": tile.BR, "NP": tile.NP, "SPLIT": tile.SPLIT, "STAGES": tile.STAGES},
+            **{"WARPS": tile.num_warps, "BIAS": bias is not None},
             "FULL": steps_of(K, bits, group) * 512 // PLANES[bits][0] == -(-K // group) * group,
-            "RANKS": whole_ranks(0 if v is None else len(v)),
-            "PARTS": 1 if made.z is None else len(made.z),
+            **{
+                "RANKS": whole_ranks(0 if v is None else len(v)),
+                "PARTS": 1 if made.z is None else len(made.z),
+            },
             "WAIT": 0 if not made.launched else 2 if made.x is x else 1,
         },
         num_warps=tile.num_warps,
@@ -287,3 +279,30 @@ def fused_product(
         **({"launch_pdl": True} if made.launched else {}),
     )
     return y
+
+
+def zero_counters(device: torch.device, count: int) -> Tensor | None:
+    """`count` zeros in int32 for the next launch on the current stream of a GPU, which leaves zeros.
+
+    Launches of a stream share theirs; one that a CUDA graph captures, which may run beside others, has
+    its own.
+
+    None for more than `COUNTERS`, and while a graph is captured where none were prepared or are left.
+    """
+    if count > COUNTERS:
+        return None
+    number = device.index if device.index is not None else torch.cuda.current_device()
+    if torch.cuda.is_current_stream_capturing():
+        left = _captured.get(number)
+        count = -(-count // 4) * 4  # the next ones begin at a multiple of 16 bytes
+        if left is None or len(left) < count:
+            return None
+        _captured[number] = left[count:]
+        return left[:count]
+    if number not in _captured:
+        _captured[number] = torch.zeros(CAPTURED, dtype=torch.int32, device=device)
+    key = number, torch.cuda.current_stream(device).cuda_stream
+    found = _streams.get(key)
+    if found is None:
+        found = _streams[key] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    return found

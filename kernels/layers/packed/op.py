@@ -1,9 +1,7 @@
 """Linear layer on a weight in few bits, ``y = x Wᵀ + bias``: the operator `blr::packed_linear`.
 
-Few tokens on Hopper: one kernel that unpacks weights on their way to the tensor cores (`fused.py`).
-Otherwise weights become plain numbers at every call, by a kernel, and are gone after it: the backward
-pass makes them again. It gives the gradient of x and of the bias. Where kernels do not run, and for the
-gradient of scales, layers take the formula of `blr.kernels.decode.quantized.reference`.
+Few tokens on Hopper: one kernel (`fused.py`). Else weights become plain numbers for the time of a
+call, and again for the backward pass, which gives the gradients of x and of the bias.
 """
 
 import functools

@@ -63,13 +63,7 @@ def dequantize_kernel(
 
 
 def dequantize(
-    packed: Tensor,
-    scale: Tensor,
-    bits: int,
-    K: int,
-    dtype: torch.dtype,
-    group: int,
-    curved: bool = True,
+    packed: Tensor, scale: Tensor, bits: int, K: int, dtype: torch.dtype, group: int, curved: bool = True
 ) -> Tensor:
     """`blr.kernels.decode.quantized.reference.dequantize` in one launch: [..., R, K] in `dtype`.
 

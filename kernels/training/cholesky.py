@@ -41,7 +41,7 @@ class Factored:
 
     def solve(self, right: Tensor) -> Tensor:
         """X [g, m, n] with ``X A = B`` for B [g, m, n]."""
-        from blr.kernels.training.cholesky.triton import solve_kernel
+        from blr.kernels.training.cholesky_triton import solve_kernel
 
         solved = right.clone(memory_format=torch.contiguous_format)
         groups, m, n = solved.shape
@@ -69,7 +69,7 @@ def factored(matrices: Tensor) -> Factored:
 
 def _step(lower: Tensor, inverses: Tensor, first: int, below: int) -> None:
     """Factor the columns of the tile at `first`, and take them from the tiles behind it."""
-    from blr.kernels.training.cholesky.triton import diagonal_kernel, panel_kernel, update_kernel
+    from blr.kernels.training.cholesky_triton import diagonal_kernel, panel_kernel, update_kernel
 
     groups, n, _ = lower.shape
     given = (lower, inverses, n, first, lower.stride(0), inverses.stride(0))

@@ -1,8 +1,4 @@
-"""The relative distance of rows of states and its gradient.
-
-Either kernel reads both states once, and no difference is made in memory: in plain torch some float32
-copies of either are written and read. A program has a few rows, as they fill its threads.
-"""
+"""The relative distance of rows of states and its gradient: kernels that read both states once."""
 
 import torch
 import triton
@@ -10,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blr.kernels.common.launching import run_kernel
-from blr.kernels.training.distance.reference import LEAST
+from blr.kernels.training.losses import LEAST
 
 WIDEST = 2048  # columns of a block at most
 TILE = 4096  # numbers of a program's block
@@ -57,7 +53,7 @@ def distance_back_kernel(
 
 
 def distances(mine: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """As of `reference.distances`; states [..., d] of whatever two dtypes."""
+    """As of `losses.distances`; states [..., d] of whatever two dtypes."""
     mine, wanted = mine.contiguous(), wanted.contiguous()
     found, size = torch.empty((2, *mine.shape[:-1]), dtype=torch.float32, device=mine.device)
     n, width, blocks = found.numel(), mine.shape[-1], _blocks(mine)
@@ -69,7 +65,7 @@ def distances(mine: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distances_back(mine: Tensor, wanted: Tensor, size: Tensor, g: Tensor) -> Tensor:
-    """As of `reference.distances_back`."""
+    """As of `losses.distances_back`."""
     mine, wanted, flat = mine.contiguous(), wanted.contiguous(), g.reshape(-1)
     made = torch.empty_like(mine)
     n, width, blocks = size.numel(), mine.shape[-1], _blocks(mine)

@@ -1,5 +1,4 @@
-"""The product of an MLP's gate with its gradient, one kernel each way. For training alone: it does
-not travel."""
+"""Rotations and gates with gradients, one kernel each way. For training alone: it does not travel."""
 
 import torch
 from torch import Tensor
@@ -8,7 +7,8 @@ from torch.autograd.function import once_differentiable
 from blr.kernels.common.available import TRAINED, kernels_on
 from blr.kernels.common.launching import launch
 from blr.kernels.common.registration import ContextOf
-from blr.kernels.fused.gated.reference import GATES
+from blr.kernels.fused.launch import by_token, fits, rotated, turned_back
+from blr.kernels.fused.reference import GATES, rotate
 
 BLOCK = 1024  # numbers of a program: eight of half precision a thread
 WARPS = 4
@@ -31,7 +31,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: ContextOf[str], gate: Tensor, up: Tensor, make: str) -> Tensor:
-        from blr.kernels.fused.gated.triton import gated_kernel
+        from blr.kernels.fused.triton import gated_kernel
 
         ctx.save_for_backward(gate, up)
         ctx.more = make
@@ -44,7 +44,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: ContextOf[str], g: Tensor) -> tuple[Tensor, Tensor, None]:
-        from blr.kernels.fused.gated.triton_back import gated_back_kernel
+        from blr.kernels.fused.triton import gated_back_kernel
 
         gate, up = ctx.saved_tensors
         made = torch.empty_like(gate), torch.empty_like(up)
@@ -56,3 +56,34 @@ class _Gated(torch.autograd.Function):
 
 def _programs(x: Tensor) -> int:
     return -(-x.numel() // BLOCK)
+
+
+def rotated_with_gradient(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As of `reference.rotate`, differentiable in queries and keys.
+
+    Args:
+        q: [B, H, T, D], k: [B, K, T, D], cos, sin: [B or 1, T, D], of one dtype and device.
+    """
+    if not kernels_on(q.device) or q.dtype not in TRAINED or not fits(q, k, cos, sin):
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+    return _Rotated.apply(q, k, cos, sin)
+
+
+class _Rotated(torch.autograd.Function):
+    """`rotated`; it keeps cosines and sines alone, which all layers share."""
+
+    @staticmethod
+    def forward(
+        ctx: ContextOf[tuple[bool, bool]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.more = by_token(q), by_token(k)  # gradients go where projections take them from
+        return rotated(q, k, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: ContextOf[tuple[bool, bool]], q: Tensor, k: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return *turned_back(q, k, cos, sin, ctx.more), None, None

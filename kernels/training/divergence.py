@@ -1,11 +1,7 @@
-"""KL divergence of rows of logits and its gradient.
+"""KL divergence of rows of logits and its gradient, where each logit is read twice.
 
-Each logit is read twice and nothing else of its size is made but the gradient, where log-softmaxes and
-their backward passes in float32 move some five times as many bytes.
-
-A program has one row. First it takes in blocks what both softmaxes and the divergence need (largest
-logit, normalizer, Σ e^t (t − s)), rescaled when a larger logit comes (online softmax, arXiv 1805.02867);
-then it writes q − p.
+A program has one row. It takes in blocks what both softmaxes and the divergence need, rescaled when a
+larger logit comes (online softmax, arXiv 1805.02867); then it writes q − p.
 """
 
 import torch

@@ -1,0 +1,64 @@
+"""The layer of a structure as one operator of torch, whose way is planned once for every shape."""
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from blr.kernels.common.dispatch import Plans, Variant, plan
+from blr.kernels.common.inlining import inlined
+from blr.kernels.common.registration import Context, apply, autocast, register, rows
+from blr.kernels.common.tables import Shape
+
+
+class StructureOperator:
+    """``linear(x, U, …, bias)`` of one structure, by the fastest known way.
+
+    Args:
+        structure: its folder. factors: as an operator's schema lists them, U first. shape: sizes by the
+            factors. variants: gives VARIANTS, where kernels run. reference: in plain torch; on_cpu: in
+            its place on a CPU. backward: gradients of x, the factors and the bias, from those of y.
+    """
+
+    def __init__(
+        self,
+        structure: str,
+        factors: str,
+        shape: Callable[..., Shape],
+        variants: Callable[[], Mapping[str, Variant]],
+        reference: Variant,
+        backward: Callable[[Context, Tensor], tuple[Tensor | None, ...]],
+        on_cpu: Variant | None = None,
+    ) -> None:
+        self.structure, self.shape, self.variants = structure, shape, variants
+        self.reference, self.on_cpu, self.plans = reference, on_cpu, Plans()
+        schema = f"(Tensor x, {factors}, Tensor? bias) -> Tensor"
+        made = (self.planned, _fake, _setup, backward, reference)
+        self.operator = inlined(register(f"{structure}_linear", schema, *made), structure, shape)
+
+    def planned(self, x: Tensor, *rest: Tensor | None) -> Tensor:
+        """[..., o] of x [..., i], factors and bias, planned once for all of these shapes and dtypes."""
+        key = (x.shape, x.dtype, x.device, *[None if t is None else (t.shape, t.dtype) for t in rest])
+        run = self.plans.get(key)
+        if run is None:
+            given: Any = (*rest[:-1],), rest[-1], self.on_cpu
+            shape = self.shape(*rest[:-1])
+            made = plan(self.structure, shape, self.variants, self.reference, x, *given)
+            run = self.plans.keep(key, made)
+        y: Tensor = run(x, *rest)
+        return y
+
+    def watched(self, x: Tensor, *rest: Tensor | None) -> Tensor:
+        """The same where somebody looks on: autograd, autocast or a trace."""
+        x, *given = autocast((x, *rest))
+        y: Tensor = apply(self.operator, rows(x), *given)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _fake(x: Tensor, U: Tensor, *rest: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], prod(U.shape[:-1]))
+
+
+def _setup(ctx: Context, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:-1])

@@ -1,1 +1,0 @@
-"""Batches of symmetric positive definite systems, factored and solved tile by tile."""

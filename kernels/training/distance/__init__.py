@@ -1,1 +1,0 @@
-"""The relative distance of rows of hidden states and its gradient, each in one kernel."""
