@@ -10,9 +10,10 @@ from typing_extensions import TypedDict
 
 from blr.compressor.fitting.trainer import MOMENTS, Adam, Best
 from blr.compressor.healing.student_and_teacher import TrainedPair
+from blr.compressor.structures.packing import part_of
 from blr.compressor.workspace.journal import Journal
 
-OPTIMIZER, MASTER, BEST = "optimizer.", "master.", "best."
+OPTIMIZER, MASTER, BEST = "optimizer", "master", "best"
 Moments = dict[str, Tensor]
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 
@@ -91,14 +92,13 @@ def save_state(
 ) -> None:
     """Keep all that a resumed run needs. If masters are sharded all processes call it; the one with
     `write` set writes."""
-    tensors = {f"{MASTER}{n}": value for n, value in pair.joined(pair.values()).items()}
-    for name, value in pair.joined(state.values or {}).items():
-        tensors[f"{BEST}{name}"] = value
+    tensors = {f"{MASTER}.{n}": value for n, value in pair.joined(pair.values()).items()}
+    tensors |= {f"{BEST}.{n}": value for n, value in pair.joined(state.values or {}).items()}
     for name, moments in zip(pair.masters, optimizer.moments(), strict=True):
         for part, value in moments.items():
             kept = value.to("cpu", copy=True)
             whole = pair.joined({name: kept})[name] if kept.dim() else kept
-            tensors[f"{OPTIMIZER}{part}.{name}"] = whole.contiguous()
+            tensors[f"{OPTIMIZER}.{part}.{name}"] = whole.contiguous()
     if write:
         journal.store(key, tensors, state.record())
 
@@ -109,7 +109,7 @@ def load_state(
     """The state, the masters and the moments that `save_state` kept, each this process's part; None if
     there is nothing that fits."""
     found = journal.load(key)
-    if found is None or not {f"{MASTER}{name}" for name in pair.masters} <= found[0].keys():
+    if found is None or not {f"{MASTER}.{name}" for name in pair.masters} <= found[0].keys():
         return None  # or of an earlier version, which trained less
     tensors = journal.tensors(key)
     try:
@@ -118,13 +118,13 @@ def load_state(
         return None
     if not _fit(pair, tensors):
         return None
-    state.values = pair.parted(_named(tensors, BEST)) or None
+    state.values = pair.parted(part_of(tensors, BEST)) or None
     moments: dict[str, Moments] = {}
-    for label, tensor in _named(tensors, OPTIMIZER).items():
+    for label, tensor in part_of(tensors, OPTIMIZER).items():
         part, _, name = label.partition(".")
         own = pair.parted({name: tensor})[name] if tensor.dim() else tensor
         moments.setdefault(name, {})[part] = own
-    return state, pair.parted(_named(tensors, MASTER)), moments
+    return state, pair.parted(part_of(tensors, MASTER)), moments
 
 
 def _fit(pair: TrainedPair, tensors: dict[str, Tensor]) -> bool:
@@ -133,7 +133,7 @@ def _fit(pair: TrainedPair, tensors: dict[str, Tensor]) -> bool:
     for label, tensor in tensors.items():
         kind, _, name = label.partition(".")
         part, _, moment_of = name.partition(".")
-        if f"{kind}." == OPTIMIZER:
+        if kind == OPTIMIZER:
             if part not in MOMENTS or moment_of not in pair.masters:
                 return False
             name = moment_of
@@ -141,7 +141,3 @@ def _fit(pair: TrainedPair, tensors: dict[str, Tensor]) -> bool:
         if name in whole and tensor.shape != whole[name] and not scalar:
             return False
     return True
-
-
-def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

@@ -124,9 +124,7 @@ class KernelLinear(modeling_blr.FormulaLinear):
         return packed_factor(self, name)
 
     def packed_product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """``x Wᵀ + bias`` by packed factors; None where they are to be dequantized."""
-        if self.packing is None:
-            return None
+        """``x Wᵀ + bias`` of a packed layer by its factors as they are; None: they are dequantized."""
         if is_float8(self) and (y := float8_product(self, x, bias)) is not None:
             return y
         if not (names := self.kernels.packed):
@@ -177,14 +175,14 @@ class StructuredLinear(KernelLinear):
         return self.product(x, self.bias)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if (y := self.packed_product(x, bias)) is not None:
+        if self.packing is not None and (y := self.packed_product(x, bias)) is not None:
             return y
         if self.kernels.product is None:
             return super().product(x, bias)
         return self.kernels.product(self.spec, x, bias, *self.factors_for(x))
 
     def ordered(self) -> list[Tensor]:
-        if self.has_own_layout:  # as they are stored: the way of every token
+        if self.packing is None and not self.exported:  # as they are stored: the way of every token
             if (factors := self._modules.get("factors")) is not None:
                 return [*factors().values()]
             known: Any = self._parameters  # asked by name each costs the host a microsecond more

@@ -102,6 +102,6 @@ def restored(spec: Spec, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> T
 
 
 def part_of(tensors: Mapping[str, Value], name: str) -> dict[str, Value]:
-    """The tensors of one part of a corrected layer, by their names in it."""
+    """Those whose names begin with the `name` of a part and a dot, by their names in it."""
     prefix = f"{name}."
     return {k.removeprefix(prefix): tensor for k, tensor in tensors.items() if k.startswith(prefix)}

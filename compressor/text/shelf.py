@@ -31,7 +31,6 @@ MARK = "own text kept by blr: files that it may remove\n"
 MAX_LIST = 64 * 2**20  # bytes
 STALE = 3600.0  # seconds after which an unfinished file is taken to be abandoned
 OFF = "off"  # value of BLR_TEXT_DIR
-UNLOCKED = -1
 _OURS = re.compile(r"[0-9a-f]{64}\.safetensors\n")
 FAILURES = (BlrError, OSError, SafetensorError)
 
@@ -99,34 +98,31 @@ class Shelf:
     def _claimed(self, key: str, wait: bool) -> Iterator[bool]:
         """While active, the batch is this process's to write if the value is true. If another process
         writes it, `wait` waits, else the value is false. Without locks it is always true."""
-        descriptor = UNLOCKED if self.folder is None else _locked(self.folder, key, wait)
+        descriptor = None
         try:
-            yield descriptor is not None
+            if self.folder is not None:
+                with suppress(OSError):
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                    descriptor = os.open(self.folder / ".lock", flags, 0o666)
+            yield descriptor is None or _is_locked(descriptor, key, wait)
         finally:
-            if descriptor is not None and descriptor != UNLOCKED:
+            if descriptor is not None:
                 os.close(descriptor)
 
 
-def _locked(folder: Path, key: str, wait: bool) -> int | None:
-    """An open descriptor that locks `key`, one byte of a file; UNLOCKED if locks do not work here, None
-    if another process has the lock."""
+def _is_locked(descriptor: int, key: str, wait: bool) -> bool:
+    """Lock `key`, one byte of a file. False if another process has the lock; true where locks do not
+    work."""
     try:
         import fcntl
 
-        folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(folder / ".lock", flags, 0o666)
-    except (ImportError, OSError):
-        return UNLOCKED
-    try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, int(key[:15], 16))
-        return descriptor
-    except OSError as error:
-        os.close(descriptor)
-        return None if isinstance(error, (BlockingIOError, PermissionError)) else UNLOCKED
-    except BaseException:  # interrupted while it waits
-        os.close(descriptor)
-        raise
+    except (BlockingIOError, PermissionError):
+        return False
+    except (ImportError, OSError):
+        pass
+    return True
 
 
 def _listed(folder: Path) -> set[str]:

@@ -20,8 +20,9 @@ KEYS = {n: layer_key(batch=n) for n in (2, 5, 7)}
 HOLD = """
 import sys
 from pathlib import Path
-from blr.compressor.text.shelf import _locked
-assert _locked(Path(sys.argv[1]), sys.argv[2], False) > 0
+from blr.compressor.text.shelf import Shelf
+claimed = Shelf(Path(sys.argv[1]))._claimed(sys.argv[2], False)
+assert claimed.__enter__()
 print("held", flush=True)
 sys.stdin.read()
 """

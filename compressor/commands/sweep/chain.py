@@ -91,7 +91,7 @@ def run_chains(chains: Sequence[PointChain], places: Sequence[dict[str, str]]) -
                 time.sleep(PAUSE * bool(running))
                 for process in [each for each in running if each.poll() is not None]:
                     chain, place = running.pop(process)
-                    chain.ended(process.returncode)
+                    chain.ended(process.poll() or 0)
                     ready.append((chain, place))
                 for chain, place in ready:
                     if (command := chain.command()) is None:

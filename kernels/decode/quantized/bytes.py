@@ -95,6 +95,7 @@ def byte_sums(tile, factor, x, gain, past, column, T: tl.constexpr):
         levels = (words >> (4 * place)) & 0x0F0F0F0F
         high = four_products(levels, x_high, high, False, True, T.BYTES == 1)
         low = four_products(levels, x_low, low, False, False, T.BYTES == 1)
+    total *= 8.0
     sums = tl.sum(high * 256 + low, 2, keep_dims=True).to(tl.float32)
-    total = tl.sum(total * 8.0, 2, keep_dims=True)
+    total = tl.sum(total, 2, keep_dims=True)
     return (sums * (1.0 / scale) - total) * factor, square

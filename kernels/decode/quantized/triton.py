@@ -122,7 +122,7 @@ def stage_start(tile, s, T: tl.constexpr):
 def stage_products(started, s, gain, T: tl.constexpr):
     """Products of the tile that `stage_start` started, for `stage_rows`.
 
-    s, T: `segments.QuantizedStage` and `segments.QuantizedTile`.
+    s, T: `launch.QuantizedStage` and `launch.QuantizedTile`.
     """
     chunk, words, scales, block = started[0], started[1], started[2], started[3]
     x = s.x + block * s.x_block

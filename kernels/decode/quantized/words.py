@@ -153,10 +153,10 @@ def field_number(tile, FIELD: tl.constexpr, BITS: tl.constexpr):
 def head_number(words, BYTE: tl.constexpr, MASK: tl.constexpr, POWER: tl.constexpr):
     """Byte BYTE of words as the head of a mantissa (bits 15 to 22), masked and joined with the exponent
     of the power of two that gives its field's last bit the value 1."""
-    SHIFT: tl.constexpr = 15 - 8 * BYTE
-    moved = words << SHIFT if SHIFT > 0 else words >> -SHIFT
     # Zero, which no compiler knows: constants stay in registers, one instruction masks and joins.
     zero = tl.program_id(2) << 15
+    SHIFT: tl.constexpr = 15 - 8 * BYTE
+    moved = words << SHIFT if SHIFT > 0 else words >> -SHIFT
     return ((moved & MASK) ^ (zero + POWER)).to(tl.float32, bitcast=True)
 
 

@@ -199,17 +199,11 @@ def grouped(
     from blr.kernels.decode.skinny.triton import dual_kernel, grouped_kernel
 
     one, other, tokens, pair = segments[0], segments[-1], len(segments[0].x), bool(activation)
-    if not 1 <= tokens <= MOST:
-        raise ValueError(f"skinny products: {tokens} tokens; they take 1 to {MOST}")
-    shared = not pair or (one.x.data_ptr() == other.x.data_ptr() and one.x.shape == other.x.shape)
-    form, slots, K = (one.bits, one.group), token_slots(tokens), max(s.shape[2] for s in segments)
-    rows = sum(s.shape[0] * s.shape[1] for s in segments[: 1 if pair else 3])
-    shape = tile_shape(*form, rows, K, like or tokens) | (config or {})
-    limit = shared_limit(one.x.device)
-    shape = fitted(shape, form, slots, limit, 1 + pair, 1 if shared else 2)
+    shared = one.x.data_ptr() == other.x.data_ptr() and one.x.shape == other.x.shape
+    shape = _launch_shape(segments, tokens, pair, shared, like, config)
     stages, tiles = [stage_of(s) for s in segments], [tile_of(s, shape, order) for s in segments]
     counts = (s.blocks * -(-s.rows // t.BR) * t.SPLIT for s, t in zip(stages, tiles, strict=True))
-    ends = [*accumulate(counts)]
+    ends, slots = [*accumulate(counts)], token_slots(tokens)
     programs = ends[0] if pair else ends[-1]
     areas = (1 + pair) * programs * shape["BR"] * slots if shape["SPLIT"] > 1 else 1
     room = (*workspace.take(areas, programs, one.x.device), tokens)
@@ -222,6 +216,21 @@ def grouped(
     given = (*three(stages), ends[0], ends[min(1, len(ends) - 1)], *room)
     options |= {"COUNT": len(segments), "ADD": add, **numbered("T", tiles)}
     grouped_kernel[(programs,)](*given, **options)
+
+
+def _launch_shape(
+    segments: Sequence[AnySegment], tokens: int, pair: bool, shared: bool, like: int | None,
+    config: dict[str, int] | None,
+) -> dict[str, int]:  # fmt: skip
+    """The sizes of a launch, of a `pair` with one `shared` input or two. Raises ValueError for no
+    tokens, or more than 64."""
+    if not 1 <= tokens <= MOST:
+        raise ValueError(f"skinny products: {tokens} tokens; they take 1 to {MOST}")
+    one, inputs = segments[0], 2 if pair and not shared else 1
+    form, K = (one.bits, one.group), max(s.shape[2] for s in segments)
+    rows = sum(s.shape[0] * s.shape[1] for s in segments[: 1 if pair else 3])
+    shape = tile_shape(*form, rows, K, like or tokens) | (config or {})
+    return fitted(shape, form, token_slots(tokens), shared_limit(one.x.device), 1 + pair, inputs)
 
 
 def token_slots(tokens: int) -> int:

@@ -97,7 +97,7 @@ def prepare(
     z: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """`reference.prepare` as one kernel.
+    """Norm, round and order inputs, and multiply the first factors of corrections, by one kernel.
 
     Args:
         x: [n, B·K]. out: [n, B·K'], K' being K padded to whole groups, in half precision.
