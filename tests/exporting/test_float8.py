@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
-from blr.compressor.fitting.trainable_layers import make_twin
+from blr.compressor.fitting.student import make_twin
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.structures.specs import spec_from_dict
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from blr.compressor.commands.heal import heal
 from blr.compressor.fitting.rounding import Metric
-from blr.compressor.fitting.trainable_layers import Twin
+from blr.compressor.fitting.student import Twin
 from blr.compressor.healing import trainer
 from blr.compressor.healing.objective import PADDING, Objective
 from blr.compressor.healing.output import metric_of, read_inputs

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blr.compressor.fitting.rounding import Metric, plain_fit, round_layer
-from blr.compressor.fitting.trainable_layers import make_twin
+from blr.compressor.fitting.student import make_twin
 from blr.compressor.structures.base import FitOptions, weighted_norm_squared
 from blr.compressor.structures.gptq import Costs, costs_of, round_fp8, seen_by_v
 from blr.compressor.structures.packing import pack_factor, restored

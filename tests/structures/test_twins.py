@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blr.compressor.fitting.rounding import Metric, is_latent, plain_fit, round_layer
-from blr.compressor.fitting.trainable_layers import make_twin
+from blr.compressor.fitting.student import make_twin
 from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures.latent import Banks
 from blr.compressor.structures.specs import (
