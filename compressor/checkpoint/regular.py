@@ -220,7 +220,7 @@ def parse_json(data: bytes | bytearray, path: Path, *, constants: bool = False) 
 
 def depth(value: Any) -> int:
     """Nesting depth of parsed JSON, without recursion."""
-    level, found = [value], 0
+    level, found = [value] if type(value) in (dict, list) else [], 0
     while level:
         found += 1
         children = (item.values() if type(item) is dict else item for item in level)

@@ -117,6 +117,7 @@ class HealRun(FolderRun):
     doubted: bool = False  # whether the teacher may be another model than the student came from
 
     def __post_init__(self) -> None:
+        self.texts = text_digests(self.options.files)
         batch_windows(self.options, self.reading, self.on_gpu, self.processes.count)
 
     @property
@@ -285,7 +286,7 @@ class HealRun(FolderRun):
         return {
             "source": headers_digest(self.checkpoint.source),
             "teacher": headers_digest(self.teacher.source),
-            "texts": text_digests(self.options.files),
+            "texts": self.texts,
             "heal": {**self.options.fingerprint(), "device": self.processes.device.type},
             "versions": versions(),
         }

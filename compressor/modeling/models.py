@@ -132,6 +132,7 @@ def __getattr__(name: str) -> type:
     return model_class(name)
 
 
+MIXER, SHIFT, BYTE = 2654435761, 16, 255  # of a multiplicative hash (Knuth)
 SMALL = 191  # the bits of a byte but the one that makes a float8 2 or more, or no number
 PART = 0.5  # of unit gain: a weight and its correction are summed, and neither is trained to less
 FLOAT8 = 0.6  # root mean square of such numbers
@@ -139,7 +140,8 @@ FLOAT8 = 0.6  # root mean square of such numbers
 
 @torch.no_grad()
 def initialize_packed(model: nn.Module) -> None:
-    """Give packed factors of `model` first values where transformers has not marked them as given."""
+    """Give packed factors of `model` first values, the same each time, where transformers has not marked
+    them as given."""
     for layer in model.modules():
         if not isinstance(layer, KernelLinear) or getattr(layer, "_is_hf_initialized", False):
             continue
@@ -147,7 +149,8 @@ def initialize_packed(model: nn.Module) -> None:
             packed, scale = layer.stored(factor)
             if packed.is_meta or getattr(packed, "_is_hf_initialized", False):
                 continue
-            fp8, numbers = factor.storage == "float8", torch.randint_like(packed, 256, dtype=torch.uint8)
+            fp8, places = factor.storage == "float8", torch.arange(packed.numel(), device=packed.device)
+            numbers = (places * MIXER >> SHIFT) & (SMALL if fp8 else BYTE)
             levels = FLOAT8 if fp8 else 2**factor.bits / 12**0.5
-            init.copy_(packed, (numbers & SMALL if fp8 else numbers).view(packed.dtype))
+            init.copy_(packed, numbers.to(torch.uint8).view(packed.dtype).view(packed.shape))
             init.copy_(scale, torch.full_like(scale, PART * factor.unit / levels))
