@@ -381,5 +381,5 @@ def test_dense_and_quantized_stages_side_by_side() -> None:
     either.grouped(made, add=True)
     for s in made:
         assert _near(s.y, 1 + s.product(None, 0.0).double(), torch.float32)
-    with pytest.raises(ValueError, match="weights of 0/0 and 4/128 bits"):
+    with pytest.raises(ValueError, match="weights of 4/128 and 16/0 bits"):
         either.grouped([made[0], int4[0]], activation="silu")
