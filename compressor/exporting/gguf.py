@@ -31,7 +31,7 @@ from blr.compressor.exporting.engines import (
     window_told,
 )
 from blr.compressor.exporting.gguf_file import BLOCK, File, blocks, counted, superblocks
-from blr.compressor.exporting.gguf_models import REMEDY, Decoder, check_architecture, tokenizer_values
+from blr.compressor.exporting.gguf_models import REMEDY, GgufModel, check_architecture, tokenizer_values
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.exporting.plan import ExportPlan
 from blr.compressor.exporting.tensors import Make, Tensors
@@ -64,7 +64,7 @@ def plan(begun: Begun, options: ExportOptions) -> dict[str, Any]:
     """The members of the plan. Raises CapabilityError for models and tokenizers that llama.cpp does not
     have."""
     source, layers, make = begun.source, begun.layers, dict(begun.tensors.make)
-    native = Decoder(check_architecture(source, engine()))
+    native = GgufModel(check_architecture(source, engine()))
     values = native.values(options.source_name)
     values |= tokenizer_values(source.folder, native.config.vocab_size)
     model = File(values, Tensors(source, make=make))
@@ -98,7 +98,7 @@ def _told(layers: Sequence[FewBits]) -> tuple[str, ...]:
     return (said,) if wider else ()
 
 
-def _add_others(model: File, source: Source, native: Decoder, others: Tensors) -> None:
+def _add_others(model: File, source: Source, native: GgufModel, others: Tensors) -> None:
     """Add the tensors beside the layers in few bits, and the factors of rotary positions."""
     config = native.config
     for slot in others.slots:
@@ -134,7 +134,7 @@ def rotary_factors(config: PreTrainedConfig) -> Tensor:
     return config.rope_parameters["rope_theta"] ** -places / scaled
 
 
-def _add_packed(model: File, native: Decoder, layer: FewBits) -> None:
+def _add_packed(model: File, native: GgufModel, layer: FewBits) -> None:
     shape = layer.spec.out_features, layer.spec.in_features
     name = native.name_of(f"{layer.module}.weight")
     model.add(name, kind(layer), shape, partial(_blocks, layer, native.row_order(name)))
@@ -157,7 +157,7 @@ def _held(scale: Tensor, base: QuantizedSpec) -> bool:
     return bool(scale.to(torch.float16).isfinite().all())
 
 
-def _add_adapter(adapter: File, native: Decoder, layer: FewBits) -> None:
+def _add_adapter(adapter: File, native: GgufModel, layer: FewBits) -> None:
     """Add the factors of a correction."""
     name, spec = native.name_of(f"{layer.module}.weight"), layer.spec
     for factor, part, shape, order in (

@@ -116,7 +116,7 @@ def check_architecture(source: Source, engine: Engine) -> PreTrainedConfig:
 
 
 @dataclass(frozen=True)
-class Decoder:
+class GgufModel:
     """A model that `check_architecture` lets pass, as llama.cpp calls and computes it."""
 
     config: PreTrainedConfig
