@@ -1,6 +1,6 @@
-"""What a checkpoint's folder holds besides config and weights, and what of it an output takes along: all
-but weights in other formats, adapters, whatever can be executed, links out of the folder, FIFOs, JSON
-that does not parse and files of over 64 MiB."""
+"""What a checkpoint's folder holds besides config and weights, and what of it an output takes along.
+Left behind are weights in other formats, adapters and whatever can be executed; links out of the
+folder and FIFOs; JSON that does not parse and files of over 64 MiB."""
 
 import json
 import os

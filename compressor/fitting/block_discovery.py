@@ -42,8 +42,8 @@ Handing = Callable[[Tensor], object]  # turns hidden states into what a block re
 
 
 def check_blocks(model: BlockModel, ids: Tensor) -> None:
-    """Check on tokens `ids` [1, w] that running the blocks of `model` one by one gives the states and
-    logits that the model gives, and learn what they return. Raises CapabilityError if not."""
+    """Check on tokens `ids` [1, w] that running the blocks of `model` one by one gives the states
+    and logits of the model. Learn what they return. Raises CapabilityError if not."""
     try:
         with torch.no_grad():
             _check(model, {"input_ids": ids[:, :PROBE].to(model.device)})

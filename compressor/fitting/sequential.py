@@ -40,9 +40,10 @@ CACHE_BYTES = 4 << 30  # most bytes of a block's dense inputs that the CPU keeps
 def fit_blocks(run: FitRun) -> dict[str, Result]:
     """Fit every planned layer inside the model's blocks. Returns factors and records by module name.
 
-    Inside a block, groups of layers that share an input are fitted in order of execution, so that every
-    layer makes up for what earlier ones lost (the targets of AA-SVD, arXiv 2604.02119). Processes run
-    their own batches through the blocks, share out the layers of a group and fit the largest together.
+    Inside a block, groups of layers that share an input are fitted in order of execution, so that
+    every layer makes up for what earlier ones lost. The targets are those of AA-SVD (arXiv
+    2604.02119). Processes run their own batches through the blocks, share out the layers of a group
+    and fit the largest together.
     """
     costs = {p.layer.module: predicted_cost(p.spec, calibrated=True) for p in run.plan.layers}
     with run.work.progress.layers(len(costs), costs=costs) as advance:

@@ -1,6 +1,6 @@
 """Finds sizes and forms that give a factor of the whole model, a speed of decoding, or a good draft.
-Weights are read at a share of the memory's bandwidth, and in few bits also unpacked, at a rate by
-multiprocessors and clock, as exports do on an H200 (LOG, 2026-11-25)."""
+Weights are read at a share of the memory's bandwidth, and in few bits also unpacked. The rate of
+that goes by multiprocessors and clock, as of exports on an H200 (LOG, 2026-11-25)."""
 
 from collections.abc import Iterator
 from math import sqrt

@@ -210,9 +210,9 @@ def orthonormal(matrix: Tensor) -> Tensor:
 def _robust(
     call: Callable[[Tensor], Any], matrix: Tensor, name: str, shifts: Sequence[float] = ()
 ) -> Any:
-    """``call(matrix)``, a decomposition called `name`. Where the library fails it is repeated on the CPU
-    in float64, then with `shifts` of the diagonal, relative and distinct, which separate the eigenvalues
-    it trips over. Raises NumericsError."""
+    """``call(matrix)``, a decomposition called `name`. Where the library fails it is repeated on the
+    CPU in float64, then with `shifts` of the diagonal. These are relative and distinct, and separate
+    the eigenvalues it trips over. Raises NumericsError."""
     if (found := _attempted(call, matrix)) is not None:
         return found
     if not bool(matrix.isfinite().all()):

@@ -25,10 +25,10 @@ Verify = Callable[[Path, dict[str, object]], list[str]]
 
 
 class Workspace:
-    """Exclusive access to the partial folder of one output, as a context manager. `overwrite` replaces
-    an existing output of blr, `restart` discards what an earlier run left, and `visiting` adds to the
-    journal of another process and does not enter. Raises OutputError, on entering, if another run holds
-    it, or if it is not writable or not of blr."""
+    """Exclusive access to the partial folder of one output, as a context manager. `overwrite`
+    replaces an existing output of blr. `restart` discards what an earlier run left. `visiting` adds
+    to the journal of another process and does not enter. Raises OutputError, on entering, if another
+    run holds it, or if it is not writable or not of blr."""
 
     def __init__(
         self, output: Path, *, overwrite: bool = False, restart: bool = False, visiting: bool = False

@@ -37,7 +37,7 @@ def activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -
     """``φ(x weightᵀ + bias)``, contiguous: by one kernel where that is faster, else the library's
     product, written over.
 
-    Apart, the product writes ``x Wᵀ + b`` and the activation reads and writes all of it again, which
+    Apart, the product writes ``x Wᵀ + b`` and the activation reads and writes all of it again. That
     takes as long as the product where k is a rank (scripts/log).
 
     Args:

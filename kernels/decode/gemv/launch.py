@@ -162,8 +162,8 @@ def run_stages(
     eps: float,
     **constants: object,
 ) -> None:
-    """One to three stages by `kernel`, a `grouped_kernel` of plain or of quantized weights, or by a
-    `dual_kernel` gate and up, whose activation is among the constants."""
+    """One to three stages by `kernel`, a `grouped_kernel` of plain or of quantized weights. A
+    `dual_kernel` takes gate and up; its activation is among the constants."""
     blocks = [1 if tile.MIX else s.blocks for s, tile in zip(stages, tiles, strict=True)]
     programs = [b * -(-s.rows // t.BR) for b, s, t in zip(blocks, stages, tiles, strict=True)]
     norm = (stages[0].x if gain is None else gain, eps)

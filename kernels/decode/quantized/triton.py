@@ -1,6 +1,6 @@
 """Segmented matrix-vector products with weights in 8, 4, 3 or 2 bits, dequantized in registers.
 
-A program walks `BR` rows in chunks of `BQ` quads of 16 bytes, each loaded by one thread, whose inputs
+A program walks `BR` rows in chunks of `BQ` quads of 16 bytes. One thread loads each; its inputs
 serve its quads of BR / T rows. Derivation: ../README.md.
 """
 

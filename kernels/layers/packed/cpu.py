@@ -2,7 +2,7 @@
 
 It reads codes of 4 bits in an order of its own, in which a weight is held a second time; uniform 3 and
 2 bits become such codes, too. It computes in bfloat16, a relative error of .0024 (rounding to int4
-costs .1), so it is taken in generation alone, where every sequence has one token; whole texts are
+costs .1). So it is taken in generation alone, where every sequence has one token; whole texts are
 computed as they were.
 """
 
