@@ -139,11 +139,13 @@ class DraftedDecoder(Decoder):
         self._rounds: dict[tuple[object, ...], Round] = {}
 
     def prefill(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Read a prompt into both caches; as of `Decoder`."""
+        """Read a prompt into both caches, the model's alone where no draft pays; as of `Decoder`."""
         logits = super().prefill(input_ids, lengths)
+        rows = self.rows
+        if self._first(rows) == NONE:
+            return logits
         self.draft.read(input_ids, lengths)
         repeat_starts(self)
-        rows = self.rows
         self._moving[0, :rows] = input_ids[:, -1]
         self._moving[2, :rows] = self.position
         return logits
@@ -152,9 +154,8 @@ class DraftedDecoder(Decoder):
         self, logits: Tensor, sampler: Sampler, collector: Collector, steps: int, seed: int
     ) -> list[list[int]]:
         rows, device = self.rows, self.model.device
-        choices, cost = self._possible(rows), self._cost_of(rows)
+        choices, cost, drafts = self._possible(rows), self._cost_of(rows), self._first(rows)
         self.acceptance = Acceptance(self.draft.believed * WEIGHT)
-        drafts = self.acceptance.best(choices, cost) if choices else NONE
         if drafts == NONE:
             return super().proceed(logits, sampler, collector, steps, seed)
         generator = None if sampler.greedy else torch.Generator(device).manual_seed(seed)
@@ -185,6 +186,12 @@ class DraftedDecoder(Decoder):
         """The cost of a draft and of its check, for so many rows."""
         on_cores = self.plan.plain and max(rows, self.plan.least_rows) < SEVERAL
         return self.cost + CORES * on_cores
+
+    def _first(self, rows: int) -> int:
+        """The number of drafts of the first round, before any was accepted."""
+        choices = self._possible(rows)
+        believed = Acceptance(self.draft.believed * WEIGHT)
+        return believed.best(choices, self._cost_of(rows)) if choices else NONE
 
     def _possible(self, rows: int) -> list[int]:
         return [k for k in self.choices if (k + 1) * rows <= MAX_BATCH]
@@ -218,7 +225,8 @@ class DraftedDecoder(Decoder):
             self._move(chosen, count, rows)
             result.copy_(torch.cat((chosen, count[None] + 1)))
 
-        run = self.captured(once, [self._moving], (propose, check, noise, chances))
+        moved = [self._moving, self.state.tokens, self.state.pos]
+        run = self.captured(once, moved, (propose, check, noise, chances))
         return Round(drafts, result, run, noise, chances)
 
     def hits(self, chosen: Tensor, proposed: Tensor) -> Tensor:

@@ -312,6 +312,35 @@ def test_a_draft_that_does_not_pay_is_not_asked(trained: Any, text: Tensor) -> N
     assert found == Decoder(trained, context=60, ops="torch").generate(text[:, :12], max_new_tokens=20)
 
 
+def test_a_draft_that_does_not_pay_reads_no_prompt(trained: Any, text: Tensor) -> None:
+    drafted = Drafted(trained, trained, context=60, ops="torch")
+    drafted.prefill(text[:, :12])
+    assert drafted.draft.decoder.rows == 0 and drafted.rows == 1
+
+
+def test_a_round_that_is_captured_leaves_the_place_of_the_next_step(
+    trained: Any, text: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a round runs once before its graph is made."""
+
+    def captured(self: Any, once: Any, moved: Any, held: object) -> Any:
+        kept = [tensor.clone() for tensor in moved]
+        once()
+        for tensor, value in zip(moved, kept, strict=True):
+            tensor.copy_(value)
+        return once
+
+    monkeypatch.setattr(Drafted, "captured", captured)
+    drafted = DraftedDecoder(trained, trained, context=60, ops="torch", choices=(3,))
+    alone = Decoder(trained, context=60, ops="torch")
+    for decoder in (drafted, alone):
+        decoder.prefill(text[:1, :12])
+    with torch.no_grad():
+        drafted.capture()
+    token = text[0, 12:13]
+    torch.testing.assert_close(drafted.step(token), alone.step(token))
+
+
 def test_a_row_takes_no_more_tokens_than_its_limit() -> None:
     collector = Collector(2, 3, stop_ids=[9])
     assert collector.keep(0, [1, 9, 2]) and not collector.keep(0, [4])
