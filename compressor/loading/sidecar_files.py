@@ -141,16 +141,16 @@ def keep_tokenizer(source: Path, folder: Path) -> dict[str, tuple[int, str]]:
     return {path.name: written}
 
 
-def _same_ids(expected: tuple[str, list[int]], folder: Path) -> bool:
+def _same_ids(expected: tuple[str, tuple[list[int], dict[str, int]]], folder: Path) -> bool:
     kind = json.loads((folder / "config.json").read_bytes())["model_type"]
     ways = (True, False) if kind.startswith(f"{PREFIX.lower()}_") else (True,)
     found = [token_ids(folder, code=code) for code in ways]
     return all(each is not None and each[1] == expected[1] for each in found)
 
 
-def token_ids(folder: Path, *, code: bool = True) -> tuple[str, list[int]] | None:
-    """Class name of the tokenizer in `folder` and its ids of a probing text; None if there is none, or
-    only one with code of its own. `code`: with blr's model types registered."""
+def token_ids(folder: Path, *, code: bool = True) -> tuple[str, tuple[list[int], dict[str, int]]] | None:
+    """Class name of the tokenizer in `folder`, its ids of a probing text and of all tokens; None if
+    there is none, or only one with code of its own. `code`: with blr's model types registered."""
     if not any((folder / name).exists() for name in VOCABULARIES):
         return None
     try:
@@ -159,7 +159,8 @@ def token_ids(folder: Path, *, code: bool = True) -> tuple[str, list[int]] | Non
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False, local_files_only=True, **known
             )
-            return type(tokenizer).__name__, tokenizer(PROBE)["input_ids"]
+            ids = tokenizer(PROBE)["input_ids"], tokenizer.get_vocab()
+            return type(tokenizer).__name__, ids
     except BaseException as error:
         raise_exhausted(error)
         if not isinstance(error, Exception) and not is_panic(error):

@@ -130,10 +130,17 @@ def test_what_is_no_draft_is_refused(sources: dict[str, Path], tmp_path: Path) -
     (short / "config.json").write_text(json.dumps(config), "utf-8")
     other = shutil.copytree(sources["dense"], tmp_path / "other")
     (other / "tokenizer.json").unlink()
+    swapped = shutil.copytree(sources["dense"], tmp_path / "swapped")  # two rare tokens
+    table = json.loads((swapped / "tokenizer.json").read_bytes())
+    known = table["model"]["vocab"]
+    one, two = [token for token in known if len(token) == 3][:2]
+    known[one], known[two] = known[two], known[one]
+    (swapped / "tokenizer.json").write_text(json.dumps(table), "utf-8")
     cases = {
         "a vocabulary of": {"draft": save_pico("llama", tmp_path / "pico")},
         "is a gpt2": {"draft": save_pico("gpt2", tmp_path / "gpt2")},
         "another tokenizer": {"draft": other},
+        "another tokenizer than the model's": {"draft": swapped},
         "give --context 64": {"draft": short},
         "up to 8 sequences": {"draft": sources["svd"], "batch": 9},
         "--as dense has no use": {"draft": sources["svd"], "kind": "dense"},
