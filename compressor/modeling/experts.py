@@ -20,9 +20,12 @@ from blr.kernels.fused.launch import gated
 from blr.kernels.layers.experts.op import (
     Stack,
     Weight,
+    add_mixed,
+    expert_mixed,
     expert_products,
     expert_sums,
     expert_weights,
+    mixes,
     stack_of,
 )
 
@@ -67,13 +70,35 @@ class KernelExperts(Experts):
             return super().forward(hidden_states, top_k_index, top_k_weights)
         if not few:
             return self._by_expert(x, top_k_index, top_k_weights, stacks).view_as(hidden_states)
-        found = self._by_pair(x, chosen, stacks)
-        return expert_sums(found, None, top_k_weights).view_as(hidden_states)
+        return self._by_pair(x, chosen, top_k_weights, stacks).view_as(hidden_states)
 
-    def _by_pair(self, x: Tensor, chosen: Tensor, stacks: list[Stack]) -> Tensor:
+    def _by_pair(self, x: Tensor, chosen: Tensor, weights: Tensor, stacks: list[Stack]) -> Tensor:
         first, last = stacks
+        if self.is_gated:
+            inner = expert_products(x, chosen, first, self.gate_kind or "")
+            return expert_mixed(inner, chosen, weights, last)
         gate_up = self._biased("gate_up_proj", expert_products(x, chosen, first), chosen)
-        return self._biased("down_proj", expert_products(self._gated(gate_up), chosen, last), chosen)
+        down = expert_products(self._gated(gate_up), chosen, last, early=True)
+        return expert_sums(self._biased("down_proj", down, chosen), None, weights)
+
+    def adding(self, like: Tensor, count: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
+        """What adds to a residual stream what `count` experts of each of few tokens give, by kernels alone,
+        called with the inputs [n, K], their experts and weights [n, count] and the stream [n, K]; None
+        where there is no such thing for inputs as `like`."""
+        stacks = self._stacks(like) if len(like) * count <= FEW and self.is_gated else []
+        if not stacks or not all(stack.bits for stack in stacks) or not mixes(stacks[1], count):
+            return None
+
+        def add(x: Tensor, chosen: Tensor, weights: Tensor, y: Tensor) -> None:
+            inner = expert_products(x, chosen.flatten(), stacks[0], self.gate_kind or "")
+            add_mixed(inner, chosen.flatten(), weights, stacks[1], y)
+
+        return add
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a kernel of products computes the gate, too."""
+        return self.gate_kind is not None and not self.has_bias
 
     @cached_property
     def gate_kind(self) -> str | None:

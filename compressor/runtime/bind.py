@@ -54,8 +54,12 @@ class Binder:
         kernels."""
         runs, overlap = [], False
         for phase in phases:
-            runs.append(replace(self, pdl=self.pdl and overlap).bind(phase))
-            overlap = phase.kind in KERNELS
+            binder = replace(self, pdl=self.pdl and overlap)
+            if phase.kind == "experts":
+                run, overlap = binder.experts(phase)
+            else:
+                run, overlap = binder.bind(phase), phase.kind in KERNELS
+            runs.append(run)
         return runs
 
     def bind(self, phase: Phase) -> Run:
@@ -155,9 +159,11 @@ class Binder:
 
         return call
 
-    def _experts(self, phase: Phase) -> Run:
+    def experts(self, phase: Phase) -> tuple[Run, bool]:
+        """As of `mixtures.bound`."""
         from blr.compressor.runtime.mixtures import bound
 
+        self.ordered.discard(phase.target)
         return bound(phase, *self._slots(phase), self.state.kv.dtype, self.triton, self.pdl)
 
     def _attention(self, phase: Phase) -> Run:

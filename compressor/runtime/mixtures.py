@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from blr.compressor.modeling.experts import KernelExperts
 from blr.compressor.modeling.modeling_blr import Experts
 from blr.compressor.modeling.stages import LayerStage, blocked
 from blr.compressor.runtime.plan import Columns, Phase, StagePart, TokenPlan
@@ -34,14 +35,20 @@ def add_experts(
     plan.add(Phase(f"{prefix}experts", "experts", **chosen, **gain))
 
 
-def bound(phase: Phase, logits: Tensor, x: Tensor, dtype: torch.dtype, triton: bool, pdl: bool) -> Run:
-    """Adds to `x` what the experts make of it that `logits` choose: the choice and the norm by one
-    kernel, then the experts' own forward."""
-    experts, gain = phase.module, phase.gain
-    assert experts is not None and phase.routing is not None and gain is not None
-    given = x, gain, phase.eps, logits, Routing(*phase.routing), dtype
+def bound(
+    phase: Phase, logits: Tensor, x: Tensor, dtype: torch.dtype, triton: bool, pdl: bool
+) -> tuple[Run, bool]:
+    """What adds to `x` what the experts make of it that `logits` choose: the choice and the norm by one
+    kernel, then those of the experts, or their own forward. Besides, whether all are kernels of ours."""
+    experts, gain, routing = phase.module, phase.gain, phase.routing
+    assert experts is not None and routing is not None and gain is not None
+    given = x, gain, phase.eps, logits, Routing(*routing), dtype
     route = partial(routed, *given, pdl) if triton else partial(routed_reference, *given)
-    return lambda: x.add_(experts(*route()))
+    kernels = isinstance(experts, KernelExperts) and triton
+    add = experts.adding(x.to(dtype), routing[0]) if kernels else None
+    if add is None:
+        return lambda: x.add_(experts(*route())), False
+    return lambda: add(*route(), x), True
 
 
 def waits_for_the_host(model: PreTrainedModel) -> bool:

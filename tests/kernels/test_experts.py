@@ -29,9 +29,12 @@ from blr.kernels.decode.quantized.reference import dequantize, quantize
 from blr.kernels.layers.experts.op import (
     Stack,
     Weight,
+    add_mixed,
+    expert_mixed,
     expert_products,
     expert_sums,
     expert_weights,
+    mixes,
     stack_of,
 )
 from blr.kernels.layers.routing.launch import Routing, routed, routed_reference
@@ -66,6 +69,29 @@ def assert_multiplies(stack: Stack, dense: torch.Tensor) -> None:
     some = plain[[0, 2, 3]] - dense[[0, 2, 3]]
     assert some.norm() <= TOLERANCES[torch.float32] * dense.norm()
     assert plain[1].isnan().all()
+    assert_gates_and_sums(stack, dense, x, chosen)
+
+
+def assert_gates_and_sums(stack: Stack, dense: Tensor, x: Tensor, chosen: Tensor) -> None:
+    """Gates of products, and their weighted sums, alone and added, in float64."""
+    wanted = torch.einsum("prk,pk->pr", dense[chosen], x.double().repeat_interleave(2, 0))
+    if dense.shape[1] % 2 == 0:
+        gate, up = wanted.chunk(2, -1)
+        with torch.no_grad():
+            found = expert_products(x, chosen, stack, "swiglu")
+        inner = torch.nn.functional.silu(gate) * up
+        assert (found - inner).norm() <= TOLERANCES[torch.float32] * inner.norm()
+    alone = stack._replace(addresses=stack.addresses[:, :1].contiguous())
+    given, weights = torch.randn(6, stack.K), torch.rand(3, 2)
+    wanted = torch.einsum("prk,pk->pr", dense[chosen, : stack.rows], given.double())
+    sums = (wanted.view(3, 2, -1) * weights[..., None]).sum(1)
+    with torch.no_grad():
+        found = expert_mixed(given, chosen, weights, alone)
+    assert (found - sums).norm() <= TOLERANCES[torch.float32] * sums.norm()
+    if mixes(alone, 2):
+        before = torch.randn(3, stack.rows)
+        add_mixed(given, chosen, weights, alone, y := before.clone())
+        assert (y - before - sums).norm() <= TOLERANCES[torch.float32] * sums.norm()
 
 
 @needs_triton

@@ -6,7 +6,7 @@ copied, and a launch that a CUDA graph holds serves whichever experts later toke
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +16,19 @@ from blr.kernels.common.launching import launch
 from blr.kernels.common.registration import apply, register
 from blr.kernels.decode.gemv.launch import power_of_two
 from blr.kernels.decode.quantized.formats import GROUP, PLANES, form_of, grid_of
-from blr.kernels.decode.quantized.launch import QuantizedTile, complete, tile_shape
+from blr.kernels.decode.quantized.launch import CHUNK, QuantizedTile
+from blr.kernels.fused.launch import gated
 from blr.kernels.layers.packed.prepare import whole_ranks
 
 ALIGNED = 16  # bytes
-STEP, FACTOR_ROWS = 256, 8  # columns of a step of a factor, and rows of a program
+FACTOR = 4096, 2048, 8  # numbers of a factor that a program has at once, columns and rows at most
+DEEP, DEEP_GATED, DEEP_MIXED = 2, 2, 1  # rows of a thread: alone, of gate and up each, of each expert
+WARPS = 4  # of these programs
+MOST_MIXED = 8  # experts of a token whose products one program sums
 SUMMED = 1024  # columns of a program of sums
 PLAIN_ROWS, RANKS_AT_ONCE = 128, 64  # of a program that makes low rank plain
 U, V = 2, 3  # where a table has them
+GATES = {"swiglu": "silu", "geglu": "gelu_tanh"}  # what kernels call the activations of gates
 
 
 class Weight(NamedTuple):
@@ -78,14 +83,41 @@ def stack_of(
     return Stack(torch.tensor(places, device=device), rows, K, bits, group, curved, ranks, even)
 
 
-def expert_products(x: Tensor, chosen: Tensor, stack: Stack) -> Tensor:
+def expert_products(
+    x: Tensor, chosen: Tensor, stack: Stack, gate: str = "", early: bool = False
+) -> Tensor:
     """The products [pairs, P · R] of few pairs of a token and an expert, in the dtype of x.
 
     Args:
         x: [n, K] of stride 1, in the dtype of the scales. chosen: int64 [pairs], the expert of each
             pair; pairs are a multiple of n, those of a token side by side.
+        gate: the name in `GATES` of what makes half of the outputs of them, [pairs, P · R / 2], the first
+            half being the gate's. early: whether nothing has written `chosen` since the kernel ahead of
+            this began.
     """
-    return apply(_PRODUCTS, x, chosen, *stack)
+    if gate and not stack.bits:
+        both = apply(_PRODUCTS, x, chosen, *stack, "", early)
+        return gated(*both.chunk(2, -1), gate)
+    found: Tensor = apply(_PRODUCTS, x, chosen, *stack, GATES[gate] if gate else "", early)
+    return found
+
+
+def expert_mixed(x: Tensor, chosen: Tensor, weights: Tensor, stack: Stack) -> Tensor:
+    """The sums [n, R] of the products of x [n · k, K] with the experts `chosen` [n · k] times `weights`
+    [n, k]; `chosen` and `weights` as `early` says."""
+    if not mixes(stack, weights.shape[-1]):
+        return expert_sums(expert_products(x, chosen, stack, early=True), None, weights)
+    return apply(_MIXED, x, chosen, weights, *stack)
+
+
+def add_mixed(x: Tensor, chosen: Tensor, weights: Tensor, stack: Stack, y: Tensor) -> None:
+    """Add `expert_mixed` to y [n, R] of stride 1 in any dtype, by one kernel. Of what `mixes`."""
+    _mix(x, chosen, weights, stack, y, True)
+
+
+def mixes(stack: Stack, count: int) -> bool:
+    """Whether one kernel sums the products of `count` experts of a token."""
+    return stack.bits > 0 and stack.addresses.shape[1] == 1 and count <= MOST_MIXED
 
 
 def expert_weights(ends: Tensor, stack: Stack, like: Tensor) -> Tensor:
@@ -101,52 +133,105 @@ def expert_sums(found: Tensor, places: Tensor | None, weights: Tensor) -> Tensor
 
 
 def _run_products(x: Tensor, chosen: Tensor, addresses: Tensor, rows: int, K: int, bits: int, group: int,
-                  curved: bool, ranks: int, even: bool) -> Tensor:  # fmt: skip
-    from blr.kernels.layers.experts.triton import factor_kernel, products_kernel
+                  curved: bool, ranks: int, even: bool, act: str, early: bool) -> Tensor:  # fmt: skip
+    from blr.kernels.layers.experts.triton import products_kernel
 
-    pairs, parts, pdl = len(chosen), addresses.shape[1], supports_pdl(x.device)
-    early = {"launch_pdl": True} if pdl else {}
-    y = z = torch.empty(pairs, parts * rows, dtype=x.dtype, device=x.device)
-    wide = power_of_two(ranks) if ranks and bits else ranks
-    inputs = x, x.stride(0), pairs // max(len(x), 1), addresses, chosen
-
-    def factor(kind: int, given: Tensor, step: int, into: Tensor, count: int) -> None:
-        sizes = {"PARTS": parts, "KIND": kind, "EVEN": even, "BR": min(power_of_two(count), FACTOR_ROWS)}
-        arguments = given, step, *inputs[2:], x, into, count, K
-        grid = parts * -(-count // sizes["BR"]), pairs
-        launch(factor_kernel, grid, arguments, {**sizes, "BK": STEP, "PDL": pdl}, num_warps=4, **early)
-
-    if ranks:
-        z = torch.empty(pairs, parts, wide, dtype=torch.float32, device=x.device)
-        factor(V, x, x.stride(0), z, wide)
+    stack = Stack(addresses, rows, K, bits, group, curved, ranks, even)
+    pairs, parts = len(chosen), addresses.shape[1]
+    each, options = pairs // max(len(x), 1), _launched(x)
+    z = _factor(V, x, each, chosen, stack, early) if ranks else x
     if not bits:
-        factor(U, z, wide, y, rows)
-        return y
-    tile, warps = _tile(rows, K, bits, group, curved, pairs * parts, wide)
-    w_row = -(-K // group) * group * bits // 32
+        return _factor(U, z, each, chosen, stack, True, x.dtype)
+    width, high = (parts * rows // 2, parts * rows // 2) if act else (parts * rows, rows)
+    y = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+    tile = _tile(stack, high, DEEP_GATED if act else DEEP)
+    constants = {"PARTS": parts, "ACT": act, "T": tile, "EARLY": bool(ranks) or early}
     launch(
         products_kernel,
-        (parts * -(-rows // tile.BR), pairs),
-        (*inputs, z, y, rows, K, w_row // tile.UNIT, -(-K // group)),
-        {"PARTS": parts, "T": tile, "PDL": pdl},
-        num_warps=warps,
-        **early,
+        (width // high * -(-high // tile.BR), pairs),
+        (x, x.stride(0), each, addresses, chosen, z, y, rows, K, *_steps(stack, tile)),
+        {**constants, "PDL": "launch_pdl" in options},
+        num_warps=WARPS,
+        **options,
     )
     return y
 
 
-def _tile(
-    rows: int, K: int, bits: int, group: int, curved: bool, layers: int, ranks: int
-) -> tuple[QuantizedTile, int]:
-    """What a program of a launch over so many layers has, and its warps."""
-    form, shape = form_of(bits, group, curved), tile_shape(rows, K, bits, rows * layers, group)
-    shape = complete(shape, shape["num_warps"])
-    quads, w_row = form.quads(K), -(-K // group) * group * bits // 32
-    full = rows % shape["BR"] == 0 and quads == shape["BQ"] and K % group == 0
-    sizes = shape["BR"], shape["BQ"], shape["T"]
-    unit = 4 if w_row % 4 == 0 else 1
-    tile = QuantizedTile(*form, *sizes, ONE=quads <= shape["BQ"], UNIT=unit, RANKS=ranks, FULL=full)
-    return tile, shape["num_warps"]
+def _mix(x: Tensor, chosen: Tensor, weights: Tensor, stack: Stack, y: Tensor, add: bool) -> None:
+    from blr.kernels.layers.experts.triton import mixed_kernel
+
+    z = _factor(V, x, 1, chosen, stack, True) if stack.ranks else x
+    tile, options = _tile(stack, stack.rows, DEEP_MIXED), _launched(x)
+    arguments = (x, stack.addresses, chosen, weights, z, y, y.stride(0), stack.rows, stack.K)
+    launch(
+        mixed_kernel,
+        (-(-stack.rows // tile.BR), len(weights)),
+        (*arguments, *_steps(stack, tile)),
+        {"COUNT": weights.shape[-1], "ADD": add, "T": tile, "PDL": "launch_pdl" in options},
+        num_warps=WARPS,
+        **options,
+    )
+
+
+def _run_mixed(x: Tensor, chosen: Tensor, weights: Tensor, *of: Any) -> Tensor:
+    stack = Stack(*of)
+    y = torch.empty(len(weights), stack.rows, dtype=x.dtype, device=x.device)
+    _mix(x, chosen, weights.contiguous(), stack, y, False)
+    return y
+
+
+def _factor(kind: int, x: Tensor, each: int, chosen: Tensor, stack: Stack, early: bool,
+            dtype: torch.dtype = torch.float32) -> Tensor:  # fmt: skip
+    """V x [pairs, P, ranks], or U of that [pairs, P · R] in `dtype`; ranks of packed weights are a power of
+    two. each: pairs of a row of x."""
+    from blr.kernels.layers.experts.triton import factor_kernel
+
+    parts, first = stack.addresses.shape[1], kind == V
+    rows = _ranks(stack) if first else stack.rows
+    shape = (len(chosen), parts, rows) if first else (len(chosen), parts * rows)
+    y = torch.empty(shape, dtype=dtype, device=x.device)
+    most, columns, high = FACTOR
+    wide = min(power_of_two(stack.K if first else stack.ranks), columns)
+    sizes = {"BR": min(power_of_two(rows), max(most // wide, 1), high), "BK": wide}
+    options = _launched(x)
+    constants = {"PARTS": parts, "KIND": kind, "EVEN": stack.even, **sizes, "EARLY": early}
+    launch(
+        factor_kernel,
+        (parts * -(-rows // sizes["BR"]), len(chosen)),
+        (x, x.stride(0 if first else -2), each, stack.addresses, chosen, x if first else y, y, rows, stack.K),
+        {**constants, "PDL": "launch_pdl" in options},
+        num_warps=4,
+        **options,
+    )
+    return y
+
+
+def _launched(x: Tensor) -> dict[str, bool]:
+    """What a launch needs that begins while the kernel ahead ends."""
+    return {"launch_pdl": True} if supports_pdl(x.device) else {}
+
+
+def _ranks(stack: Stack) -> int:
+    return power_of_two(stack.ranks) if stack.ranks and stack.bits else stack.ranks
+
+
+def _steps(stack: Stack, tile: QuantizedTile) -> tuple[int, int]:
+    """From a row to the next one, of words in the tile's units and of scales."""
+    groups = -(-stack.K // stack.group)
+    return groups * stack.group * stack.bits // 32 // tile.UNIT, groups
+
+
+def _tile(stack: Stack, rows: int, deep: int) -> QuantizedTile:
+    """What a program has of `rows` of a layer, `deep` of them a thread."""
+    form = form_of(stack.bits, stack.group, stack.curved)
+    quads = form.quads(stack.K)
+    chunk = min(max(power_of_two(quads), 4), CHUNK[stack.bits])
+    beside = max(32 * WARPS // chunk, 1)
+    high = max(min(deep * beside, power_of_two(rows)), beside)
+    full = rows % high == 0 and quads == chunk and stack.K % stack.group == 0
+    unit = 4 if -(-stack.K // stack.group) * stack.group * stack.bits // 32 % 4 == 0 else 1
+    sizes: dict[str, int] = {"UNIT": unit, "RANKS": _ranks(stack)}
+    return QuantizedTile(*form, high, chunk, beside, ONE=quads <= chunk, FULL=full, **sizes)
 
 
 def _run_weights(like: Tensor, ends: Tensor, addresses: Tensor, rows: int, K: int, bits: int, group: int,
@@ -186,22 +271,29 @@ def _fake_sums(found: Tensor, places: Tensor | None, weights: Tensor) -> Tensor:
     return found.new_empty(len(weights), found.shape[1])
 
 
-def _fake_products(x: Tensor, chosen: Tensor, addresses: Tensor, rows: int, *_: object) -> Tensor:
-    return x.new_empty(len(chosen), addresses.shape[1] * rows)
+def _fake_products(x: Tensor, chosen: Tensor, addresses: Tensor, rows: int, *more: object) -> Tensor:
+    return x.new_empty(len(chosen), addresses.shape[1] * rows // (2 if more[-2] else 1))
+
+
+def _fake_mixed(x: Tensor, _: Tensor, weights: Tensor, __: Tensor, rows: int, *___: object) -> Tensor:
+    return x.new_empty(len(weights), rows)
 
 
 def _fake_weights(like: Tensor, _: Tensor, addresses: Tensor, rows: int, K: int, *__: object) -> Tensor:
     return like.new_empty(addresses.shape[0], addresses.shape[1] * rows, K)
 
 
-_FORM = "Tensor addresses, int rows, int K, int bits, int group, bool curved, int ranks, bool even)"
-_FORM += " -> Tensor"
+_FORM = "Tensor addresses, int rows, int K, int bits, int group, bool curved, int ranks, bool even"
 _PRODUCTS = register(
-    "expert_products", f"(Tensor x, Tensor chosen, {_FORM}",
+    "expert_products", f"(Tensor x, Tensor chosen, {_FORM}, str act, bool early) -> Tensor",
     _run_products, _fake_products, None, None, _run_products,
 )  # fmt: skip
+_MIXED = register(
+    "expert_mixed", f"(Tensor x, Tensor chosen, Tensor weights, {_FORM}) -> Tensor",
+    _run_mixed, _fake_mixed, None, None, _run_mixed,
+)  # fmt: skip
 _WEIGHTS = register(
-    "expert_weights", f"(Tensor like, Tensor ends, {_FORM}",
+    "expert_weights", f"(Tensor like, Tensor ends, {_FORM}) -> Tensor",
     _run_weights, _fake_weights, None, None, _run_weights,
 )  # fmt: skip
 _SUMS = register(

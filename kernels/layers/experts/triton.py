@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from blr.kernels.decode.gemv.triton import activate
 from blr.kernels.decode.quantized.triton import row_sums, rows_by_fma
 from blr.kernels.decode.quantized.words import lane_columns, load_chunk, row_quads, tile_places
 from blr.kernels.layers.packed.triton import group_numbers
@@ -26,14 +27,15 @@ def address(table, n, KIND: tl.constexpr, like):
 def factor_kernel(
     x, x_row, each, table, chosen, like, y, rows, K,
     PARTS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [pairs, PARTS, rows]: a program has BR rows of a factor of one layer, and a pair of token and
     expert. KIND: V, whose rows are ranks, or U, whose inputs are those of each layer. Ranks that a layer
-    has not are zeros. EVEN: whether rows are multiples of 8 numbers apart."""
-    if PDL:
-        gdc_launch_dependents()
+    has not are zeros. EVEN: whether rows are multiples of 8 numbers apart. EARLY: as of
+    `products_kernel`."""
+    if PDL and not EARLY:
         gdc_wait()
+        gdc_launch_dependents()
     tiles = tl.cdiv(rows, BR)
     part, pair = tl.program_id(0) // tiles, tl.program_id(1)
     n = tl.load(chosen + pair) * PARTS + part
@@ -42,52 +44,119 @@ def factor_kernel(
     row, lane = tl.program_id(0) % tiles * BR + tl.arange(0, BR), tl.arange(0, BK)
     width = K if KIND == 3 else ranks
     edge = (width + 7) // 8 * 8 if EVEN else width  # inside a row, and known to the compiler
-    there = row < (ranks if KIND == 3 else rows)
+    there = (row < (ranks if KIND == 3 else rows))[:, None]
     inputs = x + (pair // each if KIND == 3 else pair * PARTS + part) * x_row + lane
     factor = address(table, n, KIND, like.dtype) + row[:, None] * step + lane[None, :]
+    held = tl.load(factor, mask=there & (lane < edge)[None, :], other=0.0)
+    if PDL and EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     sums = tl.zeros([BR, BK], tl.float32)
     for start in range(0, width, BK):
-        inside = start + lane < width
-        given = tl.load(inputs + start, mask=inside, other=0.0).to(tl.float32)
-        known = there[:, None] & (start + lane < edge)[None, :]
-        held = tl.load(factor + start, mask=known, other=0.0)
+        after = start + BK
+        following = tl.load(factor + after, mask=there & (after + lane < edge)[None, :], other=0.0)
+        given = tl.load(inputs + start, mask=start + lane < width, other=0.0).to(tl.float32)
         sums += held.to(tl.float32) * given[None, :]
+        held = following
     found = tl.sum(sums, 1).to(y.dtype.element_ty)
     tl.store(y + (pair.to(tl.int64) * PARTS + part) * rows + row, found, mask=row < rows)
 
 
 @triton.jit
-def products_kernel(x, x_row, each, table, chosen, z, y, rows, K, w_row, scale_row,
-                    PARTS: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """y [pairs, PARTS · rows]: a program has T.BR rows of one layer and a pair of token and expert.
-
-    T: `decode/quantized/launch.QuantizedTile`.
-    """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    tiles = tl.cdiv(rows, T.BR)
-    part, start = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T.BR
-    pair = tl.program_id(1)
-    n = tl.load(chosen + pair) * PARTS + part
+def layer_start(table, n, start, first, rows, w_row, scale_row, K, like, T: tl.constexpr):
+    """What of T.BR rows of layer `n` depends on no input: the first chunk, where the words and scales
+    are, and the rows' U in float32. start: the first of these rows, of `rows` that begin with `first`."""
     row_words = w_row * T.UNIT
-    w = address(table, n, 0, tl.pointer_type(tl.int32)) + start.to(tl.int64) * row_words
-    scale = address(table, n, 1, x.dtype) + start.to(tl.int64) * scale_row
+    begin = (first + start).to(tl.int64)
+    w = address(table, n, 0, tl.pointer_type(tl.int32)) + begin * row_words
+    scale = address(table, n, 1, like.dtype) + begin * scale_row
     places, scales = tile_places(w, row_words, scale, scale_row, rows - start, K, T)
     chunk = load_chunk(places, scales, 0, T, T.T * T.BQ)
-    at = lane_columns(T.T * T.BQ, T)
-    inputs = x + pair // each * x_row + at
-    found, _ = rows_by_fma(chunk, places, scales, (inputs, inputs, at - K), row_quads(K, T), T)
-    total = row_sums(found, T.BQ)
-    row = start + tl.arange(0, T.BR)
     if T.RANKS > 0:
-        u, held = address(table, n, 2, x.dtype), tl.load(table + n * COLUMNS + 4)
-        rank = tl.arange(0, T.RANKS)
+        u, held = address(table, n, 2, like.dtype), tl.load(table + n * COLUMNS + 4)
+        row, rank = start + tl.arange(0, T.BR), tl.arange(0, T.RANKS)
         there = (row < rows)[:, None] & (rank < held)[None, :]
-        left = tl.load(u + row[:, None] * held + rank[None, :], mask=there, other=0.0).to(tl.float32)
-        total += tl.sum(left * tl.load(z + (pair * PARTS + part) * T.RANKS + rank)[None, :], 1)
-    out = y + (pair.to(tl.int64) * PARTS + part) * rows + row
-    tl.store(out, total.to(y.dtype.element_ty), mask=row < rows)
+        u += (first + row)[:, None] * held + rank[None, :]
+        return chunk, places, scales, tl.load(u, mask=there, other=0.0).to(tl.float32)
+    else:
+        return chunk, places, scales, 0.0
+
+
+@triton.jit
+def layer_rows(started, x, z, K, T: tl.constexpr):
+    """[BR] products in float32 of what `layer_start` gave with the input at x; z: V x [T.RANKS]."""
+    chunk, places, scales, u = started
+    at = lane_columns(T.T * T.BQ, T)
+    inputs = x + at, x + at, at - K
+    found, _ = rows_by_fma(chunk, places, scales, inputs, row_quads(K, T), T)
+    total = row_sums(found, T.BQ)
+    if T.RANKS > 0:
+        total += tl.sum(u * tl.load(z + tl.arange(0, T.RANKS))[None, :], 1)
+    return total
+
+
+@triton.jit
+def products_kernel(x, x_row, each, table, chosen, z, y, rows, K, w_row, scale_row,
+                    PARTS: tl.constexpr, ACT: tl.constexpr, T: tl.constexpr, EARLY: tl.constexpr,
+                    PDL: tl.constexpr):  # fmt: skip
+    """y [pairs, PARTS · rows]: a program has T.BR rows of one layer and a pair of token and expert.
+
+    ACT: y [pairs, half of these] are act(gate) ⊙ up, the first half being the gate's rows: a program has
+    the same T.BR rows of both. EARLY: `chosen` was there before the kernel ahead began.
+    T: `decode/quantized/launch.QuantizedTile`.
+    """
+    if PDL and not EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    pair = tl.program_id(1)
+    n = tl.load(chosen + pair) * PARTS
+    if ACT == "":
+        tiles = tl.cdiv(rows, T.BR)
+        part, start = tl.program_id(0) // tiles, tl.program_id(0) % tiles * T.BR
+        left = layer_start(table, n + part, start, 0, rows, w_row, scale_row, K, x, T)
+        right = ()
+        half, width = rows, PARTS * rows
+    else:
+        part, start, half, width = 0, tl.program_id(0) * T.BR, PARTS * rows // 2, PARTS * rows // 2
+        left = layer_start(table, n, start, 0, half, w_row, scale_row, K, x, T)
+        above = half * (2 - PARTS)
+        right = layer_start(table, n + PARTS - 1, start, above, half, w_row, scale_row, K, x, T)
+    if PDL and EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    inputs, z = x + pair // each * x_row, z + (pair * PARTS + part) * T.RANKS
+    total = layer_rows(left, inputs, z, K, T)
+    if ACT != "":
+        beside = layer_rows(right, inputs, z + (PARTS - 1) * T.RANKS, K, T)
+        total = activate(total, ACT) * beside
+    row = start + tl.arange(0, T.BR)
+    out = y + (pair.to(tl.int64) * width + part * rows + row)
+    tl.store(out, total.to(y.dtype.element_ty), mask=row < half)
+
+
+@triton.jit
+def mixed_kernel(x, table, chosen, weights, z, y, y_row, rows, K, w_row, scale_row,
+                 COUNT: tl.constexpr, ADD: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """y [n, rows] (ADD: plus what it holds): the sums of a token's COUNT products, times `weights`
+    [n, COUNT]. A program has T.BR rows of a token. x: [n · COUNT, K]. `chosen` and `weights` were there
+    before the kernel ahead began."""
+    start, pair = tl.program_id(0) * T.BR, tl.program_id(1) * COUNT
+    started = ()
+    for k in tl.static_range(COUNT):
+        n = tl.load(chosen + pair + k)
+        started += (layer_start(table, n, start, 0, rows, w_row, scale_row, K, x, T),)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = 0.0
+    for k in tl.static_range(COUNT):
+        found = layer_rows(started[k], x + (pair + k) * K, z + (pair + k) * T.RANKS, K, T)
+        total += tl.load(weights + pair + k).to(tl.float32) * found
+    row = start + tl.arange(0, T.BR)
+    out, there = y + tl.program_id(1).to(tl.int64) * y_row + row, row < rows
+    if ADD:
+        total += tl.load(out, mask=there, other=0.0).to(tl.float32)
+    tl.store(out, total.to(y.dtype.element_ty), mask=there)
 
 
 @triton.jit
