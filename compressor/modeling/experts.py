@@ -21,6 +21,7 @@ from blr.kernels.layers.experts.op import (
     Stack,
     Weight,
     add_mixed,
+    expert_low_rank,
     expert_mixed,
     expert_products,
     expert_sums,
@@ -31,7 +32,12 @@ from blr.kernels.layers.experts.op import (
 
 FEW = 512  # pairs of a token and an expert up to which each is multiplied by itself
 MOST = 1 << 29  # weights of a stack that are plain at once
+BYTE = 1 << 8  # experts whose numbers are bytes
 ALIGNED = 8  # numbers that rows of grouped products are a multiple of
+
+
+# Called with the inputs [n, K], their experts and weights [n, count], and the residual stream [n, K]
+Adding = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -81,10 +87,9 @@ class KernelExperts(Experts):
         down = expert_products(self._gated(gate_up), chosen, last, early=True)
         return expert_sums(self._biased("down_proj", down, chosen), None, weights)
 
-    def adding(self, like: Tensor, count: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
-        """What adds to a residual stream what `count` experts of each of few tokens give, by kernels alone,
-        called with the inputs [n, K], their experts and weights [n, count] and the stream [n, K]; None
-        where there is no such thing for inputs as `like`."""
+    def adding(self, like: Tensor, count: int) -> Adding | None:
+        """What adds to a stream what `count` experts of each of few tokens give, by kernels alone; None
+        where nothing does for inputs like these."""
         stacks = self._stacks(like) if len(like) * count <= FEW and self.is_gated else []
         if not stacks or not all(stack.bits for stack in stacks) or not mixes(stacks[1], count):
             return None
@@ -112,20 +117,19 @@ class KernelExperts(Experts):
         return gated(gate, up, self.gate_kind)
 
     def _by_expert(self, x: Tensor, index: Tensor, weights: Tensor, stacks: list[Stack]) -> Tensor:
-        order = index.flatten().argsort(stable=True)
-        chosen = index.flatten()[order]
-        experts = torch.arange(self.count, device=x.device)
+        """What the experts give to many tokens, as `forward`."""
+        kind = torch.uint8 if self.count <= BYTE else torch.int32  # sorted in one pass
+        chosen, order = index.flatten().to(kind).sort(stable=True)
+        experts = torch.arange(self.count, device=x.device).to(kind)
         ends = torch.searchsorted(chosen, experts, right=True, out_int32=True)
-        rows = x[order // index.shape[-1]]
-        for name, stack in zip(("gate_up_proj", "down_proj"), stacks, strict=True):
-            rows = torch._grouped_mm(rows, expert_weights(ends, stack, x).mT, offs=ends)
-            rows = self._biased(name, rows, chosen)
-            rows = self._gated(rows) if name == "gate_up_proj" else rows
+        gate_up = grouped_products(x, order // index.shape[-1], ends, stacks[0])
+        inner = self._gated(self._biased("gate_up_proj", gate_up, chosen))
+        down = self._biased("down_proj", grouped_products(inner, None, ends, stacks[1]), chosen)
         places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
-        return expert_sums(rows, places.view_as(index), weights)
+        return expert_sums(down, places.view_as(index), weights)
 
     def _biased(self, name: str, y: Tensor, chosen: Tensor) -> Tensor:
-        return y + getattr(self, f"{name}_bias")[chosen] if self.has_bias else y
+        return y + getattr(self, f"{name}_bias")[chosen.long()] if self.has_bias else y
 
     def _stacks(self, x: Tensor) -> list[Stack]:
         """What kernels take of both stacks, if they compute with them for x."""
@@ -138,6 +142,8 @@ class KernelExperts(Experts):
     def _takes_many(self, x: Tensor, stacks: list[Stack]) -> bool:
         """Whether many tokens are multiplied with all weights of a stack at once."""
         sizes = [(stack.addresses.shape[1] * stack.rows, stack.K) for stack in stacks]
+        if not any(stack.bits for stack in stacks):
+            return True
         even = all(size % ALIGNED == 0 for shape in sizes for size in shape)
         small = all(self.count * rows * K <= MOST for rows, K in sizes)
         return even and small and x.dtype == torch.bfloat16
@@ -172,6 +178,15 @@ class KernelExperts(Experts):
     def __getstate__(self) -> dict[str, object]:
         """What a copy takes: its tensors lie elsewhere."""
         return {**vars(self), "tables": {}}
+
+
+def grouped_products(x: Tensor, index: Tensor | None, ends: Tensor, stack: Stack) -> Tensor:
+    """The products [pairs, P · R] of many pairs, arguments as of `expert_low_rank`."""
+    if not stack.bits:
+        return expert_low_rank(x, index, ends, None, stack)
+    x = x if index is None else x[index]
+    y = torch._grouped_mm(x, expert_weights(ends, stack, x).mT, offs=ends)
+    return expert_low_rank(x, None, ends, y, stack) if stack.ranks else y
 
 
 def form_of(layer: Any, x: Tensor) -> tuple[int, int, int, int, bool] | None:

@@ -44,8 +44,9 @@ def bound(
     assert experts is not None and routing is not None and gain is not None
     given = x, gain, phase.eps, logits, Routing(*routing), dtype
     route = partial(routed, *given, pdl) if triton else partial(routed_reference, *given)
-    kernels = isinstance(experts, KernelExperts) and triton
-    add = experts.adding(x.to(dtype), routing[0]) if kernels else None
+    add = None
+    if triton and isinstance(experts, KernelExperts):
+        add = experts.adding(x.to(dtype), routing[0])
     if add is None:
         return lambda: x.add_(experts(*route())), False
     return lambda: add(*route(), x), True

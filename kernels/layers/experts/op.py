@@ -1,5 +1,5 @@
 """Products with the packed weights of experts that tokens choose: operators `blr::expert_products`,
-`blr::expert_weights` and `blr::expert_sums`.
+`blr::expert_mixed`, `blr::expert_weights`, `blr::expert_low_rank` and `blr::expert_sums`.
 
 A launch takes all experts of a stack wherever their tensors lie, by a table of addresses. So nothing is
 copied, and a launch that a CUDA graph holds serves whichever experts later tokens choose.
@@ -15,10 +15,9 @@ from blr.kernels.common.available import supports_pdl
 from blr.kernels.common.launching import launch
 from blr.kernels.common.registration import apply, register
 from blr.kernels.decode.gemv.launch import power_of_two
-from blr.kernels.decode.quantized.formats import GROUP, PLANES, form_of, grid_of
+from blr.kernels.decode.quantized.formats import PLANES, form_of, grid_of
 from blr.kernels.decode.quantized.launch import CHUNK, QuantizedTile
 from blr.kernels.fused.launch import gated
-from blr.kernels.layers.packed.prepare import whole_ranks
 
 ALIGNED = 16  # bytes
 FACTOR = 4096, 2048, 8  # numbers of a factor that a program has at once, columns and rows at most
@@ -26,7 +25,8 @@ DEEP, DEEP_GATED, DEEP_MIXED = 2, 2, 1  # rows of a thread: alone, of gate and u
 WARPS = 4  # of these programs
 MOST_MIXED = 8  # experts of a token whose products one program sums
 SUMMED = 1024  # columns of a program of sums
-PLAIN_ROWS, RANKS_AT_ONCE = 128, 64  # of a program that makes low rank plain
+SUMMED_AT_ONCE = 128, 128, 64  # pairs, rows and columns of a factor that a program of many tokens has
+LOW_RANK_WARPS, LOW_RANK_STAGES = 8, 3
 U, V = 2, 3  # where a table has them
 GATES = {"swiglu": "silu", "geglu": "gelu_tanh"}  # what kernels call the activations of gates
 
@@ -91,13 +91,13 @@ def expert_products(
     Args:
         x: [n, K] of stride 1, in the dtype of the scales. chosen: int64 [pairs], the expert of each
             pair; pairs are a multiple of n, those of a token side by side.
-        gate: the name in `GATES` of what makes half of the outputs of them, [pairs, P · R / 2], the first
-            half being the gate's. early: whether nothing has written `chosen` since the kernel ahead of
+        gate: the name in `GATES` of what makes [pairs, P · R / 2] of them, the first half being the
+            gate's; "" for none. early: whether nothing has written `chosen` since the kernel ahead of
             this began.
     """
     if gate and not stack.bits:
-        both = apply(_PRODUCTS, x, chosen, *stack, "", early)
-        return gated(*both.chunk(2, -1), gate)
+        left, right = apply(_PRODUCTS, x, chosen, *stack, "", early).chunk(2, -1)
+        return gated(left, right, gate)
     found: Tensor = apply(_PRODUCTS, x, chosen, *stack, GATES[gate] if gate else "", early)
     return found
 
@@ -121,9 +121,22 @@ def mixes(stack: Stack, count: int) -> bool:
 
 
 def expert_weights(ends: Tensor, stack: Stack, like: Tensor) -> Tensor:
-    """The plain weights [E, P · R, K] with their corrections, in the dtype of `like`; of experts without
-    tokens whatever is there. ends: int32 [E], the tokens up to each expert."""
+    """The plain weights [E, P · R, K] without their corrections, in the dtype of `like`; of experts
+    without tokens whatever is there. ends: int32 [E], the tokens up to each expert. Not of low rank."""
     return apply(_WEIGHTS, like, ends, *stack)
+
+
+def expert_low_rank(
+    x: Tensor, index: Tensor | None, ends: Tensor, base: Tensor | None, stack: Stack
+) -> Tensor:
+    """The products [pairs, P · R] of many pairs, in the order of their experts, with low rank or with
+    corrections, in the dtype of x; plus `base` [pairs, P · R].
+
+    Args:
+        x: [n, K] of stride 1, in the dtype of the factors: of each pair, or those at index, int64
+            [pairs]. ends: of `expert_weights`.
+    """
+    return apply(_LOW_RANK, x, index, ends, base, *stack)
 
 
 def expert_sums(found: Tensor, places: Tensor | None, weights: Tensor) -> Tensor:
@@ -182,15 +195,15 @@ def _run_mixed(x: Tensor, chosen: Tensor, weights: Tensor, *of: Any) -> Tensor:
 
 def _factor(kind: int, x: Tensor, each: int, chosen: Tensor, stack: Stack, early: bool,
             dtype: torch.dtype = torch.float32) -> Tensor:  # fmt: skip
-    """V x [pairs, P, ranks], or U of that [pairs, P · R] in `dtype`; ranks of packed weights are a power of
-    two. each: pairs of a row of x."""
+    """V x [pairs, P, ranks], or U of that [pairs, P · R] in `dtype`; ranks beside packed weights are a
+    power of two. each: pairs of a row of x."""
     from blr.kernels.layers.experts.triton import factor_kernel
 
     parts, first = stack.addresses.shape[1], kind == V
     rows = _ranks(stack) if first else stack.rows
     shape = (len(chosen), parts, rows) if first else (len(chosen), parts * rows)
     y = torch.empty(shape, dtype=dtype, device=x.device)
-    most, columns, high = FACTOR
+    like, (most, columns, high) = x if first else y, FACTOR
     wide = min(power_of_two(stack.K if first else stack.ranks), columns)
     sizes = {"BR": min(power_of_two(rows), max(most // wide, 1), high), "BK": wide}
     options = _launched(x)
@@ -198,7 +211,7 @@ def _factor(kind: int, x: Tensor, each: int, chosen: Tensor, stack: Stack, early
     launch(
         factor_kernel,
         (parts * -(-rows // sizes["BR"]), len(chosen)),
-        (x, x.stride(0 if first else -2), each, stack.addresses, chosen, x if first else y, y, rows, stack.K),
+        (x, x.stride(0 if first else -2), each, stack.addresses, chosen, like, y, rows, stack.K),
         {**constants, "PDL": "launch_pdl" in options},
         num_warps=4,
         **options,
@@ -230,30 +243,66 @@ def _tile(stack: Stack, rows: int, deep: int) -> QuantizedTile:
     high = max(min(deep * beside, power_of_two(rows)), beside)
     full = rows % high == 0 and quads == chunk and stack.K % stack.group == 0
     unit = 4 if -(-stack.K // stack.group) * stack.group * stack.bits // 32 % 4 == 0 else 1
-    sizes: dict[str, int] = {"UNIT": unit, "RANKS": _ranks(stack)}
-    return QuantizedTile(*form, high, chunk, beside, ONE=quads <= chunk, FULL=full, **sizes)
+    one, ranks = quads <= chunk, _ranks(stack)
+    return QuantizedTile(*form, high, chunk, beside, ONE=one, UNIT=unit, RANKS=ranks, FULL=full)
 
 
 def _run_weights(like: Tensor, ends: Tensor, addresses: Tensor, rows: int, K: int, bits: int, group: int,
-                 curved: bool, ranks: int, even: bool) -> Tensor:  # fmt: skip
+                 curved: bool, *_: object) -> Tensor:  # fmt: skip
     from blr.kernels.layers.experts.triton import plain_kernel
     from blr.kernels.layers.packed.triton import ROWS
 
-    (experts, parts, _), group = addresses.shape, group or GROUP
-    groups, grid = -(-K // group), grid_of(bits, curved) if bits else None
+    (experts, parts), grid = addresses.shape[:2], grid_of(bits, curved)
+    groups = -(-K // group)
     y = torch.empty(experts, parts * rows, K, dtype=like.dtype, device=like.device)
-    low, middle, bent = (PLANES[bits][0], grid.offset, grid.curve != 0) if grid else (0, 0, False)
-    constants: dict[str, object] = {"PARTS": parts, "BITS": bits, "GROUP": group, "LOW": low}
-    constants |= {"MIDDLE": middle, "CURVED": bent, "RANKS": min(whole_ranks(ranks), RANKS_AT_ONCE)}
-    height, warps = (ROWS, 4) if bits else (PLAIN_ROWS, 8)
+    constants: dict[str, object] = {"PARTS": parts, "BITS": bits, "GROUP": group, "LOW": PLANES[bits][0]}
     launch(
         plain_kernel,
-        (-(-rows // height), groups, experts * parts),
+        (-(-rows // ROWS), groups, experts * parts),
         (addresses, ends, y, rows, K, groups * group * bits // 32, groups),
-        {**constants, "EVEN": even, "BR": height},
-        num_warps=warps,
+        {**constants, "MIDDLE": grid.offset, "CURVED": grid.curve != 0, "BR": ROWS},
+        num_warps=4,
     )
     return y
+
+
+def _run_low_rank(x: Tensor, index: Tensor | None, ends: Tensor, base: Tensor | None,
+                  *of: Any) -> Tensor:  # fmt: skip
+    stack = Stack(*of)
+    pairs, parts = len(x if index is None else index), stack.addresses.shape[1]
+    ranks = _in_steps(stack.ranks)
+    z = torch.empty(pairs, parts * ranks, dtype=x.dtype, device=x.device)
+    y = torch.empty(pairs, parts * stack.rows, dtype=x.dtype, device=x.device)
+    _grouped_factor(V, x, index, ends, None, stack, z)
+    _grouped_factor(U, z, None, ends, base, stack, y)
+    return y
+
+
+def _in_steps(ranks: int) -> int:
+    """`ranks` as a multiple of what tensor cores take."""
+    return -(-ranks // 16) * 16
+
+
+def _grouped_factor(kind: int, x: Tensor, index: Tensor | None, ends: Tensor, base: Tensor | None,
+                    stack: Stack, y: Tensor) -> None:  # fmt: skip
+    """Products of sorted pairs with V, or of these with U, into y [pairs, P · rows]."""
+    from blr.kernels.layers.experts.triton import low_rank_kernel
+
+    (experts, parts, _), ranks = stack.addresses.shape, _in_steps(stack.ranks)
+    rows, width = (ranks, stack.K) if kind == V else (stack.rows, ranks)
+    high, wide, deep = SUMMED_AT_ONCE
+    sizes = {
+        "BM": high,
+        "BN": min(wide, max(power_of_two(rows), 16)),
+        "BK": min(deep, max(power_of_two(width), 16)),
+    }
+    constants: dict[str, object] = {"PARTS": parts, "KIND": kind, "EVEN": stack.even}
+    constants |= {"INDEXED": index is not None, "ADD": base is not None, **sizes}
+    grid = parts * -(-rows // sizes["BN"]), -(-len(y) // high) + experts
+    given = (x, x.stride(0), 0 if kind == V else ranks, x if index is None else index, ends)
+    more = (stack.addresses, y, y if base is None else base, y, y.stride(0), rows, stack.K, experts)
+    options = {"num_warps": LOW_RANK_WARPS, "num_stages": LOW_RANK_STAGES}
+    launch(low_rank_kernel, grid, (*given, *more), {**constants, "BE": power_of_two(experts)}, **options)
 
 
 def _run_sums(found: Tensor, places: Tensor | None, weights: Tensor) -> Tensor:
@@ -279,6 +328,11 @@ def _fake_mixed(x: Tensor, _: Tensor, weights: Tensor, __: Tensor, rows: int, *_
     return x.new_empty(len(weights), rows)
 
 
+def _fake_low_rank(x: Tensor, index: Tensor | None, _: Tensor, __: Tensor | None, addresses: Tensor,
+                   rows: int, *___: object) -> Tensor:  # fmt: skip
+    return x.new_empty(len(x if index is None else index), addresses.shape[1] * rows)
+
+
 def _fake_weights(like: Tensor, _: Tensor, addresses: Tensor, rows: int, K: int, *__: object) -> Tensor:
     return like.new_empty(addresses.shape[0], addresses.shape[1] * rows, K)
 
@@ -295,6 +349,10 @@ _MIXED = register(
 _WEIGHTS = register(
     "expert_weights", f"(Tensor like, Tensor ends, {_FORM}) -> Tensor",
     _run_weights, _fake_weights, None, None, _run_weights,
+)  # fmt: skip
+_LOW_RANK = register(
+    "expert_low_rank", f"(Tensor x, Tensor? index, Tensor ends, Tensor? base, {_FORM}) -> Tensor",
+    _run_low_rank, _fake_low_rank, None, None, _run_low_rank,
 )  # fmt: skip
 _SUMS = register(
     "expert_sums", "(Tensor found, Tensor? places, Tensor weights) -> Tensor",

@@ -65,7 +65,7 @@ def factor_kernel(
 @triton.jit
 def layer_start(table, n, start, first, rows, w_row, scale_row, K, like, T: tl.constexpr):
     """What of T.BR rows of layer `n` depends on no input: the first chunk, where the words and scales
-    are, and the rows' U in float32. start: the first of these rows, of `rows` that begin with `first`."""
+    are, and U of the rows in float32. start: the first row, of `rows` that begin with `first`."""
     row_words = w_row * T.UNIT
     begin = (first + start).to(tl.int64)
     w = address(table, n, 0, tl.pointer_type(tl.int32)) + begin * row_words
@@ -135,10 +135,12 @@ def products_kernel(x, x_row, each, table, chosen, z, y, rows, K, w_row, scale_r
 
 
 @triton.jit
-def mixed_kernel(x, table, chosen, weights, z, y, y_row, rows, K, w_row, scale_row,
-                 COUNT: tl.constexpr, ADD: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """y [n, rows] (ADD: plus what it holds): the sums of a token's COUNT products, times `weights`
-    [n, COUNT]. A program has T.BR rows of a token. x: [n · COUNT, K]. `chosen` and `weights` were there
+def mixed_kernel(
+    x, table, chosen, weights, z, y, y_row, rows, K, w_row, scale_row,
+    COUNT: tl.constexpr, ADD: tl.constexpr, T: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y [n, rows]: the sums of a token's COUNT products, times `weights` [n, COUNT], and what y holds
+    if ADD. A program has T.BR rows of a token. x: [n · COUNT, K]. `chosen` and `weights` were there
     before the kernel ahead began."""
     start, pair = tl.program_id(0) * T.BR, tl.program_id(1) * COUNT
     started = ()
@@ -148,8 +150,9 @@ def mixed_kernel(x, table, chosen, weights, z, y, y_row, rows, K, w_row, scale_r
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    total = 0.0
-    for k in tl.static_range(COUNT):
+    total = layer_rows(started[0], x + pair * K, z + pair * T.RANKS, K, T)
+    total *= tl.load(weights + pair).to(tl.float32)
+    for k in tl.static_range(1, COUNT):
         found = layer_rows(started[k], x + (pair + k) * K, z + (pair + k) * T.RANKS, K, T)
         total += tl.load(weights + pair + k).to(tl.float32) * found
     row = start + tl.arange(0, T.BR)
@@ -163,40 +166,74 @@ def mixed_kernel(x, table, chosen, weights, z, y, y_row, rows, K, w_row, scale_r
 def plain_kernel(
     table, ends, y, rows, K, w_row, scale_row,
     PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr,
-    MIDDLE: tl.constexpr, CURVED: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr,
-    BR: tl.constexpr,
+    MIDDLE: tl.constexpr, CURVED: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """y [E, PARTS · rows, K], the plain weights with their corrections, or low rank alone (BITS 0), of
-    experts that have tokens: `ends` [E] counts the tokens up to each. A program owns BR rows of one
-    group, and takes RANKS ranks at a time. EVEN: whether rows of factors are multiples of 8 apart."""
+    """y [E, PARTS · rows, K], the plain weights without their corrections, of experts that have tokens:
+    `ends` [E] counts the tokens up to each. A program owns BR rows of one group."""
     expert = tl.program_id(2) // PARTS
     before = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     if tl.load(ends + expert) > before:
         n, group = tl.program_id(2), tl.program_id(1)
         row = tl.program_id(0) * BR + tl.arange(0, BR)
         there, column = row < rows, group * GROUP + tl.arange(0, GROUP)
-        if BITS > 0:
-            w, scale = address(table, n, 0, tl.pointer_type(tl.int32)), address(table, n, 1, y.dtype)
-            found = group_numbers(w, w_row, scale, scale_row, row.to(tl.int64), there, group, BITS,
-                                  GROUP, LOW, MIDDLE, CURVED)  # fmt: skip
-        else:
-            found = tl.zeros([BR, GROUP], tl.float32)
+        w, scale = address(table, n, 0, tl.pointer_type(tl.int32)), address(table, n, 1, y.dtype)
+        found = group_numbers(w, w_row, scale, scale_row, row.to(tl.int64), there, group, BITS,
+                              GROUP, LOW, MIDDLE, CURVED)  # fmt: skip
         inside = there[:, None] & (column < K)[None, :]
-        if RANKS > 0:
-            held, rank = tl.load(table + n * COLUMNS + 4), tl.arange(0, RANKS)
-            u_row, v_row = tl.load(table + n * COLUMNS + 5), tl.load(table + n * COLUMNS + 6)
-            u_row, v_row = (u_row // 8 * 8, v_row // 8 * 8) if EVEN else (u_row, v_row)
-            u = address(table, n, 2, y.dtype) + row[:, None] * u_row + rank[None, :]
-            v = address(table, n, 3, y.dtype) + rank[:, None] * v_row + column[None, :]
-            for start in range(0, held, RANKS):
-                known = start + rank < held
-                left = tl.load(u + start, mask=there[:, None] & known[None, :], other=0.0)
-                right = tl.load(
-                    v + start * v_row, mask=known[:, None] & (column < K)[None, :], other=0.0
-                )
-                found = tl.dot(left, right, found)
         at = (n.to(tl.int64) * rows + row)[:, None] * K + column[None, :]
         tl.store(y + at, found.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tokens_of(ends, experts, tile, BM: tl.constexpr, BE: tl.constexpr):
+    """The expert of tile number `tile` of BM pairs, no tile having two experts, and its pairs from the
+    first to the last, this not included; none behind the last tile."""
+    expert = tl.arange(0, BE)
+    end = tl.load(ends + expert, mask=expert < experts, other=0)
+    first = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < experts), other=0)
+    tiles = (end - first + BM - 1) // BM
+    after = tl.cumsum(tiles, 0)
+    here = (after > tile) & (after - tiles <= tile)
+    begin = tl.sum(tl.where(here, first + (tile - after + tiles) * BM, 0), 0)
+    return tl.sum(tl.where(here, expert, 0), 0), begin, tl.sum(tl.where(here, end, 0), 0)
+
+
+@triton.jit
+def low_rank_kernel(
+    x, x_row, x_part, index, ends, table, like, base, y, y_row, rows, K, experts,
+    PARTS: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr, INDEXED: tl.constexpr,
+    ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """y [pairs, PARTS · rows], of pairs in the order of experts, as of `factor_kernel`: a program has BM
+    pairs of an expert and BN rows of a factor. ends: of `plain_kernel`. INDEXED: the inputs of a pair
+    are those at `index`. ADD: to those of `base`, which lies as y."""
+    tiles = tl.cdiv(rows, BN)
+    expert, begin, end = tokens_of(ends, experts, tl.program_id(1), BM, BE)
+    if begin < end:
+        part, column = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BN + tl.arange(0, BN)
+        row, lane, n = begin + tl.arange(0, BM), tl.arange(0, BK), expert * PARTS + part
+        inside = row < end
+        ranks, step = tl.load(table + n * COLUMNS + 4), tl.load(table + n * COLUMNS + 3 + KIND)
+        step = step // 8 * 8 if EVEN else step
+        width = K if KIND == 3 else ranks
+        edge = (width + 7) // 8 * 8 if EVEN else width
+        there = column < (ranks if KIND == 3 else rows)
+        known = K if KIND == 3 else edge  # of inputs: those of ranks that a layer has not are zeros
+        source = tl.load(index + row, mask=inside, other=0) if INDEXED else row
+        left = x + source.to(tl.int64)[:, None] * x_row + part * x_part + lane[None, :]
+        right = address(table, n, KIND, like.dtype) + column[:, None] * step + lane[None, :]
+        total = tl.zeros([BM, BN], tl.float32)
+        for start in range(0, width, BK):
+            ok = (start + lane < known)[None, :]
+            given = tl.load(left + start, mask=inside[:, None] & ok, other=0.0)
+            ok = (start + lane < edge)[None, :]
+            held = tl.load(right + start, mask=there[:, None] & ok, other=0.0)
+            total = tl.dot(given, tl.trans(held), total)
+        ok = inside[:, None] & (column < rows)[None, :]
+        at = row.to(tl.int64)[:, None] * y_row + part * rows + column[None, :]
+        if ADD:
+            total += tl.load(base + at, mask=ok, other=0.0).to(tl.float32)
+        tl.store(y + at, total.to(y.dtype.element_ty), mask=ok)
 
 
 @triton.jit
