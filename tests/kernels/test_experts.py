@@ -23,9 +23,8 @@ from blr.compressor.modeling.layers import KernelLinear, StructuredLinear
 from blr.compressor.modeling.modeling_blr import Experts
 from blr.compressor.modeling.stages import Packed
 from blr.kernels.common.available import has_triton
-from blr.kernels.decode.quantized.formats import form_of
-from blr.kernels.decode.quantized.launch import QuantizedTile, complete, tile_shape
 from blr.kernels.decode.quantized.reference import dequantize, quantize
+from blr.kernels.layers.experts import op
 from blr.kernels.layers.experts.op import (
     Stack,
     Weight,
@@ -220,33 +219,54 @@ def test_many_tokens_take_grouped_products(tmp_path: Path, monkeypatch: pytest.M
     assert (y - wanted).norm() <= TOLERANCES[torch.bfloat16] * wanted.norm()
 
 
+def stack_like(rows: int, K: int, parts: int, bits: int) -> Stack:
+    """A stack of the 30B's sizes; corrections of 8 ranks beside 2 bits."""
+    addresses = torch.zeros(1, parts, 7, dtype=torch.int64)
+    return Stack(addresses, rows, K, bits, 128, False, 8 if bits == 2 else 0, True)
+
+
 @needs_triton
 @pytest.mark.parametrize("bits", [4, 2])
 def test_wide_loads_where_addresses_come_from_a_table(bits: int) -> None:
-    """The compiler takes addresses for multiples of 16 bytes: a thread loads 16 at once."""
-    shape = tile_shape(768, 2048, bits, 768 * 16)
-    shape = complete(shape, shape["num_warps"])
-    form, sizes = form_of(bits), (shape["BR"], shape["BQ"], shape["T"])
-    tile = QuantizedTile(*form, *sizes, ONE=form.quads(2048) <= shape["BQ"], RANKS=8, FULL=True)
-    types = {"x": "*bf16", "table": "*i64", "chosen": "*i64", "z": "*fp32", "y": "*bf16"}
-    numbers = ("x_row", "each", "rows", "K", "w_row", "scale_row")
-    types |= dict.fromkeys(numbers, "i32")
-    order = ("x", *numbers[:2], "table", "chosen", "z", "y", *numbers[2:])
+    """The compiler takes addresses for multiples of 16 bytes: a thread loads 16 at once, of gate and up
+    and of all experts of a token before it waits."""
+    common = {"table": "*i64", "chosen": "*i64", "z": "*fp32", "x": "*bf16"}
+    sizes = dict.fromkeys(("rows", "K", "w_row", "scale_row"), "i32")
+    gate_up, down = stack_like(768, 2048, 2, bits), stack_like(2048, 768, 1, bits)
+    tile = op._tile(gate_up, gate_up.rows, op.DEEP_GATED)
+    constants = {"PARTS": 2, "ACT": "silu", "T": tile, "EARLY": True, "PDL": True}
+    types = {**common, **sizes, "x_row": "i32", "each": "i32", "y": "*bf16"}
+    assert_loads_wide("products_kernel", types, constants)
+    tile = op._tile(down, down.rows, op.DEEP_MIXED)
+    constants = {"COUNT": 8, "ADD": True, "T": tile, "PDL": True}
+    types = {**common, **sizes, "weights": "*fp32", "y": "*fp32", "y_row": "i32"}
+    assert_loads_wide("mixed_kernel", types, constants)
+
+
+def assert_loads_wide(kernel: str, types: dict[str, str], constants: dict[str, Any]) -> None:
     result = compile_for(
-        *("blr.kernels.layers.experts.triton", "products_kernel", {name: types[name] for name in order}),
-        *({"PARTS": 2, "T": tile, "PDL": True}, 90),
-        divisible=tuple(name for name in order if name not in ("each", "scale_row")),
-        num_warps=shape["num_warps"],
+        *("blr.kernels.layers.experts.triton", kernel, types, constants, 90),
+        divisible=tuple(name for name in types if name not in ("each", "scale_row")),
+        num_warps=op.WARPS,
     )
-    assert result["spills"] == 0 and "ld.global.v4.b32" in result["asm"]["ptx"]
+    ptx = result["asm"]["ptx"]
+    assert result["spills"] == 0 and "ld.global.v4.b32" in ptx
+    assert ptx.index("ld.global.v4.b32") < ptx.index("griddepcontrol.wait")
 
 
 COMPILED: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
     "plain_kernel": (
         {"table": "*i64", "ends": "*i32", "y": "*bf16", "rows": "i32", "K": "i32"}
         | {"w_row": "i32", "scale_row": "i32"},
-        {"PARTS": 2, "BITS": 0, "GROUP": 128, "LOW": 0, "MIDDLE": 0, "CURVED": False}
-        | {"RANKS": 64, "EVEN": True, "BR": 128},
+        {"PARTS": 2, "BITS": 2, "GROUP": 128, "LOW": 2, "MIDDLE": 1.5, "CURVED": False, "BR": 16},
+        4,
+    ),
+    "low_rank_kernel": (
+        {"x": "*bf16", "index": "*i64", "ends": "*i32", "table": "*i64", "like": "*bf16"}
+        | {"base": "*bf16", "y": "*bf16"}
+        | dict.fromkeys(("x_row", "x_part", "y_row", "rows", "K", "experts"), "i32"),
+        {"PARTS": 2, "KIND": 3, "EVEN": True, "INDEXED": True, "ADD": False}
+        | {"BM": 128, "BN": 128, "BK": 64, "BE": 128},
         8,
     ),
     "sums_kernel": (
@@ -277,3 +297,4 @@ def test_kernels_compile_for_a_gpu(kernel: str) -> None:
         num_warps=warps,
     )
     assert result["spills"] == 0
+    assert kernel != "low_rank_kernel" or "wgmma.mma_async" in result["asm"]["ptx"]
