@@ -185,6 +185,11 @@ def test_a_block_of_experts(
         wanted = plain(x, chosen, weights)
         with by_kernels(monkeypatch):
             y, copied = found(x, chosen, weights), copy.deepcopy(found)
+            add, stream = found.adding(x, 2), torch.randn(x.shape)
+            assert (add is None) == (name == "gpt-oss" or method == "low rank")
+            if add is not None:
+                add(x, chosen, weights, added := stream.clone())
+                torch.testing.assert_close(added - stream, y.float(), rtol=1e-2, atol=1e-2)
             for tensor in (*found.buffers(), *found.parameters()):
                 tensor.zero_()
             assert not found(x, chosen, weights).any() and copied(x, chosen, weights).equal(y)
