@@ -21,7 +21,7 @@ from blr.kernels.fused.launch import gated
 
 ALIGNED = 16  # bytes
 FACTOR = 4096, 2048, 8  # numbers of a factor that a program has at once, columns and rows at most
-DEEP, DEEP_GATED, DEEP_MIXED = 2, 2, 1  # rows of a thread: alone, of gate and up each, of each expert
+DEEP, DEEP_GATED, DEEP_MIXED = 4, 4, 1  # rows of a thread: alone, of gate and up each, of each expert
 WARPS = 4  # of these programs
 MOST_MIXED = 8  # experts of a token whose products one program sums
 SUMMED = 1024  # columns of a program of sums
