@@ -96,6 +96,12 @@ def assert_gates_and_sums(stack: Stack, dense: Tensor, x: Tensor, chosen: Tensor
         inner = torch.nn.functional.silu(gate) * up
         assert (found - inner).norm() <= TOLERANCES[torch.float32] * inner.norm()
     alone = stack._replace(addresses=stack.addresses[:, :1].contiguous())
+    if stack.rows % 2 == 0:  # gate and up are one layer
+        gate, up = wanted[:, : stack.rows].chunk(2, -1)
+        with torch.no_grad():
+            found = expert_products(x, chosen, alone, "geglu")
+        inner = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        assert (found - inner).norm() <= TOLERANCES[torch.float32] * inner.norm()
     given, weights = torch.randn(6, stack.K), torch.rand(3, 2)
     wanted = torch.einsum("prk,pk->pr", dense[chosen, : stack.rows], given.double())
     sums = (wanted.view(3, 2, -1) * weights[..., None]).sum(1)
