@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from blr.compressor.modeling.experts import KernelExperts
 from blr.compressor.modeling.modeling_blr import Experts
 from blr.compressor.modeling.stages import LayerStage, blocked
 from blr.compressor.runtime.plan import Columns, Phase, StagePart, TokenPlan
@@ -44,9 +43,8 @@ def bound(
     assert experts is not None and routing is not None and gain is not None
     given = x, gain, phase.eps, logits, Routing(*routing), dtype
     route = partial(routed, *given, pdl) if triton else partial(routed_reference, *given)
-    add = None
-    if triton and isinstance(experts, KernelExperts):
-        add = experts.adding(x.to(dtype), routing[0])
+    adding: Any = getattr(experts, "adding", None) if triton else None  # of experts with kernels
+    add = None if adding is None else adding(x.to(dtype), routing[0])
     if add is None:
         return lambda: x.add_(experts(*route())), False
     return lambda: add(*route(), x), True
