@@ -188,6 +188,21 @@ class QuantizedSegment:
 AnySegment = Segment | QuantizedSegment
 
 
+@dataclass(frozen=True)
+class How:
+    """How the stages of a launch run. gain, eps: of the RMS norm of their inputs. add: to what the
+    results hold. activation: of a pair of as many rows, as of `dual`. pdl: see `launch_options`."""
+
+    gain: Tensor | None = None
+    eps: float = 0.0
+    add: bool = False
+    activation: str = ""
+    pdl: bool = False
+
+
+USUAL = How()
+
+
 def grouped(segments: Sequence[AnySegment], *, gain: Tensor | None = None, eps: float = 0.0) -> None:
     """Every segment's stage; with `gain` [K], of its input after an RMS norm (inputs K wide)."""
     for segment in segments:

@@ -10,7 +10,7 @@ from blr.kernels.common.available import supports_pdl
 from blr.kernels.common.replay import at_once
 from blr.kernels.decode.gemm.launch import library_rows
 from blr.kernels.decode.gemv.launch import product as stage
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import How, Segment
 from blr.kernels.decode.narrow.launch import blast as narrow
 from blr.kernels.layers.blast.reference import blast_linear as reference
 
@@ -29,7 +29,7 @@ def gemv(
     x = x if x.stride(1) == 1 else x.contiguous()
     if x.shape[0]:
         segment = Segment(x, V.transpose(1, 2), z, mix=S)
-        grouped([segment], pdl=pdl, config=config.get("first"))
+        grouped([segment], How(pdl=pdl), config.get("first", {}))
     return stage(z, U, bias, dtype=x.dtype, pdl=pdl, **config.get("second", {}))
 
 
