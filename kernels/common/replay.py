@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from itertools import accumulate
 from types import ModuleType
@@ -179,18 +179,16 @@ class Again:
     def __init__(self) -> None:
         self.launches: Launches | None = None
 
-    def __call__(
-        self, stage: Callable[..., object], x: Tensor, *rest: Tensor | None, **config: object
-    ) -> Any:
-        """``stage(x, *rest, **config)``."""
-        if self.launches is None:
-            self.launches = Launches(partial(stage, **config))
-        return self.launches(x, *rest)
+    def __call__(self, stage: Callable[..., Tensor], x: Tensor, *rest: Tensor | None) -> Tensor:
+        """``stage(x, *rest)``."""
+        self.launches = self.launches or Launches(stage)
+        y: Tensor = self.launches(x, *rest)
+        return y
 
 
-def at_once(stage: Callable[..., object], x: Tensor, *rest: Tensor | None, **config: object) -> Any:
+def at_once(stage: Callable[..., Tensor], x: Tensor, *rest: Tensor | None) -> Tensor:
     """The same without a replay."""
-    return stage(x, *rest, **config)
+    return stage(x, *rest)
 
 
 def recorded(run: Callable[..., object], x: Tensor, *rest: Tensor | None) -> tuple[Any, Replay | None]:

@@ -6,7 +6,7 @@ What a kernel cannot take is for the next rule: `integer.launch.taken`, `skinny.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
@@ -81,14 +81,14 @@ LAYERS = (
     Rule("fused", BITS, (2, 128)),
     Rule("plain", BITS, (0, ENDLESS)),  # as numbers, by the library
 )
+RULES = {"stages": STAGES, "layers": LAYERS}
 
 
-def chosen(
-    rules: Sequence[Rule], bits: int, group: int, tokens: int, weights: int, K: int, *without: str
-) -> str:
-    """The kernels of the first rule that holds, of none `without`."""
+@cache
+def chosen(rules: str, bits: int, group: int, tokens: int, weights: int, K: int, *without: str) -> str:
+    """The kernels of the first of these `RULES` that holds, of none `without`."""
     size = bits, group, tokens, weights, K
-    return next(r.kernels for r in rules if r.kernels not in without and r.holds(*size))
+    return next(r.kernels for r in RULES[rules] if r.kernels not in without and r.holds(*size))
 
 
 def kernels_for(segments: Sequence[AnySegment], like: int = 1) -> str:
@@ -96,7 +96,7 @@ def kernels_for(segments: Sequence[AnySegment], like: int = 1) -> str:
     one, weights = segments[0], sum(prod(s.shape) for s in segments)
     tokens = max(len(one.x), like) if like >= SEVERAL else 1
     without = () if _in_bytes(segments) else ("integer",)
-    return chosen(STAGES, one.bits, one.group, tokens, weights, one.shape[2], *without)
+    return chosen("stages", one.bits, one.group, tokens, weights, one.shape[2], *without)
 
 
 def _in_bytes(segments: Sequence[AnySegment]) -> bool:

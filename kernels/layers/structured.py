@@ -10,6 +10,7 @@ from blr.kernels.common.dispatch import Plans, Variant, plan
 from blr.kernels.common.inlining import inlined
 from blr.kernels.common.registration import Context, apply, autocast, register, rows
 from blr.kernels.common.tables import Shape
+from blr.kernels.common.watching import is_unwatched
 
 
 class StructureOperator:
@@ -32,10 +33,16 @@ class StructureOperator:
         on_cpu: Variant | None = None,
     ) -> None:
         self.structure, self.shape, self.variants = structure, shape, variants
+        self.number = factors.count("Tensor")
         self.reference, self.on_cpu, self.plans = reference, on_cpu, Plans()
         schema = f"(Tensor x, {factors}, Tensor? bias) -> Tensor"
         made = (self.planned, _fake, _setup, backward, reference)
         self.operator = inlined(register(f"{structure}_linear", schema, *made), structure, shape)
+
+    def __call__(self, x: Tensor, *rest: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        """The product of x [..., i] with factors and the bias, if there is one."""
+        given = rest if len(rest) > self.number else (*rest, bias)
+        return self.planned(x, *given) if is_unwatched(x) else self.watched(x, *given)
 
     def planned(self, x: Tensor, *rest: Tensor | None) -> Tensor:
         """[..., o] of x [..., i], factors and bias, planned once for all of these shapes and dtypes."""

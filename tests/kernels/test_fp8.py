@@ -198,7 +198,7 @@ def test_layers_lose_what_float8_loses(
     z = layer(structure, rows, weights, args, torch.float32, bias)
     assert bool(((z - y - bias).norm(dim=-1) <= 1e-3 * (y.norm(dim=-1) + bias.norm())).all())
     if has_triton():
-            found = LAYERS[structure](rows, *weights, scales, torch.float32)
+        found = LAYERS[structure](rows, *weights, scales, torch.float32)
         missed = (found - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-30)
         assert float(missed.median()) < 0.15 and torch.equal(found[4], torch.zeros_like(found[4]))
 

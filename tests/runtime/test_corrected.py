@@ -152,7 +152,8 @@ def test_two_rows_of_few_bits_run_one_after_the_other(
 
     sizes = {"weights": (0, choice.ENDLESS)}
     rules = [rule._replace(**sizes) for rule in choice.STAGES]
-    monkeypatch.setattr(choice, "STAGES", rules)
+    monkeypatch.setitem(choice.RULES, "stages", rules)
+    monkeypatch.setattr(choice, "chosen", choice.chosen.__wrapped__)
     monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 1)
     settings = {"method": "dense", "quantize": "int2"} if kind == "dense2" else KINDS[kind]
     model = _model(tmp_path, {**settings, "group": 64}).half()

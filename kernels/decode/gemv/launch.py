@@ -122,7 +122,6 @@ def product(
     dtype: torch.dtype,
     part: int | None = None,
     pdl: bool = False,
-    **config: int,
 ) -> Tensor:
     """`Segment.product` of one stage of a layer, a new tensor of `dtype`.
 
@@ -130,12 +129,11 @@ def product(
         x: [n, …]. w: [B, R, K], any strides; fastest with K of stride 1.
         pdl: launched while the kernel before it still runs (compute capability 9 and later): the
             weights must not be written by that kernel.
-        config: of `grouped`, in place of `stage_tile`'s.
     """
     y = torch.empty(len(x), w.shape[0] * w.shape[1], dtype=dtype, device=x.device)
     s = Segment(x if x.stride(1) == 1 else x.contiguous(), w, y, bias, part=part)
     if len(x):
-        grouped([s], How(pdl=pdl), {**stage_tile(w.shape[2]), **config})
+        grouped([s], How(pdl=pdl), stage_tile(w.shape[2]))
     return y
 
 

@@ -8,27 +8,17 @@ the gradient of y_k, z and w computed again:
 """
 
 from collections.abc import Mapping
-from functools import cache
 
 from torch import Tensor
 
 from blr.kernels.common.dispatch import Variant
 from blr.kernels.common.registration import Context
 from blr.kernels.common.tables import Shape
-from blr.kernels.common.watching import is_unwatched
 from blr.kernels.layers.blast.reference import blast_linear as reference
 from blr.kernels.layers.blast.reference import cpu_linear as on_cpu
 from blr.kernels.layers.structured import StructureOperator
 
 
-def blast_linear(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`reference.blast_linear` by the fastest known way; fastest with V stored [b, r, p]."""
-    if is_unwatched(x):
-        return _OPERATOR.planned(x, U, S, V, bias)
-    return _OPERATOR.watched(x, U, S, V, bias)
-
-
-@cache
 def variants() -> Mapping[str, Variant]:
     """VARIANTS of this structure, imported where kernels run."""
     from blr.kernels.layers.blast.variants import VARIANTS
@@ -67,6 +57,7 @@ def _mix(z: Tensor, S: Tensor) -> Tensor:
     return (z.permute(2, 1, 0) @ S.permute(2, 1, 0)).permute(2, 1, 0)
 
 
-_OPERATOR = StructureOperator(
+# `reference.blast_linear` by the fastest known way; fastest with V as `common/orders` has it
+blast_linear = StructureOperator(
     "blast", "Tensor U, Tensor S, Tensor V", _shape, variants, reference, _backward, on_cpu
 )

@@ -8,26 +8,16 @@ g_k [n, q] the gradient of y_k, z and w computed again:
 """
 
 from collections.abc import Mapping
-from functools import cache
 
 from torch import Tensor
 
 from blr.kernels.common.dispatch import Variant
 from blr.kernels.common.registration import Context
 from blr.kernels.common.tables import Shape
-from blr.kernels.common.watching import is_unwatched
 from blr.kernels.layers.monarch.reference import monarch_linear as reference
 from blr.kernels.layers.structured import StructureOperator
 
 
-def monarch_linear(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`reference.monarch_linear` by the fastest known way; fastest with V stored [b, r, p]."""
-    if is_unwatched(x):
-        return _OPERATOR.planned(x, U, V, bias)
-    return _OPERATOR.watched(x, U, V, bias)
-
-
-@cache
 def variants() -> Mapping[str, Variant]:
     """VARIANTS of this structure, imported where kernels run."""
     from blr.kernels.layers.monarch.variants import VARIANTS
@@ -69,4 +59,7 @@ def _exchange(z: Tensor) -> Tensor:
     return z.unflatten(2, (z.shape[0], -1)).transpose(0, 2).flatten(2)
 
 
-_OPERATOR = StructureOperator("monarch", "Tensor U, Tensor V", _shape, variants, reference, _backward)
+# `reference.monarch_linear` by the fastest known way; fastest with V as `common/orders` has it
+monarch_linear = StructureOperator(
+    "monarch", "Tensor U, Tensor V", _shape, variants, reference, _backward
+)

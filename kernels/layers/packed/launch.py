@@ -11,7 +11,7 @@ from torch import Tensor
 from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.launching import launch
 from blr.kernels.common.replay import Launches
-from blr.kernels.decode.choice import LAYERS, SQUARE, chosen, stages
+from blr.kernels.decode.choice import SQUARE, chosen, stages
 from blr.kernels.decode.gemv.segments import Correction, How, Narrow, QuantizedSegment, Segment
 from blr.kernels.decode.quantized.formats import PLANES
 from blr.kernels.layers.packed.unpacking import instructions, pieces_of
@@ -114,7 +114,7 @@ def kernels_for(x: Tensor, packed: Tensor, bits: int, group: int) -> str:
     """Those of `choice.LAYERS`; `few_product` takes whole groups and rows of 16 bytes."""
     (n, K), weights = x.shape, packed.shape[0] * x.shape[1]
     whole = not (K % group or x.stride(0) % 8 or x.data_ptr() % 16)
-    return chosen(LAYERS, bits, group, n, weights, K, *(() if whole else ("few",)))
+    return chosen("layers", bits, group, n, weights, K, *(() if whole else ("few",)))
 
 
 @functools.cache
