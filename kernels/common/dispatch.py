@@ -82,10 +82,9 @@ def plan(
     """What `dispatch` does for x [..., i], decided once for all tensors of these shapes and dtypes: a
     function of (x, *factors, bias), which gives [..., o]. Arguments and errors as of `dispatch`."""
     _check(structure, shape, x, factors, bias)
-    given = (structure, shape, variants, reference)
     n = x.numel() // shape.inputs
     if n == 0 or (structure in MIXED and n > FEWEST):
-        return partial(_dispatched, given, on_cpu)
+        return partial(_dispatched, structure, shape, variants, reference, on_cpu)
     plain = on_cpu if on_cpu is not None and x.device.type == "cpu" else reference
     name, run, config = _chosen(structure, shape, bucket(n), x.dtype, x.device, variants, plain)
     call = partial(run, **config) if config else run
@@ -114,9 +113,11 @@ class Plans(dict[Hashable, Any]):
 _PLANS: list[Plans] = []
 
 
-def _dispatched(given: Any, on_cpu: Variant | None, x: Tensor, *rest: Any) -> Tensor:
-    (structure, shape, variants, reference), (*factors, bias) = given, rest
-    flat = x.reshape(-1, x.shape[-1])
+def _dispatched(
+    structure: str, shape: Shape, variants: Variants, reference: Variant, on_cpu: Variant | None,
+    x: Tensor, *rest: Tensor,
+) -> Tensor:  # fmt: skip
+    (*factors, bias), flat = rest, x.reshape(-1, x.shape[-1])
     y = dispatch(structure, shape, variants, reference, flat, factors, bias, on_cpu)
     return y.view(*x.shape[:-1], y.shape[-1])
 

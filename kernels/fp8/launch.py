@@ -94,7 +94,8 @@ def product(
         return out
     tile = tile or tile_for(M, N, K, batch)
     tiles = -(-M // tile.BM) * -(-N // tile.BN)
-    places = out.stride(0), out.stride(1), *((0, N) if part is None else (out.stride(2), part))
+    column = (0, N) if part is None else (out.stride(2), part)
+    place = out.stride(0), out.stride(1)
     tensors = by_row, by_col, out if bias is None else bias, out
     steps = by_col.stride(0), 0 if bias is None else bias.stride(0)
     constants: dict[str, object] = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": GROUP}
@@ -102,7 +103,7 @@ def product(
     if not tma_ready(a, b):
         from blr.kernels.fp8.triton import product_kernel
 
-        numbers = (M, N, K, *a.stride()[:2], *b.stride()[:2], *steps, *places)
+        numbers = (M, N, K, *a.stride()[:2], *b.stride()[:2], *steps, *place, *column)
         options = {"num_stages": min(tile.stages, 3), "num_warps": tile.warps}
         launch(product_kernel, (tiles, batch), (a, b, *tensors, *numbers), constants, **options)
         return out
@@ -111,10 +112,10 @@ def product(
     (left, *a_at), (right, *b_at) = _box(a, tile.BM, tile.BK), _box(b, tile.BN, tile.BK)
     to = left
     if halves := tile.lasting and part is None and _stores(out, tile):
-        to, *c_at = _box(out, tile.BM, tile.BN // 2)
-        places = (*c_at, *places[2:])
+        to, down, across = _box(out, tile.BM, tile.BN // 2)
+        place = down, across
     programs = min(tiles * batch, multiprocessors(a.device)) if tile.lasting else tiles * batch
-    numbers = (M, N, K, batch, *a_at, *b_at, *steps, *places)
+    numbers = (M, N, K, batch, *a_at, *b_at, *steps, *place, *column)
     constants |= {"HALVES": halves, "FLATTEN": tile.lasting, "STAGES": tile.stages}
     given = (left, right, to, *tensors, *numbers)
     launch(product_tma_kernel, (programs,), given, constants, num_warps=tile.warps)

@@ -140,18 +140,16 @@ def product(
 def stage(s: Segment) -> Stage:
     """What kernels take of a segment."""
     blocks, rows, width = s.shape
-    made: tuple[Any, ...] = (
-        *(s.x, s.x.stride(0), 0 if s.x.shape[1] == width else width),
-        *(s.w, *s.w.stride(), s.w if s.mix is None else s.mix, *mix_strides(s.mix)),
-        *(s.w if s.bias is None else s.bias, s.y, s.y.stride(0)),
-        *(rows, width, blocks, s.part or rows),
-    )
-    return Stage(*made)
+    x = s.x, s.x.stride(0), 0 if s.x.shape[1] == width else width
+    w = s.w, s.w.stride(0), s.w.stride(1), s.w.stride(2)
+    mix = s.w if s.mix is None else s.mix, *mix_strides(s.mix)
+    results = s.w if s.bias is None else s.bias, s.y, s.y.stride(0)
+    return Stage(*(*x, *w, *mix, *results, rows, width, blocks, s.part or rows))
 
 
-def mix_strides(mix: Tensor | None) -> tuple[int, ...]:
+def mix_strides(mix: Tensor | None) -> tuple[int, int, int]:
     """Of [B, B, R]; zeros where nothing is mixed."""
-    return (0, 0, 0) if mix is None else mix.stride()
+    return (0, 0, 0) if mix is None else (mix.stride(0), mix.stride(1), mix.stride(2))
 
 
 def run_stages(
@@ -162,7 +160,7 @@ def run_stages(
     blocks = [1 if tile.MIX else s.blocks for s, tile in zip(stages, tiles, strict=True)]
     programs = [b * -(-s.rows // t.BR) for b, s, t in zip(blocks, stages, tiles, strict=True)]
     norm = (stages[0].x if how.gain is None else how.gain, how.eps)
-    options: dict[str, Any] = {"num_warps": warps, **launch_options(how.pdl)}
+    options: dict[str, object] = {"num_warps": warps, **launch_options(how.pdl)}
     if how.activation:
         options |= {"T0": tiles[0], "T1": tiles[1], "ACT": how.activation}
         run_kernel(pair, (programs[0],), *stages, *norm, **options)
@@ -173,12 +171,12 @@ def run_stages(
     run_kernel(rows, (ends[-1],), *given, **options)
 
 
-def three(found: Sequence[Any], other: object = None) -> list[Any]:
+def three(found: Sequence[object], other: object = None) -> list[object]:
     """`found`, at most three, and in the place of those missing `other` or the first."""
     return [*found, *[found[0] if other is None else other] * 3][:3]
 
 
-def numbered(name: str, found: Sequence[Any], other: object = None) -> dict[str, Any]:
+def numbered(name: str, found: Sequence[object], other: object = None) -> dict[str, object]:
     """`three` by name: ``T0``, ``T1`` and ``T2`` of "T"."""
     return {f"{name}{n}": each for n, each in enumerate(three(found, other))}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -214,11 +214,6 @@ def dual(
 ) -> None:
     """``up.y = act(gate) ⊙ up``: two stages with the same B and R in the plain order."""
     up.y.copy_(ACTIVATIONS[activation](gate.product(gain, eps)) * up.product(gain, eps))
-
-
-def dual_fits(gate: Any, up: Any) -> bool:
-    """Whether stages of weights `gate` and `up`, [B, R, K] each, plain or packed, fit one `dual`."""
-    return gate.shape[:2] == up.shape[:2]
 
 
 def in_turn(runs: Sequence[Run]) -> None:

@@ -4,7 +4,7 @@ Of several tokens one launch each: many are for `kernels/decode/skinny`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,24 +132,19 @@ def stage(s: QuantizedSegment) -> QuantizedStage:
     """What kernels take of a segment. Raises ValueError as `as_words`."""
     words = as_words(s.packed, s.bits, s.K, s.group)
     blocks, rows, _ = words.shape
-    made: tuple[Any, ...] = (
-        *(s.x, 0 if s.x.shape[1] == s.K else s.K),
-        *(words, words.stride(0), words.stride(1) // row_unit(words)),
-        *(s.scale, s.scale.stride(0), s.scale.stride(1)),
-        *(s.x if s.mix is None else s.mix, *mix_strides(s.mix)),
-        *(s.x if s.bias is None else s.bias, s.y, rows, s.K, blocks, s.part or rows),
-        *_correction(s),
-    )
-    return QuantizedStage(*made)
-
-
-def _correction(s: QuantizedSegment) -> tuple[Any, ...]:
-    """z, u, … of a stage."""
-    if s.correction is None:
-        return s.x, s.x, 0, s.x, 0, 0, 0
-    z, u = s.correction.first.y, s.correction.u
-    scale = u.levels if u.scale is None else u.scale
-    return z, u.levels, u.levels.stride(1), scale, scale.stride(1), *u.shape[1:]
+    z = u = by = s.x
+    sizes = 0, 0, 0, 0  # steps of u and its scales, rows of a block, ranks
+    if s.correction is not None:
+        z, narrow = s.correction.first.y, s.correction.u
+        u, by = narrow.levels, narrow.levels if narrow.scale is None else narrow.scale
+        sizes = u.stride(1), by.stride(1), u.shape[1], u.shape[2]
+    w = words, words.stride(0), words.stride(1) // row_unit(words)
+    scale = s.scale, s.scale.stride(0), s.scale.stride(1)
+    mix = s.x if s.mix is None else s.mix, *mix_strides(s.mix)
+    results = s.x if s.bias is None else s.bias, s.y, rows, s.K, blocks, s.part or rows
+    corrected = z, u, sizes[0], by, sizes[1], sizes[2], sizes[3]
+    x = s.x, 0 if s.x.shape[1] == s.K else s.K
+    return QuantizedStage(*(*x, *w, *scale, *mix, *results, *corrected))
 
 
 def row_unit(words: Tensor) -> int:

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,12 +111,11 @@ def _inputs(segments: Sequence[AnySegment], how: OnCores) -> tuple[list[Run], li
         return [], list(segments)
     if how.ordered:
         return [], [_padded(s) for s in segments]
-    options: dict[str, Any] = {"low": low, "group": group, "eps": how.eps, "pdl": how.pdl}
-    options["gain"] = how.gain
+    ready_by = partial(prepare, low=low, group=group, gain=how.gain, eps=how.eps, pdl=how.pdl)
     if all(s.x.data_ptr() == x.data_ptr() and s.x.shape == x.shape for s in segments):
         made = prepared(x, width, low, group, dtype)
         v, z, ready = _first_factors(segments, dtype)
-        run = partial(prepare, x, made, width, v=v, z=z, **options)
+        run = partial(ready_by, x, made, width, v=v, z=z)
         return [run], [replace(s, x=made) for s in ready]
     if (starts := _slices(segments)) is None:
         each = [_inputs([s], how) for s in segments]
@@ -127,7 +125,7 @@ def _inputs(segments: Sequence[AnySegment], how: OnCores) -> tuple[list[Run], li
     made = prepared(whole, end, low, group, dtype)
     padded = [-(-s.shape[2] // group) * group for s in segments]
     cut = [made[:, a : a + n] for a, n in zip(starts, padded, strict=True)]
-    run = partial(prepare, whole, made, end, **options)
+    run = partial(ready_by, whole, made, end)
     return [run], [replace(s, x=part) for s, part in zip(segments, cut, strict=True)]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -203,7 +203,11 @@ def grouped(segments: Sequence[AnySegment], how: OnCores, config: Mapping[str, i
     programs = ends[0] if pair else ends[-1]
     areas = (1 + pair) * programs * shape["BR"] * slots if shape["SPLIT"] > 1 else 1
     room = (*how.workspace.take(areas, programs, one.x.device), tokens)
-    options: dict[str, Any] = {"NP": slots, "num_warps": shape["num_warps"], **launch_options(how.pdl)}
+    options: dict[str, object] = {
+        "NP": slots,
+        "num_warps": shape["num_warps"],
+        **launch_options(how.pdl),
+    }
     if pair:
         options |= {"T0": tiles[0], "T1": tiles[1], "SHARED": shared, "ACT": how.activation}
         options |= {"TOGETHER": one.shape[2] == other.shape[2]}

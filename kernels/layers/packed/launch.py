@@ -3,7 +3,7 @@ out."""
 
 import functools
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -179,9 +179,8 @@ def _one_token(
     if u is not None and v is not None:
         z = torch.empty(1, len(v), dtype=torch.float32, device=x.device)
         correction = Correction(Segment(x, v[None], z), Narrow(u[None]))
-    weight = (packed[None], scale[None], bits, x.shape[1])
-    more: dict[str, Any] = {"group": group, "correction": correction, "curved": curved}
-    stages([QuantizedSegment(x, *weight, y, bias, **more)], How(pdl=True))()
+    weight = (packed[None], scale[None], bits, x.shape[1], y, bias, None, None, group)
+    stages([QuantizedSegment(x, *weight, correction, curved)], How(pdl=True))()
     return y
 
 
