@@ -145,28 +145,17 @@ def product(
     given = (x, packed, scale, bias, u, v)
     lies = [None if t is None else (t.shape, t.stride(), t.dtype) for t in given]
     key = (bits, group, curved, x.device, x.data_ptr() % 16, *lies)
-    plan = _PLANS.get(key) or _PLANS.keep(key, _plan(x, packed, v, bits, group, curved))
-    counter = zero_counters(x.device, plan.counters) if plan.counters else None
-    y: Tensor = plan.run(*given, counter)
-    return y
+    plan: Plan | None = _PLANS.get(key)
+    if plan is None:
+        name = kernels_for(x, packed, bits, group)
+        ways = {"rows": _one_token, "few": few_product, "fused": fused_product}
+        run = Launches(partial(ways[name], bits=bits, group=group, curved=curved))
+        plan = _PLANS.keep(key, (run, -(-len(packed) // FEW_ROWS) if name == "few" else 0))
+    run, counters = plan
+    return run(*given, zero_counters(x.device, counters) if counters else None)
 
 
-class ProductPlan(NamedTuple):
-    """How products of one shape run. counters: `zero_counters` that `run` takes."""
-
-    run: Launches
-    counters: int
-
-
-def _plan(
-    x: Tensor, packed: Tensor, v: Tensor | None, bits: int, group: int, curved: bool
-) -> ProductPlan:
-    name = kernels_for(x, packed, bits, group)
-    run = {"rows": _one_token, "few": few_product, "fused": fused_product}[name]
-    counters = -(-len(packed) // FEW_ROWS) if name == "few" else 0
-    return ProductPlan(Launches(partial(run, bits=bits, group=group, curved=curved)), counters)
-
-
+Plan = tuple[Launches[Tensor], int]  # what runs products of one shape, and the `zero_counters` it takes
 _PLANS = Plans()
 
 
@@ -259,10 +248,8 @@ def fused_product(
             **{"BR": tile.BR, "NP": tile.NP, "SPLIT": tile.SPLIT, "STAGES": tile.STAGES},
             **{"WARPS": tile.num_warps, "BIAS": bias is not None},
             "FULL": steps_of(K, bits, group) * 512 // PLANES[bits][0] == -(-K // group) * group,
-            **{
-                "RANKS": whole_ranks(0 if v is None else len(v)),
-                "PARTS": 1 if made.z is None else len(made.z),
-            },
+            "RANKS": whole_ranks(0 if v is None else len(v)),
+            "PARTS": 1 if made.z is None else len(made.z),
             "WAIT": 0 if not made.launched else 2 if made.x is x else 1,
         },
         num_warps=tile.num_warps,
