@@ -56,9 +56,8 @@ def dispatch(
     _check(structure, shape, x, factors, bias)
     if x.shape[0] == 0:
         return x.new_zeros(0, shape.outputs)
-    plain = on_cpu if on_cpu is not None and x.device.type == "cpu" else reference
-    _, run, config = _chosen(structure, shape, bucket(len(x)), x.dtype, x.device, variants, plain)
-    n, tokens = len(x), len(x)
+    n = tokens = len(x)
+    _, run, config = _chosen(structure, shape, bucket(n), x.dtype, x.device, variants, reference, on_cpu)
     if run is not on_cpu and structure in MIXED:
         tokens = _tokens(shape, x.dtype, x.device.type)
     if n <= tokens:
@@ -85,8 +84,8 @@ def plan(
     n = x.numel() // shape.inputs
     if n == 0 or (structure in MIXED and n > FEWEST):
         return partial(_dispatched, structure, shape, variants, reference, on_cpu)
-    plain = on_cpu if on_cpu is not None and x.device.type == "cpu" else reference
-    name, run, config = _chosen(structure, shape, bucket(n), x.dtype, x.device, variants, plain)
+    given = x.dtype, x.device, variants, reference, on_cpu
+    name, run, config = _chosen(structure, shape, bucket(n), *given)
     call = partial(run, **config) if config else run
     replays = x.is_cuda and x.dtype.itemsize == 2  # others may change their precision
     if name in ANY_AXES and run is not on_cpu:
@@ -167,7 +166,9 @@ def _chosen(
     device: torch.device,
     variants: Variants,
     reference: Variant,
+    on_cpu: Variant | None,
 ) -> tuple[str, Variant, dict[str, object]]:
+    reference = on_cpu if on_cpu is not None and device.type == "cpu" else reference
     wrong = device.type == "cpu" and dtype == torch.bfloat16  # in Triton's interpreter
     if wrong or not kernel_device(torch.empty(0, device=device)):
         return REFERENCE, reference, {}

@@ -105,7 +105,7 @@ def test_lowrank(i: int, o: int, r: int, tokens: int, dtype: torch.dtype) -> Non
     [
         {"first": {"SPLIT": 4, "BK": 16}, "add": "second"},
         {"first": {"SPLIT": 3, "BK": 16}, "add": "between", "second": {"BK": 16}},
-        {"first": {"STAGES": 1, "BK": 16, "BR": 16}, "second": {"STAGES": 1, "BK": 16, "BR": 64}},
+        {"first": {"STAGES": 2, "BK": 16, "BR": 16}, "second": {"STAGES": 2, "BK": 16, "BR": 64}},
     ],
 )
 @pytest.mark.parametrize("tokens", [2, 16, 33, 64])

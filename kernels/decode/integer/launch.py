@@ -48,12 +48,9 @@ def taken(segments: Sequence[QuantizedSegment]) -> bool:
     fits = first.bits in WIDEST and form_of(first.bits, first.group).WORDS >= 4
     fits = fits and _lanes(first) <= WIDEST[first.bits] and len(kinds) == 1 and len(segments) <= 3
     fits = fits and (first.bits < 4 or all(s.correction is None for s in segments))
-    return fits and len(first.x) == 1 and first.x.shape[1] == first.K and all(map(_is_plain, segments))
-
-
-def _is_plain(s: QuantizedSegment) -> bool:
-    """Whether a stage has one block, and half precision."""
-    return s.mix is None and s.packed.shape[0] == 1 and s.scale.dtype.itemsize <= 2
+    fits = fits and all(s.mix is None and s.packed.shape[0] == 1 for s in segments)
+    fits = fits and all(s.scale.dtype.itemsize <= 2 for s in segments)
+    return fits and len(first.x) == 1 and first.x.shape[1] == first.K
 
 
 def takes_first(s: QuantizedSegment) -> bool:
