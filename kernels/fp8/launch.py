@@ -271,8 +271,5 @@ def _rows(blocks: int, n: int, width: int, like: Tensor) -> Tensor:
 
 
 LAYERS: dict[str, Callable[..., Tensor]] = {
-    "dense": dense,
-    "lowrank": lowrank,
-    "monarch": monarch,
-    "blast": blast,
+    **{"dense": dense, "lowrank": lowrank, "monarch": monarch, "blast": blast}
 }

@@ -63,6 +63,11 @@ class StructureOperator:
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
+def blocks_of(x: Tensor, blocks: int) -> Tensor:
+    """[n, b·p] as [b, n, p]."""
+    return x.unflatten(1, (blocks, -1)).transpose(0, 1)
+
+
 def _fake(x: Tensor, U: Tensor, *rest: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], prod(U.shape[:-1]))
 

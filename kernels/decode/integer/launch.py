@@ -59,9 +59,7 @@ def takes_first(s: QuantizedSegment) -> bool:
 
 
 def byte_stages(
-    segments: Sequence[QuantizedSegment],
-    firsts: Sequence[QuantizedSegment] = (),
-    how: How = USUAL,
+    segments: Sequence[QuantizedSegment], firsts: Sequence[QuantizedSegment] = (), how: How = USUAL
 ) -> Run:
     """What runs stages that are `taken`. firsts: of 2 and 3 bits, the first stages of their corrections,
     made beside the inputs."""

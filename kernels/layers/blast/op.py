@@ -16,7 +16,7 @@ from blr.kernels.common.registration import Context
 from blr.kernels.common.tables import Shape
 from blr.kernels.layers.blast.reference import blast_linear as reference
 from blr.kernels.layers.blast.reference import cpu_linear as on_cpu
-from blr.kernels.layers.structured import StructureOperator
+from blr.kernels.layers.structured import StructureOperator, blocks_of
 
 
 def variants() -> Mapping[str, Variant]:
@@ -34,7 +34,7 @@ def _shape(U: Tensor, S: Tensor, V: Tensor) -> Shape:
 def _backward(ctx: Context, g: Tensor) -> tuple[Tensor | None, ...]:
     x, U, S, V = ctx.saved_tensors
     for_x, for_u, for_s, for_v, for_bias = ctx.needs_input_grad
-    x_l, g_k = _blocks(x, V.shape[0]), _blocks(g, U.shape[0])
+    x_l, g_k = blocks_of(x, V.shape[0]), blocks_of(g, U.shape[0])
     z = x_l @ V if for_u or for_s else g  # [l, n, r]; g stands for what nothing reads
     dw = g_k @ U if for_x or for_s or for_v else g  # [k, n, r]
     dz = _mix(dw, S.transpose(0, 1)) if for_x or for_v else g  # [l, n, r]
@@ -45,11 +45,6 @@ def _backward(ctx: Context, g: Tensor) -> tuple[Tensor | None, ...]:
         x_l.mT @ dz if for_v else None,
         g.sum(0) if for_bias else None,
     )
-
-
-def _blocks(x: Tensor, blocks: int) -> Tensor:
-    """[n, b·p] as [b, n, p]."""
-    return x.unflatten(1, (blocks, -1)).transpose(0, 1)
 
 
 def _mix(z: Tensor, S: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from blr.kernels.common.dispatch import Variant
 from blr.kernels.common.registration import Context
 from blr.kernels.common.tables import Shape
 from blr.kernels.layers.monarch.reference import monarch_linear as reference
-from blr.kernels.layers.structured import StructureOperator
+from blr.kernels.layers.structured import StructureOperator, blocks_of
 
 
 def variants() -> Mapping[str, Variant]:
@@ -33,8 +33,8 @@ def _shape(U: Tensor, V: Tensor) -> Shape:
 def _backward(ctx: Context, g: Tensor) -> tuple[Tensor | None, ...]:
     x, U, V = ctx.saved_tensors
     for_x, for_u, for_v, for_bias = ctx.needs_input_grad
-    x_l = _blocks(x, V.shape[0])
-    g_k = _blocks(g, V.shape[0])
+    x_l = blocks_of(x, V.shape[0])
+    g_k = blocks_of(g, V.shape[0])
     dz = _exchange(g_k @ U) if for_x or for_v else g  # which nothing reads
     return (
         _rows(dz @ V.mT) if for_x else None,
@@ -42,11 +42,6 @@ def _backward(ctx: Context, g: Tensor) -> tuple[Tensor | None, ...]:
         x_l.mT @ dz if for_v else None,
         g.sum(0) if for_bias else None,
     )
-
-
-def _blocks(x: Tensor, blocks: int) -> Tensor:
-    """[n, b·p] as [b, n, p]."""
-    return x.unflatten(1, (blocks, -1)).transpose(0, 1)
 
 
 def _rows(y: Tensor) -> Tensor:

@@ -24,11 +24,7 @@ def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def permuted_store(
-    x: Tensor,
-    U: Tensor,
-    V: Tensor,
-    bias: Tensor | None = None,
-    by: Callable[..., Tensor] = at_once,
+    x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, by: Callable[..., Tensor] = at_once
 ) -> Tensor:
     """Our product, which stores z [k, n, (l, r')] straight in the order of the library's second.
 
