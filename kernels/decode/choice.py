@@ -1,7 +1,7 @@
 """Which kernels run stages of decoding and packed layers: one table, by bits, tokens and shape.
 
 What a kernel cannot take is for the next rule: `integer.launch.taken`, `skinny.launch.fits`,
-`layers.packed.launch.takes_few`.
+`layers.packed.launch.kernels_for`.
 """
 
 from collections.abc import Callable, Sequence
