@@ -19,7 +19,7 @@ from blr.compressor.modeling.extended import Extension, extend, same, with_child
 from blr.compressor.modeling.layers import PROJECTIONS, StructuredLinear
 from blr.compressor.modeling.ranks import OfRanks, RankRequest, ranked
 from blr.compressor.modeling.settings import warn_once
-from blr.kernels.common.transient import bound_for, chunks, tokens_within
+from blr.kernels.common.transient import chunks, tokens_within, transient_bytes
 
 NORM_BYTES = 8  # of a feature in a root-mean-square norm: two copies in float32
 BESIDE = 3  # copies of a block's input that live beside its attention: normed, attended, summed
@@ -93,7 +93,7 @@ def limit_of(x: object) -> int | None:
         return None
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None
-    return bound_for(x)
+    return transient_bytes(x.device.type)
 
 
 def is_hooked(module: nn.Module) -> bool:

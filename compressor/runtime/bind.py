@@ -18,6 +18,7 @@ from blr.kernels.decode.gemv.segments import (
     ACTIVATIONS,
     SEVERAL,
     Correction,
+    How,
     QuantizedSegment,
     Run,
     Segment,
@@ -98,29 +99,31 @@ class Binder:
             if phase.add:
                 return lambda: [s.y.add_(s.product(phase.gain, phase.eps)) for s in segments]
             return partial(grouped, segments, **norm)
-        options = {**norm, "add": phase.add, "activation": phase.activation, "pdl": self.pdl}
+        how = How(phase.gain, phase.eps, phase.add, phase.activation, self.pdl)
         targets = {part.target for part in phase.parts}
         self.ordered.difference_update(targets)
-        from blr.kernels.decode.quantized.either import pays_twice, stages
+        from blr.kernels.decode.choice import kernels_for, stages
 
-        several = self.like >= SEVERAL and not pays_twice(segments)
-        run = self._tensor_cores(phase, segments, **options) if several else None
-        return run or stages(segments, **options)
+        on_cores = kernels_for(segments, self.like) == "skinny"
+        run = self._tensor_cores(phase, segments, how) if on_cores else None
+        return run or stages(segments, how)
 
     _dual = _stages
 
     def _tensor_cores(
-        self, phase: Phase, segments: list[Segment | QuantizedSegment], **options: Any
+        self, phase: Phase, segments: list[Segment | QuantizedSegment], how: How
     ) -> Run | None:
         """Runs segments on tensor cores and records the order of targets; None if they cannot."""
-        from blr.kernels.decode.skinny.bound import SkinnyOptions, stages
+        from blr.kernels.decode.skinny.bound import OnCores, stages
 
         dtype, order = self.state.kv.dtype, self._order(phase.parts[0])
-        options["order"] = order if segments[0].y.dtype == dtype else None
-        options["ordered"] = all(part.source in self.ordered for part in phase.parts)
-        run = stages(segments, SkinnyOptions(self.state.workspace, dtype, like=self.like, **options))
-        assert run is not None or not options["ordered"], "inputs in an order that nothing reads"
-        if run is not None and options["order"] is not None:
+        order = order if segments[0].y.dtype == dtype else None
+        ordered = all(part.source in self.ordered for part in phase.parts)
+        given = OnCores(**vars(how), workspace=self.state.workspace, dtype=dtype, order=order,
+                        ordered=ordered, like=self.like)  # fmt: skip
+        run = stages(segments, given)
+        assert run is not None or not ordered, "inputs in an order that nothing reads"
+        if run is not None and order is not None:
             self.ordered.update(part.target for part in phase.parts)
         return run
 

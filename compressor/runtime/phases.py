@@ -14,7 +14,6 @@ from transformers.modeling_utils import PreTrainedModel
 from blr.compressor.modeling.stages import LayerStage, Packed, kind_of, stages_of
 from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.plan import Columns, Heads, Phase, StagePart, TokenPlan
-from blr.kernels.decode.gemv.segments import dual_fits
 from blr.kernels.decode.quantized.formats import GROUP
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
@@ -223,7 +222,7 @@ def _order(stages: Sequence[Sequence[LayerStage] | None], depth: int) -> tuple[i
 def _pair(gate: Sequence[LayerStage], up: Sequence[LayerStage]) -> bool:
     """Whether the last stages of two layers fit one `dual`."""
     same = _number(gate) == _number(up) and kind_of(gate[-1].w) == kind_of(up[-1].w)
-    return same and dual_fits(gate[-1].w, up[-1].w)
+    return same and gate[-1].w.shape[:2] == up[-1].w.shape[:2]
 
 
 def _number(stages: Sequence[LayerStage] | None) -> int:

@@ -288,7 +288,7 @@ class BlastProblem:
         if shared is None:
             return Z @ self.gram
         if kernels_on(shared.device) and len(shared) in MIXED and shared.dtype == torch.float32:
-            return mix(shared, S, cores="cuda")
+            return mix(shared, S, on_cuda=True)
         return (S.permute(2, 0, 1) @ shared.transpose(0, 1)).transpose(0, 1)
 
     def _pulls(self, at: slice, made: Products, U: Tensor, S: Tensor, V: Tensor) -> Part:

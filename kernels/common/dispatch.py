@@ -56,9 +56,8 @@ def dispatch(
     _check(structure, shape, x, factors, bias)
     if x.shape[0] == 0:
         return x.new_zeros(0, shape.outputs)
-    plain = on_cpu if on_cpu is not None and x.device.type == "cpu" else reference
-    _, run, config = _chosen(structure, shape, bucket(len(x)), x.dtype, x.device, variants, plain)
-    n, tokens = len(x), len(x)
+    n = tokens = len(x)
+    _, run, config = _chosen(structure, shape, bucket(n), x.dtype, x.device, variants, reference, on_cpu)
     if run is not on_cpu and structure in MIXED:
         tokens = _tokens(shape, x.dtype, x.device.type)
     if n <= tokens:
@@ -82,12 +81,11 @@ def plan(
     """What `dispatch` does for x [..., i], decided once for all tensors of these shapes and dtypes: a
     function of (x, *factors, bias), which gives [..., o]. Arguments and errors as of `dispatch`."""
     _check(structure, shape, x, factors, bias)
-    given = (structure, shape, variants, reference)
     n = x.numel() // shape.inputs
     if n == 0 or (structure in MIXED and n > FEWEST):
-        return partial(_dispatched, given, on_cpu)
-    plain = on_cpu if on_cpu is not None and x.device.type == "cpu" else reference
-    name, run, config = _chosen(structure, shape, bucket(n), x.dtype, x.device, variants, plain)
+        return partial(_dispatched, structure, shape, variants, reference, on_cpu)
+    given = x.dtype, x.device, variants, reference, on_cpu
+    name, run, config = _chosen(structure, shape, bucket(n), *given)
     call = partial(run, **config) if config else run
     replays = x.is_cuda and x.dtype.itemsize == 2  # others may change their precision
     if name in ANY_AXES and run is not on_cpu:
@@ -114,9 +112,11 @@ class Plans(dict[Hashable, Any]):
 _PLANS: list[Plans] = []
 
 
-def _dispatched(given: Any, on_cpu: Variant | None, x: Tensor, *rest: Any) -> Tensor:
-    (structure, shape, variants, reference), (*factors, bias) = given, rest
-    flat = x.reshape(-1, x.shape[-1])
+def _dispatched(
+    structure: str, shape: Shape, variants: Variants, reference: Variant, on_cpu: Variant | None,
+    x: Tensor, *rest: Tensor,
+) -> Tensor:  # fmt: skip
+    (*factors, bias), flat = rest, x.reshape(-1, x.shape[-1])
     y = dispatch(structure, shape, variants, reference, flat, factors, bias, on_cpu)
     return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -166,7 +166,9 @@ def _chosen(
     device: torch.device,
     variants: Variants,
     reference: Variant,
+    on_cpu: Variant | None,
 ) -> tuple[str, Variant, dict[str, object]]:
+    reference = on_cpu if on_cpu is not None and device.type == "cpu" else reference
     wrong = device.type == "cpu" and dtype == torch.bfloat16  # in Triton's interpreter
     if wrong or not kernel_device(torch.empty(0, device=device)):
         return REFERENCE, reference, {}

@@ -45,7 +45,7 @@ def _note(launched: Launched) -> None:
 
 @contextmanager
 def noting() -> Iterator[list[Launched]]:
-    """Lists launches of this thread by `run_kernel`, `launch` or a `Bound`."""
+    """Lists launches of this thread by `run_kernel` or `launch`."""
     before = getattr(_thread, "noted", None)
     _thread.noted = found = list[Launched]()
     try:
@@ -73,31 +73,6 @@ def launch(
             if _callable(kernel, found, len(arguments), constants):
                 _compiled[key] = found
     _note((kernel, found, grid, arguments, constants))
-
-
-class Bound:
-    """A launch of which all but the addresses is known: its kernel, grid, constants and options.
-
-    Whoever calls it gives arguments of the same dtypes, all of them at multiples of 16 bytes, and the
-    same numbers.
-    """
-
-    def __init__(self, kernel: TritonKernel, grid: Grid, constants: Options, **options: object):
-        self.kernel, self.grid, self.constants, self.options = kernel, grid, constants, options
-        self.values = tuple(constants.values())
-        self.made: Any = None
-        self.run: Callable[..., object] | None = None
-
-    def __call__(self, *arguments: object) -> None:
-        """Launch with these tensors, descriptors and numbers; noted as by `run_kernel`."""
-        with on_gpu_of(arguments):
-            if self.run is not None:
-                self.run(*arguments, *self.values)
-            else:
-                self.made = self.kernel[self.grid](*arguments, **self.constants, **self.options)
-                if _callable(self.kernel, self.made, len(arguments), self.constants):
-                    self.run = self.made[(*self.grid, 1, 1)[:3]]
-        _note((self.kernel, self.made, self.grid, arguments, self.constants))
 
 
 def _key(

@@ -16,7 +16,7 @@ from torch import Tensor
 from blr.kernels.common.watching import is_traced
 
 NAMESPACE = "blr"
-Call = Callable[..., object]
+Call = Callable[..., Any]
 T = TypeVar("T")
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library object
 
@@ -42,7 +42,7 @@ class Operator:
     signature. bare: the operator without its gradients, which a compiled graph calls."""
 
     run: Call
-    op: Callable[..., Any]
+    op: Call
     plain: Call
     bare: Call
 
@@ -92,16 +92,17 @@ def _implemented(library: torch.library.Library, name: str, schema: str, run: Ca
     return free
 
 
-def _found(name: str) -> Any:
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+def _found(name: str) -> Call:
+    found: Call = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return found
 
 
-def apply(operator: Operator, x: Tensor, *arguments: object) -> Any:
+def apply(operator: Operator, x: Tensor, *arguments: object) -> Tensor:
     """Call `operator` on x [n, i]; through the dispatcher only if somebody listens there."""
-    if is_traced():
-        return operator.plain(x, *arguments)
-    plain = type(x) is Tensor and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    return (operator.run if plain else operator.op)(x, *arguments)
+    unwatched = type(x) is Tensor and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    run = operator.plain if is_traced() else operator.run if unwatched else operator.op
+    y: Tensor = run(x, *arguments)
+    return y
 
 
 def rows(x: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from itertools import accumulate
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 RAN = ("3.6",)  # releases of Triton whose launchers were called so on a GPU (scripts/log)
 ALIGNED = 15  # bits of an address that Triton specializes kernels by
 LINE = 512  # bytes, at whose multiples torch's allocator begins
+Result = TypeVar("Result")
 Place = tuple[int, int, int]  # argument or field, tensor, bytes behind that one's start
 
 
@@ -88,9 +89,9 @@ class Launch:
 @dataclass
 class Replay:
     """What one call allocated and launched: `made` are shape, dtype and device of the allocations, all
-    on one device. `result`: which of the arguments and, behind them, the allocations it gave, or
-    several. strides: of the input, None of one without gaps, in whatever shape. layouts: of the
-    arguments behind it.
+    on one device. `results`: which of the arguments and, behind them, the allocations it gave, in a
+    tuple if `several`. strides: of the input, None of one without gaps, in whatever shape. layouts:
+    of the arguments behind it.
 
     Allocations that are no results share one: each allocation costs as much as a launch.
     """
@@ -98,7 +99,8 @@ class Replay:
     strides: tuple[int, ...] | None
     layouts: tuple[object, ...]
     made: list[tuple[tuple[int, ...], torch.dtype, torch.device]]
-    result: int | tuple[int, ...]
+    results: list[int]
+    several: bool
     launches: list[Launch]
     device: int
     kept: list[int] = field(init=False)  # allocations that are results
@@ -107,9 +109,8 @@ class Replay:
     order: list[int] = field(init=False)  # where every allocation is among those kept and the others
 
     def __post_init__(self) -> None:
-        results = self.result if isinstance(self.result, tuple) else (self.result,)
         first, numbers = 1 + len(self.layouts), range(len(self.made))
-        self.kept = [n for n in numbers if n + first in results]
+        self.kept = [n for n in numbers if n + first in self.results]
         others = [n for n in numbers if n not in self.kept]
         self.order = [[*self.kept, *others].index(n) for n in numbers]
         sizes = [math.prod(self.made[n][0]) * self.made[n][1].itemsize for n in others]
@@ -137,34 +138,28 @@ class Replay:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         for launch in self.launches:
             launch(stream, addresses)
-        if isinstance(self.result, int):
-            return self._given(self.result, given, made)
-        return tuple([self._given(number, given, made) for number in self.result])
-
-    def _given(
-        self, number: int, given: Sequence[Tensor | None], made: Sequence[Tensor]
-    ) -> Tensor | None:
-        """The argument or the allocation of this number."""
-        behind = number - len(given)
-        return given[number] if behind < 0 else made[self.order[behind]]
+        first = len(given)
+        found = [given[n] if n < first else made[self.order[n - first]] for n in self.results]
+        return tuple(found) if self.several else found[0]
 
 
 @dataclass
-class Launches:
+class Launches(Generic[Result]):
     """``run(x, *rest)`` of launches only, by a `Replay` from the second call on: a tensor, or a tuple of
     tensors. One object a shape of all arguments."""
 
-    run: Callable[..., Any]
+    run: Callable[..., Result]
     known: Replay | None = None
-    tries: int = field(default=2)
+    tries: int = 2
 
-    def __call__(self, x: Tensor, *rest: Tensor | None) -> Any:
+    def __call__(self, x: Tensor, *rest: Tensor | None) -> Result:
         """What `run` gives."""
         if is_elsewhere(x):
             with on_gpu(x.device):
                 return self(x, *rest)
-        if self.known is not None and (found := self.known(x, *rest)) is not None:
-            return found
+        again: Result | None = None if self.known is None else self.known(x, *rest)
+        if again is not None:
+            return again
         if self.tries <= 0:
             return self.run(x, *rest)
         self.tries -= 1
@@ -177,23 +172,22 @@ class Again:
     object a shape of all arguments and a stage."""
 
     def __init__(self) -> None:
-        self.launches: Launches | None = None
+        self.launches: Launches[Tensor] | None = None
 
-    def __call__(
-        self, stage: Callable[..., object], x: Tensor, *rest: Tensor | None, **config: object
-    ) -> Any:
-        """``stage(x, *rest, **config)``."""
-        if self.launches is None:
-            self.launches = Launches(partial(stage, **config))
+    def __call__(self, stage: Callable[..., Tensor], x: Tensor, *rest: Tensor | None) -> Tensor:
+        """``stage(x, *rest)``."""
+        self.launches = self.launches or Launches(stage)
         return self.launches(x, *rest)
 
 
-def at_once(stage: Callable[..., object], x: Tensor, *rest: Tensor | None, **config: object) -> Any:
+def at_once(stage: Callable[..., Tensor], x: Tensor, *rest: Tensor | None) -> Tensor:
     """The same without a replay."""
-    return stage(x, *rest, **config)
+    return stage(x, *rest)
 
 
-def recorded(run: Callable[..., object], x: Tensor, *rest: Tensor | None) -> tuple[Any, Replay | None]:
+def recorded(
+    run: Callable[..., Result], x: Tensor, *rest: Tensor | None
+) -> tuple[Result, Replay | None]:
     """``run(x, *rest)``, a tensor or a tuple of tensors, and how to do it again, None if it is not
     launches alone.
 
@@ -231,13 +225,14 @@ class _Allocations(TorchDispatchMode):
 
 
 def _replay(
-    given: Sequence[Tensor | None], y: Any, seen: Sequence[Launched], memory: _Allocations
+    given: Sequence[Tensor | None], y: object, seen: Sequence[Launched], memory: _Allocations
 ) -> Replay | None:
     x, *rest = given
     assert x is not None
     tensors = (*given, *memory.made)
-    result = _numbers(given, memory.made, y)
-    if memory.foreign or not seen or result is None or not _is_known() or _is_profiled():
+    parts = y if isinstance(y, tuple) else (y,)
+    results = [_number(given, memory.made, part) for part in parts]
+    if memory.foreign or not seen or min(results) < 0 or not _is_known() or _is_profiled():
         return None
     if torch._C._cuda_getDevice() != x.device.index or any(t.device != x.device for t in memory.made):
         return None
@@ -246,25 +241,24 @@ def _replay(
     spans = [(0, 0) if t is None else (t.data_ptr(), _bytes(t)) for t in tensors]
     launches = [_launch(spans, *launch) for launch in seen]
     shapes = [tuple(t.shape) for t in memory.made]
-    for number, tensor in zip(result, y, strict=True) if isinstance(y, tuple) else [(result, y)]:
+    for number, tensor in zip(results, parts, strict=True):
         if number >= len(given):
             shapes[number - len(given)] = tuple(tensor.shape)
     made = [(shape, t.dtype, t.device) for shape, t in zip(shapes, memory.made, strict=True)]
     strides = None if x.is_contiguous() else x.stride()
-    return Replay(strides, _layouts(rest), made, result, launches, x.device.index)
+    several = isinstance(y, tuple)
+    return Replay(strides, _layouts(rest), made, results, several, launches, x.device.index)
 
 
 def _empty(size: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=dtype, device=device)
 
 
-def _numbers(given: Sequence[Tensor | None], made: Sequence[Tensor], y: Any) -> Any:
-    """Which argument or allocation `y` is, or which its tensors are; None if one of them is none."""
-    if isinstance(y, tuple):
-        found = [_numbers(given, made, part) for part in y]
-        return None if None in found else tuple(found)
-    same = [tensor is y for tensor in given] + [_same(tensor, y) for tensor in made]
-    return same.index(True) if True in same else None
+def _number(given: Sequence[Tensor | None], made: Sequence[Tensor], y: Tensor) -> int:
+    """Which argument or, all of it and in its order, which allocation `y` is; -1 if none."""
+    same = [tensor is y for tensor in given]
+    same += [(t.data_ptr(), t.numel()) == (y.data_ptr(), y.numel()) and y.is_contiguous() for t in made]
+    return same.index(True) if True in same else -1
 
 
 def _launch(
@@ -327,11 +321,6 @@ def _within(spans: Sequence[tuple[int, int]], address: int) -> tuple[int, int]:
     if len(found) != 1:
         raise LookupError
     return found[0], address - spans[found[0]][0]
-
-
-def _same(made: Tensor, y: Tensor) -> bool:
-    """Whether y is all of an allocation, in its order."""
-    return made.data_ptr() == y.data_ptr() and made.numel() == y.numel() and y.is_contiguous()
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -8,8 +8,6 @@ variable is not set it is 64 MiB on a CPU, and none on a GPU: chunks cost time t
 import os
 from collections.abc import Iterator
 
-from torch import Tensor
-
 VARIABLE = "BLR_TRANSIENT"
 DEFAULT = 64  # MiB, about what the last cache of a large GPU holds
 UNBOUNDED = ("cuda",)  # types of devices that have no bound unless one is asked for
@@ -32,14 +30,6 @@ def transient_bytes(device: str = "cpu") -> int | None:
             f"{VARIABLE} is {text!r}: expected MiB such as {DEFAULT}, or off; set one, or unset it"
         )
     return bound
-
-
-def bound_for(x: Tensor) -> int | None:
-    """The bound in bytes of what a forward pass makes of hidden states x [..., D], None for none.
-
-    Raises RuntimeError as `transient_bytes`.
-    """
-    return transient_bytes(x.device.type)
 
 
 def chunks(total: int, most: int) -> Iterator[tuple[int, int]]:

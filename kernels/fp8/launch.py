@@ -6,15 +6,14 @@ exponents of e4m3 hold what lies up to four orders of magnitude below as finely 
 of z is scaled before any of it is known, and the second product is a plain one: no scales in its sum.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from blr.kernels.common.available import multiprocessors, supports_pdl
-from blr.kernels.common.dispatch import Plans
-from blr.kernels.common.launching import Bound
+from blr.kernels.common.launching import launch
 from blr.kernels.decode.gemm.launch import below, flat, run_length
 from blr.kernels.fp8.reference import E4M3, LARGEST, LINE, SLACK, Rows, Scales, room_for
 
@@ -22,7 +21,6 @@ UNITS = 132  # multiprocessors of an H100 and an H200
 SHORT = 256  # terms of a sum that ends before its pipeline is full
 GROUP = 8  # rows of tiles whose programs are neighbours
 BESIDE = ("layer", "swiglu", "geglu")  # what is made of a second tensor, too
-_PLANS = Plans()
 
 
 class Fp8Tile(NamedTuple):
@@ -50,26 +48,23 @@ def quantize_rows(
     n, K = x.shape
     q = torch.empty(n, K, dtype=E4M3, device=x.device)
     made = Rows(q, torch.empty(3, room_for(n), dtype=torch.float32, device=x.device))
-    if n:
-        given = tuple(t for t in (other, gain, keep) if t is not None)
-        launch, numbers = _plan(_rows_plan, (x, *given), (make, eps), x, make, other, keep, eps)
-        tensors = (x if t is None else t for t in (other, gain, keep))
-        launch(x, *tensors, q, made.scale, made.unit_norm, made.norm, *numbers)
-    return made
-
-
-def _rows_plan(x: Tensor, make: str, other: Tensor | None, keep: Tensor | None, eps: float) -> object:
-    """The launch of `quantize_rows`, and the numbers behind its tensors."""
+    if not n:
+        return made
     from blr.kernels.fp8.triton import quantize_kernel
 
-    n, K = x.shape
     block = 1 << max(K - 1, 1).bit_length()
     beside = other.stride(0) if other is not None and other.dim() == 2 else 0
-    constants = {"MAKE": make, "BLOCK": block, "SLACK": SLACK, "LARGEST": LARGEST}
-    constants |= {"KEEP": keep is not None}
+    tensors = (x if t is None else t for t in (other, gain, keep))
     numbers = (K, x.stride(0), beside, 0 if keep is None else keep.stride(0), K, eps)
-    warps = min(max(block // 1024, 1), 8)
-    return Bound(quantize_kernel, (n,), constants, num_warps=warps), numbers
+    constants = {"MAKE": make, "BLOCK": block, "SLACK": SLACK, "LARGEST": LARGEST}
+    launch(
+        quantize_kernel,
+        (n,),
+        (x, *tensors, q, made.scale, made.unit_norm, made.norm, *numbers),
+        {**constants, "KEEP": keep is not None},
+        num_warps=min(max(block // 1024, 1), 8),
+    )
+    return made
 
 
 def product(
@@ -94,90 +89,59 @@ def product(
     Returns:
         `out`.
     """
-    if a.shape[0] * a.shape[1] * b.shape[1] == 0:
+    (batch, M, K), N = a.shape, b.shape[1]
+    if batch * M * N == 0:
         return out
-    tensors = (a, b, by_row, by_col, out) if bias is None else (a, b, by_row, by_col, out, bias)
-    given = (a, b, by_col, out, bias, part, tile)
-    launch, boxes, numbers = _plan(_product_plan, tensors, (part, tile), *given)
-    first: Any = (a, b)
-    if boxes is not None:
-        from blr.kernels.fp8.triton import TensorDescriptor
+    tile = tile or tile_for(M, N, K, batch)
+    tiles = -(-M // tile.BM) * -(-N // tile.BN)
+    column = (0, N) if part is None else (out.stride(2), part)
+    place = out.stride(0), out.stride(1)
+    tensors = by_row, by_col, out if bias is None else bias, out
+    steps = by_col.stride(0), 0 if bias is None else bias.stride(0)
+    constants: dict[str, object] = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": GROUP}
+    constants |= {"BIAS": bias is not None, "RUN": run_length(N if part is None else part)}
+    if not tma_ready(a, b):
+        from blr.kernels.fp8.triton import product_kernel
 
-        left, right, to = boxes
-        first = TensorDescriptor(a, *left), TensorDescriptor(b, *right)
-        first = (*first, first[0] if to is None else TensorDescriptor(out, *to))
-    launch(*first, by_row, by_col, out if bias is None else bias, out, *numbers)
+        numbers = (M, N, K, *a.stride()[:2], *b.stride()[:2], *steps, *place, *column)
+        options = {"num_stages": min(tile.stages, 3), "num_warps": tile.warps}
+        launch(product_kernel, (tiles, batch), (a, b, *tensors, *numbers), constants, **options)
+        return out
+    from blr.kernels.fp8.triton import product_tma_kernel
+
+    (left, *a_at), (right, *b_at) = _box(a, tile.BM, tile.BK), _box(b, tile.BN, tile.BK)
+    to = left
+    if halves := tile.lasting and part is None and _stores(out, tile):
+        to, down, across = _box(out, tile.BM, tile.BN // 2)
+        place = down, across
+    programs = min(tiles * batch, multiprocessors(a.device)) if tile.lasting else tiles * batch
+    numbers = (M, N, K, batch, *a_at, *b_at, *steps, *place, *column)
+    constants |= {"HALVES": halves, "FLATTEN": tile.lasting, "STAGES": tile.stages}
+    given = (left, right, to, *tensors, *numbers)
+    launch(product_tma_kernel, (programs,), given, constants, num_warps=tile.warps)
     return out
 
 
-def _product_plan(
-    a: Tensor, b: Tensor, by_col: Tensor, out: Tensor, bias: Tensor | None, part: int | None,
-    tile: Fp8Tile | None,
-) -> object:  # fmt: skip
-    """The launch of `product`, the boxes of its descriptors (None without), and its numbers."""
-    (batch, M, K), N = a.shape, b.shape[1]
-    tile = tile or tile_for(M, N, K, batch)
-    column = (0, N) if part is None else (out.stride(2), part)
-    tail = (0 if bias is None else bias.stride(0), out.stride(0), out.stride(1), *column)
-    constants: dict[str, object] = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": GROUP}
-    constants |= {"BIAS": bias is not None, "RUN": run_length(N if part is None else part)}
-    tiles = -(-M // tile.BM) * -(-N // tile.BN)
-    if tma_ready(a, b):
-        constants["HALVES"] = tile.lasting and part is None and _stores(out, tile)
-        return _engine_plan(a, b, by_col, out, tail, tile, tiles, constants)
-    from blr.kernels.fp8.triton import product_kernel
+def _box(t: Tensor, rows: int, cols: int) -> tuple[Any, int, int]:
+    """The descriptor of [B, m, k], and the rows and columns from one batch to the next."""
+    from blr.kernels.fp8.triton import TensorDescriptor
 
-    numbers = (M, N, K, a.stride(0), a.stride(1), b.stride(0), b.stride(1), by_col.stride(0), *tail)
-    options = {"num_stages": min(tile.stages, 3), "num_warps": tile.warps}
-    return Bound(product_kernel, (tiles, batch), constants, **options), None, numbers
-
-
-def _engine_plan(
-    a: Tensor, b: Tensor, by_col: Tensor, out: Tensor, tail: tuple[int, ...], tile: Fp8Tile, tiles: int,
-    constants: dict[str, object],
-) -> object:  # fmt: skip
-    from blr.kernels.fp8.triton import product_tma_kernel
-
-    (batch, M, K), to = a.shape, None
-    left, a_rows, a_cols = flat(a)
-    right, b_rows, b_cols = flat(b)
-    if constants["HALVES"]:
-        stored, c_rows, c_cols = flat(out)
-        to = _box(stored, tile.BM, tile.BN // 2)
-        tail = (tail[0], c_rows, c_cols, *tail[3:])
-    programs = tiles * batch
-    if tile.lasting:
-        programs = min(programs, multiprocessors(a.device))
-    boxes = _box(left, tile.BM, tile.BK), _box(right, tile.BN, tile.BK), to
-    numbers = (M, b.shape[1], K, batch, a_rows, a_cols, b_rows, b_cols, by_col.stride(0), *tail)
-    constants |= {"FLATTEN": tile.lasting, "STAGES": tile.stages}
-    return Bound(product_tma_kernel, (programs,), constants, num_warps=tile.warps), boxes, numbers
-
-
-def _box(t: Tensor, rows: int, cols: int) -> tuple[list[int], list[int], list[int]]:
-    """What a descriptor of [m, k] says beside its address: sizes, strides and those of a tile."""
-    return list(t.shape), list(t.stride()), [rows, cols]
+    whole, down, across = flat(t)
+    return TensorDescriptor(t, [*whole.shape], [*whole.stride()], [rows, cols]), down, across
 
 
 def mix(z: Tensor, s: Tensor, out: Tensor) -> Tensor:
     """``out[k] = Σ_l s[k, l] ⊙ z[l]`` for z [b, n, r], s float32 [b, b, r], out [b, n, r] in float8."""
-    if z.shape[1]:
-        launch, numbers = _plan(_mix_plan, (z, s, out), (), z, out)
-        launch(z, s, out, *numbers)
-    return out
-
-
-def _mix_plan(z: Tensor, out: Tensor) -> object:
-    """The launch of `mix`, and the numbers behind its tensors."""
     from blr.kernels.fp8.triton import mix_kernel
 
     blocks, n, rank = z.shape
     width = 1 << (blocks - 1).bit_length()
     tokens = max(64 // width, 1)
+    given = (z, s, out, n, rank, *z.stride()[:2], *out.stride()[:2])
     constants = {"BLOCKS": blocks, "WIDTH": width, "TOKENS": tokens, "RANKS": 128}
-    numbers = (n, rank, z.stride(0), z.stride(1), out.stride(0), out.stride(1))
-    grid = (-(-n // tokens), -(-rank // 128))
-    return Bound(mix_kernel, grid, constants, num_warps=4), numbers
+    if n:
+        launch(mix_kernel, (-(-n // tokens), -(-rank // 128)), given, constants, num_warps=4)
+    return out
 
 
 def tma_ready(a: Tensor, b: Tensor) -> bool:
@@ -217,14 +181,6 @@ def _batched(rows: int, N: int, K: int) -> Fp8Tile:
     if K <= SHORT:  # a program stores while the next tile is on its way
         return Fp8Tile(BM=128, BN=256, stages=3, lasting=True)
     return Fp8Tile(BM=128, BN=256, stages=3)
-
-
-def _plan(make: Any, tensors: Sequence[Tensor], more: tuple[object, ...], *given: object) -> Any:
-    """``make(*given)``, once for all `tensors` of the same sizes, strides, dtypes and alignment, and the
-    same `more`: kernels are compiled for what starts at multiples of 16 bytes."""
-    forms = [(t.dtype, t.shape, t.stride(), t.data_ptr() % 16 == 0) for t in tensors]
-    key = (make, more, *forms, tensors[0].device)
-    return _PLANS.get(key) or _PLANS.keep(key, make(*given))
 
 
 def _stores(out: Tensor, tile: Fp8Tile) -> bool:
@@ -315,8 +271,5 @@ def _rows(blocks: int, n: int, width: int, like: Tensor) -> Tensor:
 
 
 LAYERS: dict[str, Callable[..., Tensor]] = {
-    "dense": dense,
-    "lowrank": lowrank,
-    "monarch": monarch,
-    "blast": blast,
+    **{"dense": dense, "lowrank": lowrank, "monarch": monarch, "blast": blast}
 }

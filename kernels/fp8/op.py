@@ -4,7 +4,7 @@ slower (scripts/log)."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,22 +84,25 @@ def _run_rows(
     return found
 
 
-def _run_product(
-    q: Tensor,
-    numbers: Tensor,
-    U: Tensor,
-    V: Tensor | None,
-    first: Tensor | None,
-    second: Tensor,
-    mix: Tensor | None,
-    bias: Tensor | None,
-    structure: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    inner, kind = None if V is None else V.shape, None if bias is None else bias.dtype
-    key = (structure, q.shape, U.shape, inner, dtype, kind, q.device)
-    run = _PLANS.get(key) or _PLANS.keep(key, product_plan(structure, len(q), U, dtype))
-    return run(q, numbers, U, V, first, second, mix, bias)
+class Operands(NamedTuple):
+    """Of a product beside its rows: weights, scales as of `reference.Scales`, and the bias."""
+
+    U: Tensor
+    V: Tensor | None
+    first: Tensor | None
+    second: Tensor
+    mix: Tensor | None
+    bias: Tensor | None
+
+
+def _run_product(q: Tensor, numbers: Tensor, *rest: object) -> Tensor:
+    *given, structure, dtype = rest
+    assert isinstance(structure, str) and isinstance(dtype, torch.dtype)
+    w = Operands._make(given)
+    inner, kind = None if w.V is None else w.V.shape, None if w.bias is None else w.bias.dtype
+    key = (structure, q.shape, w.U.shape, inner, dtype, kind, q.device)
+    run = _PLANS.get(key) or _PLANS.keep(key, product_plan(structure, len(q), w.U, dtype))
+    return run(q, numbers, *w)
 
 
 def rows_plan(x: Tensor, make: str, eps: float, keep: bool) -> RowsPlan:
@@ -137,33 +140,29 @@ def product_plan(structure: str, n: int, U: Tensor, dtype: torch.dtype) -> Produ
         return partial(_plain, structure, dtype)
     if structure == "dense" and _library_fits(U, dtype):
         return partial(_library_dense, dtype)
-    if structure == "lowrank" and _library_takes(n, U, dtype):
+    if structure == "lowrank" and _library_fits(U, dtype) and n * U.shape[-2] >= FROM:
         return partial(_halves, Launches(_inner), dtype)
     return Launches(partial(_ours, structure, dtype))
 
 
 def _plain(
-    structure: str, dtype: torch.dtype, q: Tensor, numbers: Tensor, U: Tensor, V: Tensor | None,
-    first: Tensor | None, by: Tensor, mix: Tensor | None, bias: Tensor | None,
-) -> Tensor:  # fmt: skip
-    weights, made = ([t for t in each if t is not None] for each in ((U, V), (first, by, mix)))
-    return reference.layer(structure, Rows(q, numbers), weights, made, dtype, bias)
+    structure: str, dtype: torch.dtype, q: Tensor, numbers: Tensor, *rest: Tensor | None
+) -> Tensor:
+    weights, scales = ([t for t in some if t is not None] for some in (rest[:2], rest[2:5]))
+    return reference.layer(structure, Rows(q, numbers), weights, scales, dtype, rest[5])
 
 
-def _library_dense(
-    dtype: torch.dtype, q: Tensor, numbers: Tensor, weight: Tensor, V: None, first: None, by: Tensor,
-    mix: None, bias: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return _library_product(q, _column(Rows(q, numbers), 0), weight, by[None], dtype, bias)
+def _library_dense(dtype: torch.dtype, q: Tensor, numbers: Tensor, *rest: Tensor | None) -> Tensor:
+    w = Operands._make(rest)
+    return _library_product(q, _column(Rows(q, numbers), 0), w.U, w.second[None], dtype, w.bias)
 
 
 def _halves(
-    inner: Launches, dtype: torch.dtype, q: Tensor, numbers: Tensor, U: Tensor, V: Tensor, first: Tensor,
-    by: Tensor, mix: None, bias: Tensor | None,
-) -> Tensor:  # fmt: skip
+    inner: Launches, dtype: torch.dtype, q: Tensor, numbers: Tensor, *rest: Tensor | None
+) -> Tensor:
     """Low rank: our first product, the library's second."""
-    by_row = _column(Rows(q, numbers), 2)
-    return _library_product(inner(q, numbers, V, first), by_row, U, by, dtype, bias)
+    w, by_row = Operands._make(rest), _column(Rows(q, numbers), 2)
+    return _library_product(inner(q, numbers, w.V, w.first), by_row, w.U, w.second, dtype, w.bias)
 
 
 def _library_product(
@@ -190,12 +189,6 @@ def _library_fits(weight: Tensor, dtype: torch.dtype) -> bool:
     return weight.is_cuda and dtype == torch.bfloat16 and not any(s % 16 for s in weight.shape[-2:])
 
 
-def _library_takes(n: int, U: Tensor, dtype: torch.dtype) -> bool:
-    """Whether it can take the second product of two, by U [1, o, r], and was measured on an H200 to be
-    the faster way."""
-    return _library_fits(U, dtype) and n * U.shape[-2] >= FROM
-
-
 def _inner(q: Tensor, numbers: Tensor, V: Tensor, first: Tensor) -> Tensor:
     from blr.kernels.fp8.launch import inner
 
@@ -203,18 +196,18 @@ def _inner(q: Tensor, numbers: Tensor, V: Tensor, first: Tensor) -> Tensor:
 
 
 def _ours(
-    structure: str, dtype: torch.dtype, q: Tensor, numbers: Tensor, U: Tensor, V: Tensor | None,
-    first: Tensor | None, by: Tensor, mix: Tensor | None, bias: Tensor | None,
-) -> Tensor:  # fmt: skip
+    structure: str, dtype: torch.dtype, q: Tensor, numbers: Tensor, *rest: Tensor | None
+) -> Tensor:
     from blr.kernels.fp8.launch import LAYERS
 
-    return LAYERS[structure](Rows(q, numbers), U, V, Scales(first, by, mix), dtype, bias)
+    w = Operands._make(rest)
+    scales = Scales(w.first, w.second, w.mix)
+    return LAYERS[structure](Rows(q, numbers), w.U, w.V, scales, dtype, w.bias)
 
 
-def _fake(
-    q: Tensor, numbers: object, U: Tensor, V: object, first: object, second: object, mix: object,
-    bias: object, structure: str, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def _fake(q: Tensor, numbers: Tensor, U: Tensor, *rest: object) -> Tensor:
+    dtype = rest[-1]
+    assert isinstance(dtype, torch.dtype)
     return q.new_empty(q.shape[0], outputs_of([U]), dtype=dtype)
 
 

@@ -185,11 +185,6 @@ class Scales(NamedTuple):
     mix: Tensor | None = None
 
 
-def lengths(q: Tensor, scale: Tensor) -> Tensor:
-    """Euclidean norms [..., R] of the rows of a float8 matrix."""
-    return q.float().square().sum(-1).sqrt() * scale.float().squeeze(-1)
-
-
 def padded(t: Tensor, axis: int, size: int) -> Tensor:
     """`t` with zeros up to `size` along `axis`; itself if it is as long."""
     if t.shape[axis] == size:
@@ -238,7 +233,7 @@ def scales_of(U_scale: Tensor, V: Tensor, V_scale: Tensor, S: Tensor | None = No
         U_scale: [B, q, 1]. V: float8 [B, r, p], V_scale [B, r, 1]. S: of BLAST [k, l, r].
     """
     by_v, by_u = V_scale.float().squeeze(-1), U_scale.float().squeeze(-1)
-    long = lengths(V, V_scale)
+    long = V.float().square().sum(-1).sqrt() * by_v  # of the rows of V
     if S is not None:  # |Σ_l s_kl z_l| <= ‖x‖ √(Σ_l (s_kl ‖v_l‖)²), as Σ_l ‖x_l‖² = ‖x‖²
         long = (S.float() * long).square().sum(1).sqrt()
     bound = (long.max() / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)

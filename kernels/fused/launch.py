@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ OVER: dict[str, Callable[[Tensor], Tensor]] = {
     **{"silu": torch.ops.aten.silu_, "relu": torch.relu_},
 }
 _PLANS = Plans()
+Rotated = tuple[Tensor, Tensor]
 
 
 def activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -50,7 +50,9 @@ def activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -
     return y
 
 
-def _activated_plan(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Any:
+def _activated_plan(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> Callable[..., Tensor]:
     """What computes it for all tensors that lie like these."""
     k = x.shape[-1]
     fits = 0 < k <= RANKS and x.numel() // k >= PRODUCTS and (bias is None or bias.stride() == (1,))
@@ -142,7 +144,7 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     return made
 
 
-def _rotated_plan(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+def _rotated_plan(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Callable[..., Rotated]:
     """What rotates all tensors that lie like these."""
     if not kernels_on(q.device) or not fits(q, k, cos, sin):
         return _rotated_plain

@@ -10,6 +10,7 @@ from blr.kernels.common.dispatch import Plans, Variant, plan
 from blr.kernels.common.inlining import inlined
 from blr.kernels.common.registration import Context, apply, autocast, register, rows
 from blr.kernels.common.tables import Shape
+from blr.kernels.common.watching import is_unwatched
 
 
 class StructureOperator:
@@ -32,10 +33,16 @@ class StructureOperator:
         on_cpu: Variant | None = None,
     ) -> None:
         self.structure, self.shape, self.variants = structure, shape, variants
+        self.number = factors.count("Tensor")
         self.reference, self.on_cpu, self.plans = reference, on_cpu, Plans()
         schema = f"(Tensor x, {factors}, Tensor? bias) -> Tensor"
         made = (self.planned, _fake, _setup, backward, reference)
         self.operator = inlined(register(f"{structure}_linear", schema, *made), structure, shape)
+
+    def __call__(self, x: Tensor, *rest: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        """The product of x [..., i] with factors and the bias, if there is one."""
+        given = rest if len(rest) > self.number else (*rest, bias)
+        return self.planned(x, *given) if is_unwatched(x) else self.watched(x, *given)
 
     def planned(self, x: Tensor, *rest: Tensor | None) -> Tensor:
         """[..., o] of x [..., i], factors and bias, planned once for all of these shapes and dtypes."""
@@ -54,6 +61,11 @@ class StructureOperator:
         x, *given = autocast((x, *rest))
         y: Tensor = apply(self.operator, rows(x), *given)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def blocks_of(x: Tensor, blocks: int) -> Tensor:
+    """[n, b·p] as [b, n, p]."""
+    return x.unflatten(1, (blocks, -1)).transpose(0, 1)
 
 
 def _fake(x: Tensor, U: Tensor, *rest: Tensor | None) -> Tensor:

@@ -29,11 +29,6 @@ class Factored:
     lower: Tensor
     inverses: Tensor
 
-    @property
-    def is_sound(self) -> bool:
-        """Whether all of the matrices were positive definite; waits for the GPU."""
-        return not self.unsound()
-
     def unsound(self) -> list[int]:
         """Numbers of the matrices that were not positive definite; waits for the GPU."""
         bad = ~self.inverses.isfinite().flatten(1).all(1)

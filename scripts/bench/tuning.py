@@ -72,7 +72,7 @@ def configs_of(structure: str, variant: str, n: int) -> list[dict[str, Any]]:
         return [{}]
     found = [{}, tiles(32, 128), tiles(64, 128)]
     if n <= 16:
-        found += [tiles(16, 256), tiles(16, 256, 5, 1), tiles(32, 256, 1, 8)]
+        found += [tiles(16, 256), tiles(16, 256, 5, 1)]
     else:
         found += [tiles(64, 64, 5), tiles(128, 64, warps=8)]
     if structure == "svd":  # whose first product has few programs: sums are split

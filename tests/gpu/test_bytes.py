@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blr.compressor.runtime.decoder import Decoder
-from blr.kernels.decode.gemv.segments import Correction, Narrow, QuantizedSegment
+from blr.kernels.decode.gemv.segments import Correction, How, Narrow, QuantizedSegment
 from blr.kernels.decode.quantized.reference import quantize, unpack
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +43,7 @@ def test_products(bits: int, group: int, on_cuda: str, judge: Judge) -> None:
 
 
 def compared(bits: int, group: int, device: str) -> Iterator[Row]:
-    from blr.kernels.decode.quantized import either
+    from blr.kernels.decode import choice
 
     limit = COARSE if bits == 3 else FINE
     for rows, K in SHAPES:
@@ -54,20 +54,20 @@ def compared(bits: int, group: int, device: str) -> Iterator[Row]:
             name = f"{' '.join(map(str, rows))} x {K}, rank {rank}"
             options = {"gain": gain, "eps": 1e-5}
             expected = [replace(s, x=x.double()).product(**options) for s in made]
-            run = either.stages(made, pdl=True, **options)
+            run = choice.stages(made, How(**options, pdl=True))
             for n, y, wanted in zip(rows, replayed(run, made), expected, strict=True):
                 yield bounded(f"bytes {bits}/{group}", f"{name}: {n}", relative(y, wanted), limit)
             yield from pairs(x, gain, rows[0], (bits, group, rank), limit)
 
 
 def pairs(x: Tensor, gain: Tensor, rows: int, form: tuple[int, int, int], limit: float) -> Iterator[Row]:
-    from blr.kernels.decode.quantized import either
+    from blr.kernels.decode import choice
 
     gate, up = (stage(x, rows, *form) for _ in range(2))
     options = {"gain": gain, "eps": 1e-5}
     wide = [replace(s, x=x.double()).product(**options) for s in (gate, up)]
     expected = torch.nn.functional.silu(wide[0]) * wide[1]
-    (found,) = replayed(either.stages([gate, up], activation="silu", pdl=True, **options), [up])
+    (found,) = replayed(choice.stages([gate, up], How(**options, activation="silu", pdl=True)), [up])
     yield bounded(f"bytes {form[0]}/{form[1]}", f"pair of {rows}", relative(found, expected), 3 * limit)
 
 

@@ -10,7 +10,7 @@ import torch
 from rows import Row, bounded
 from skinny import EPS, distance, made, ready
 
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import How, Segment
 
 pytestmark = pytest.mark.gpu
 Judge = Callable[[Iterable[Row]], None]
@@ -36,7 +36,7 @@ def test_products(kind: str, dtype: torch.dtype, device: str, judge: Judge) -> N
 
 
 def compared(kind: str, dtype: torch.dtype, device: str) -> Iterator[Row]:
-    from blr.kernels.decode.skinny.launch import PartialSums, grouped
+    from blr.kernels.decode.skinny.launch import OnCores, PartialSums, grouped
 
     workspace = PartialSums()
     for rows, K, blocks in SHAPES:
@@ -44,7 +44,7 @@ def compared(kind: str, dtype: torch.dtype, device: str) -> Iterator[Row]:
             torch.manual_seed(tokens)
             x = torch.randn(tokens, blocks * K, device=device)
             s = made(kind, x, rows, K, blocks=blocks, dtype=dtype)
-            grouped(ready([s], dtype=dtype), workspace)
+            grouped(ready([s], dtype=dtype), OnCores(workspace=workspace))
             expected = replace(s, x=x.to(dtype).double()).product(None, 0.0)
             yield bounded(
                 f"skinny {kind}", f"{dtype} {rows}x{K}x{blocks} {tokens}", distance(s.y, expected), 3e-3
@@ -52,7 +52,7 @@ def compared(kind: str, dtype: torch.dtype, device: str) -> Iterator[Row]:
             if rows % 64:
                 continue
             gain = torch.rand(K, device=device)
-            grouped(ready([s], gain, dtype), workspace, add=True)
+            grouped(ready([s], gain, dtype), OnCores(workspace=workspace, add=True))
             expected = expected + replace(s, x=x.double()).product(gain.double(), EPS)
             yield bounded(
                 f"skinny {kind}", f"normed, added {rows} {tokens}", distance(s.y, expected), 6e-3
@@ -61,7 +61,7 @@ def compared(kind: str, dtype: torch.dtype, device: str) -> Iterator[Row]:
 
 def test_one_token_of_long_packed_rows(device: str) -> None:
     """int4 four bytes an instruction; gate and up as rows of one launch, their product by another."""
-    from blr.kernels.decode.quantized import either
+    from blr.kernels.decode import choice
     from blr.kernels.decode.quantized.launch import tile_shape
 
     rows, K = (14336, 4096) if device == "cuda" else (40, 4096)
@@ -71,16 +71,16 @@ def test_one_token_of_long_packed_rows(device: str) -> None:
     x, gain = torch.randn(1, K, device=device), torch.rand(K, device=device)
     gate, up = (made("4/128", x, rows, K, dtype=dtype) for _ in range(2))
     wide = [replace(s, x=x.double()).product(gain.double(), EPS) for s in (gate, up)]
-    either.stages([gate, up], gain=gain, eps=EPS)()
+    choice.stages([gate, up], How(gain, EPS))()
     for s, expected in zip((gate, up), wide, strict=True):
         assert distance(s.y, expected) < 1e-3
-    either.stages([gate, up], activation="silu", gain=gain, eps=EPS)()
+    choice.stages([gate, up], How(gain, EPS, activation="silu"))()
     assert distance(up.y, torch.nn.functional.silu(wide[0]) * wide[1]) < 1e-3
 
 
 def test_results_do_not_depend_on_time(device: str) -> None:
     """Parts of a row are added in their order, whichever came last."""
-    from blr.kernels.decode.skinny.launch import PartialSums, grouped
+    from blr.kernels.decode.skinny.launch import OnCores, PartialSums, grouped
 
     if device == "cpu":
         pytest.skip("programs are interpreted one after the other")
@@ -91,6 +91,6 @@ def test_results_do_not_depend_on_time(device: str) -> None:
     given = ready([s], dtype=torch.bfloat16)
     found = []
     for _ in range(50):
-        grouped(given, workspace, config={"SPLIT": 8})
+        grouped(given, OnCores(workspace=workspace), {"SPLIT": 8})
         found.append(s.y.clone())
     assert all(torch.equal(y, found[0]) for y in found)

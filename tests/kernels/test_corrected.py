@@ -10,7 +10,7 @@ import torch
 from tolerances import TOLERANCES
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.decode.gemv.segments import Correction, Narrow, QuantizedSegment, Segment
+from blr.kernels.decode.gemv.segments import Correction, How, Narrow, QuantizedSegment, Segment
 from blr.kernels.decode.quantized.formats import BITS, GROUPS
 from blr.kernels.decode.quantized.reference import quantize, unpack
 
@@ -58,7 +58,7 @@ def test_every_format_is_multiplied_as_it_is_dequantized(
 
     torch.manual_seed(0)
     s, options = quantized(torch.randn(tokens, K), 7, form), {"gain": torch.rand(K), "eps": 1e-5}
-    grouped([s], **options, config={"BQ": 8})
+    grouped([s], How(**options), {"BQ": 8})
     assert near(s.y, replace(s, x=s.x.double()).product(**options))
 
 
@@ -85,7 +85,7 @@ def test_products_of_bytes_are_as_exact_as_half_precision(form: tuple[int, ...])
     x[:, 7] = 100
     s, options = quantized(x, 7, form), {"gain": torch.rand(328), "eps": 1e-5}
     s = replace(s, scale=s.scale.half())
-    grouped([s], **options, config={"BQ": 8, "BYTES": 1})
+    grouped([s], How(**options), {"BQ": 8, "BYTES": 1})
     expected = replace(s, x=x.double()).product(**options)
     assert float((s.y - expected).norm() / expected.norm()) < TOLERANCES[torch.float16] / 10
 
@@ -108,10 +108,10 @@ def test_corrections_after_a_launch_of_their_own(tokens: int) -> None:
 @pytest.mark.parametrize("correct", [False, True], ids=["", "corrected"])
 def test_pairs_as_rows_of_one_launch(correct: bool) -> None:
     """Gate and up in int4, four bytes an instruction, and their product by a launch of its own."""
-    from blr.kernels.decode.quantized import either
+    from blr.kernels.decode import choice
 
     torch.manual_seed(0)
-    width = 200 if correct else either.LONG
+    width = 200 if correct else choice.LONG
     x, options = torch.randn(1, width), {"gain": torch.rand(width), "eps": 1e-5}
     if correct:
         gate, up = (corrected(1, 9, 5, width, (2, 128), x) for _ in range(2))
@@ -119,5 +119,5 @@ def test_pairs_as_rows_of_one_launch(correct: bool) -> None:
         gate, up = (quantized(x, 9, (4, 128)) for _ in range(2))
         gate, up = (replace(s, scale=s.scale.half()) for s in (gate, up))
     expected = torch.nn.functional.silu(gate.product(**options)) * up.product(**options)
-    either.stages([gate, up], activation="silu", **options)()
+    choice.stages([gate, up], How(**options, activation="silu"))()
     assert float((up.y - expected).norm() / expected.norm()) < TOLERANCES[torch.float16]

@@ -198,7 +198,6 @@ def test_layers_lose_what_float8_loses(
     z = layer(structure, rows, weights, args, torch.float32, bias)
     assert bool(((z - y - bias).norm(dim=-1) <= 1e-3 * (y.norm(dim=-1) + bias.norm())).all())
     if has_triton():
-        launch._PLANS.clear()
         found = LAYERS[structure](rows, *weights, scales, torch.float32)
         missed = (found - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-30)
         assert float(missed.median()) < 0.15 and torch.equal(found[4], torch.zeros_like(found[4]))
@@ -244,17 +243,11 @@ def test_launches_after_the_first_call_what_was_compiled() -> None:
     for given, n, warps in cases:
         launching.launch(kernel, (7,), (given, n), {"WIDE": 8}, num_warps=warps)
     assert len(kernel.compiled) == 4 and kernel.run == [((7, 1, 1), 5, 8)]
-    bound, again = Kernel(), [(x, 3), (x, 3)]
-    run = launching.Bound(bound, (7,), {"WIDE": 8}, num_warps=4)
-    for arguments in again:
-        run(*arguments)
-    assert len(bound.compiled) == 1 and bound.run == [((7, 1, 1), 3, 8)]
 
 
 @needs_triton
 def test_a_dense_layer_is_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "tile_for", lambda *sizes: SMALL)
-    launch._PLANS.clear()
     W, scale, exact = weight(24, 50)
     rows, bias = quantize_rows(inputs(5, 50)), torch.randn(24)
     y = dense(rows, W, None, Scales(None, scale.view(-1)), torch.float32, bias)

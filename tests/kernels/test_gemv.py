@@ -71,10 +71,10 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert (found - expected).norm() <= TOLERANCES[dtype] * expected.norm()
 
 
-def grouped(*arguments: Any, **options: Any) -> None:
+def grouped(stages: Any, **options: Any) -> None:
     from blr.kernels.decode.gemv.launch import grouped
 
-    grouped(*arguments, **options)
+    grouped(stages, segments.How(**options))
 
 
 def dual(*pair: Segment, **options: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from tolerances import TOLERANCES
 
 from blr.kernels.common.available import has_triton
-from blr.kernels.decode.gemv.segments import Correction, Narrow, QuantizedSegment
+from blr.kernels.decode.gemv.segments import Correction, How, Narrow, QuantizedSegment
 from blr.kernels.decode.quantized.reference import quantize, unpack
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs triton")
@@ -72,7 +72,7 @@ def test_rows_of_every_format(K: int, form: tuple[int, ...]) -> None:
     x = torch.rand(1, K) + 1
     x[:, 7] = 100
     s, options = quantized(x, 37, form), {"gain": torch.rand(K), "eps": 1e-5}
-    byte_stages([s], **options)()
+    byte_stages([s], (), How(**options))()
     assert near(s.y, replace(s, x=x.double()).product(**options), exact_of(form))
 
 
@@ -92,9 +92,9 @@ def test_corrections_are_made_beside_the_inputs(count: int, normed: bool, form: 
     for first in firsts:
         first.y.fill_(float("nan"))
     assert taken(made)
-    byte_stages(made, firsts, **options)()
+    byte_stages(made, firsts, How(**options))()
     assert all(near(s.y, y, exact_of(form)) for s, y in zip(made, expected, strict=True))
-    byte_stages(made, firsts, add=True, **options)()
+    byte_stages(made, firsts, How(add=True, **options))()
     assert all(near(s.y, 2 * y, exact_of(form)) for s, y in zip(made, expected, strict=True))
 
 
@@ -114,21 +114,21 @@ def test_programs_of_four_bits_have_many_tiles(
     made = [quantized(x, n, form, bias=torch.randn(n)) for n in rows]
     options = {"gain": torch.rand(K), "eps": 1e-5}
     expected = [replace(s, x=x.double()).product(**options) for s in made]
-    byte_stages(made, **options)()
+    byte_stages(made, (), How(**options))()
     assert all(near(s.y, y, 4) for s, y in zip(made, expected, strict=True))
-    byte_stages(made, add=True, **options)()
+    byte_stages(made, (), How(add=True, **options))()
     assert all(near(s.y, 2 * y, 4) for s, y in zip(made, expected, strict=True))
 
 
 @pytest.mark.parametrize("rows", [5, 260])
 def test_pairs_of_four_bits_leave_their_gated_product(rows: int) -> None:
-    from blr.kernels.decode.quantized import either
+    from blr.kernels.decode import choice
 
     torch.manual_seed(0)
     x, options = torch.randn(1, 512), {"gain": torch.rand(512), "eps": 1e-5}
     gate, up = (quantized(x, rows, (4, 128)) for _ in range(2))
     expected = torch.nn.functional.silu(gate.product(**options)) * up.product(**options)
-    either._bytewise([gate, up], options, activation="silu")()
+    choice.bytewise([gate, up], How(**options, activation="silu"))()
     assert near(up.y, expected, 3)
 
 
@@ -137,7 +137,7 @@ def test_inputs_of_zero_give_the_bias() -> None:
 
     torch.manual_seed(0)
     s = quantized(torch.zeros(1, 256), 20, (2, 128), bias=torch.randn(20))
-    byte_stages([s], gain=torch.rand(256), eps=1e-5)()
+    byte_stages([s], (), How(torch.rand(256), 1e-5))()
     assert torch.equal(s.y[0], s.bias)
 
 
@@ -162,13 +162,13 @@ def test_other_stages_are_not_taken() -> None:
 def test_pairs_of_few_bits_leave_their_gated_product(rows: int, form: tuple[int, ...]) -> None:
     """With corrections made beside the inputs, in no more than two launches."""
     from blr.kernels.common.launching import noting
-    from blr.kernels.decode.quantized import either
+    from blr.kernels.decode import choice
 
     torch.manual_seed(0)
     x, options = torch.randn(1, 512), {"gain": torch.rand(512), "eps": 1e-5}
     gate, up = (corrected(x, rows, 16, form) for _ in range(2))
     expected = torch.nn.functional.silu(gate.product(**options)) * up.product(**options)
     with noting() as launches:
-        either._bytewise([gate, up], options, activation="silu")()
+        choice.bytewise([gate, up], How(**options, activation="silu"))()
     assert len(launches) == 2
     assert near(up.y, expected, 3)

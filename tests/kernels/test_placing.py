@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blr.kernels.common import placing
-from blr.kernels.common.launching import Bound, launch, run_kernel
+from blr.kernels.common.launching import launch, run_kernel
 from blr.kernels.common.placing import on_gpu, on_gpu_of
 from blr.kernels.common.replay import Launches
 
@@ -63,8 +63,7 @@ def test_every_way_of_launching(machine: Machine) -> None:
     run_kernel(kernel, (1,), 3, (7, x), N=4)
     run_kernel(kernel, (1,), descriptor, N=4)
     launch(kernel, (1,), (x,), {"N": 4})
-    Bound(kernel, (1,), {"N": 4})(x)
-    assert machine.used == [1] * 5 and machine.current == 0
+    assert machine.used == [1] * 4 and machine.current == 0
     run_kernel(kernel, (1,), 3, N=4)  # no tensors: nothing to go by
     assert machine.used[-1] == 0
 

@@ -15,7 +15,7 @@ from tolerances import TOLERANCES
 
 from blr.kernels.common.available import has_triton
 from blr.kernels.decode.gemv import segments
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import How, Segment
 from blr.kernels.decode.quantized.formats import packed_width
 from blr.kernels.decode.quantized.reference import (
     dequantize,
@@ -164,7 +164,7 @@ def multiplied(
     if residual is not None:
         y.copy_(residual)
     s = segments.QuantizedSegment(x, packed, scale, bits, K, y, bias, part=part)
-    grouped([s], gain=gain, eps=eps, add=residual is not None, config=config)
+    grouped([s], How(gain, eps, add=residual is not None), config)
     return y
 
 
@@ -221,7 +221,7 @@ def test_mixing_stage_equals_its_dequantized_weights(
     gain = torch.rand(x.shape[1]).to(dtype) if norm else None
     out = torch.full((tokens, 21), float("nan"), dtype=dtype)
     stage = segments.QuantizedSegment(x, packed, scale, bits, K, out, mix=s)
-    grouped([stage], gain=gain, eps=1e-5)
+    grouped([stage], How(gain, 1e-5))
     assert _near(out, replace(stage, x=x.double()).product(gain, 1e-5), dtype)
 
 
@@ -312,7 +312,7 @@ def test_norm_is_over_the_inputs_of_all_blocks(bits: int, tokens: int) -> None:
         options = {"gain": torch.rand(s.x.shape[1]), "eps": 1e-5}
         s.x[:, : s.K].mul_(5)  # blocks of different size
         _against_reference(
-            lambda s=s, o=options: grouped([s], **o),
+            lambda s=s, o=options: grouped([s], How(**o)),
             lambda s=s, o=options: segments.grouped([s], **o),
             [s],
         )
@@ -327,7 +327,9 @@ def test_gated_pair_in_one_launch(bits: int, tokens: int) -> None:
     gain = torch.rand(200)
     made = _segments(bits, tokens, [(1, 19, 200, None)] * 2)
     options = {"activation": "silu", "gain": gain, "eps": 1e-5}
-    _against_reference(lambda: grouped(made, **options), lambda: segments.dual(*made, **options), made)
+    _against_reference(
+        lambda: grouped(made, How(**options)), lambda: segments.dual(*made, **options), made
+    )
     assert not made[1].y.isnan().any()
 
 
@@ -342,7 +344,7 @@ def test_gated_pair_of_different_ranks(bits: int, tokens: int, widths: tuple[int
     made = _segments(bits, tokens, [(2, 5, width, None) for width in widths])
     made[0] = replace(made[0], bias=None)
     _against_reference(
-        lambda: grouped(made, activation="gelu_tanh", config={"BQ": 8}),
+        lambda: grouped(made, How(activation="gelu_tanh"), {"BQ": 8}),
         lambda: segments.dual(*made, activation="gelu_tanh"),
         made,
     )
@@ -370,16 +372,14 @@ def test_rounding_of_the_offsets_stays_small(bits: int, tokens: int, dtype: torc
 @needs_triton
 def test_dense_and_quantized_stages_side_by_side() -> None:
     """One list of segments of three kinds, and a stage of each kind added to its result."""
-    from blr.kernels.decode.quantized import either
+    from blr.kernels.decode import choice
 
     int4 = _segments(4, 1, [STAGES["dense"], STAGES["blast-U"]])
     (int8,) = _segments(8, 1, [STAGES["monarch-V"]])
     made = [int4[0].dense(), int4[1], int8]
-    _against_reference(lambda: either.grouped(made), lambda: segments.grouped(made), made)
+    _against_reference(lambda: choice.grouped(made), lambda: segments.grouped(made), made)
     for s in made:
         s.y.fill_(1)
-    either.grouped(made, add=True)
+    choice.grouped(made, How(add=True))
     for s in made:
         assert _near(s.y, 1 + s.product(None, 0.0).double(), torch.float32)
-    with pytest.raises(ValueError, match="weights of 4/128 and 16/0 bits"):
-        either.grouped([made[0], int4[0]], activation="silu")

@@ -111,7 +111,7 @@ def test_intermediates_share_one_allocation(compiled: Compiled) -> None:
 
 
 def test_descriptors_are_told_of_other_addresses(compiled: Compiled) -> None:
-    """Of a `Bound`, in its first call and in its second; results are several."""
+    """Results are several."""
 
     @dataclass
     class Descriptor:
@@ -122,11 +122,11 @@ def test_descriptors_are_told_of_other_addresses(compiled: Compiled) -> None:
         padding: str = "zero"
 
     kernel = Kernel(compiled)
-    bound = launching.Bound(kernel, (5,), {"n": 3, "BLOCK": 16})
 
     def run(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y, z = torch.empty(1, 2, 8), torch.empty(4)
-        bound(Descriptor(x[1:], [1, 12], [12, 1], [1, 4]), z, y)
+        described = Descriptor(x[1:], [1, 12], [12, 1], [1, 4])
+        run_kernel(kernel, (5,), described, z, y, n=3, BLOCK=16)
         return y[0], z
 
     again = replay.Launches(run)

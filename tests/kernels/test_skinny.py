@@ -41,7 +41,7 @@ CASES = {
 @pytest.mark.parametrize("norm", [False, True], ids=["", "normed"])
 @pytest.mark.parametrize("case", CASES)
 def test_stages_are_those_of_the_reference(case: str, norm: bool) -> None:
-    from blr.kernels.decode.skinny.launch import PartialSums, grouped
+    from blr.kernels.decode.skinny.launch import OnCores, PartialSums, grouped
 
     torch.manual_seed(0)
     kind, tokens, rows, K, config = CASES[case]
@@ -49,11 +49,11 @@ def test_stages_are_those_of_the_reference(case: str, norm: bool) -> None:
     segments = [made(kind, x, rows, K, bias=drawn(rows)), made(kind, x, 20, K)]
     workspace = PartialSums()
     for _ in range(2):  # counters are zeros again
-        grouped(ready(segments, gain), workspace, config=config)
+        grouped(ready(segments, gain), OnCores(workspace=workspace), config)
         for s in segments:
             close(s.y, s.product(gain, EPS))
     before = [s.y.clone() for s in segments]
-    grouped(ready(segments, gain), workspace, add=True, config=config)
+    grouped(ready(segments, gain), OnCores(workspace=workspace, add=True), config)
     for s, y in zip(segments, before, strict=True):
         close(s.y, y + s.product(gain, EPS))
 
@@ -61,25 +61,25 @@ def test_stages_are_those_of_the_reference(case: str, norm: bool) -> None:
 @pytest.mark.parametrize("kind", ["16", "4/128"])
 def test_blocks_and_parts(kind: str) -> None:
     """Monarch's first stage: blocks of their own inputs, rows that are dealt out."""
-    from blr.kernels.decode.skinny.launch import PartialSums, grouped
+    from blr.kernels.decode.skinny.launch import OnCores, grouped
 
     torch.manual_seed(0)
     x = torch.randn(3, 4 * 72)
     s = made(kind, x, 24, 72, blocks=4, part=6)
-    grouped(ready([s]), PartialSums(), config={"BR": 16, "SPLIT": 1 if kind != "16" else 2, "STEP": 16})
+    grouped(ready([s]), OnCores(), {"BR": 16, "SPLIT": 1 if kind != "16" else 2, "STEP": 16})
     close(s.y, s.product(None, 0.0))
 
 
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("kind", ["16", "2/64", "3/64/uniform"])
 def test_pairs(kind: str, split: int) -> None:
-    from blr.kernels.decode.skinny.launch import PartialSums, grouped
+    from blr.kernels.decode.skinny.launch import OnCores, grouped
 
     torch.manual_seed(0)
     x = torch.randn(5, 256)
     gate, up = made(kind, x, 40, 256, bias=drawn(40)), made(kind, x, 40, 256)
     config = {"BR": 16, "SPLIT": split, **({"STEP": 64} if kind == "16" else {})}
-    grouped(ready([gate, up]), PartialSums(), activation="silu", config=config)
+    grouped(ready([gate, up]), OnCores(activation="silu"), config)
     found = up.y.clone()
     dual(gate, up, activation="silu")
     close(found, up.y)
@@ -88,7 +88,7 @@ def test_pairs(kind: str, split: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("rank", [5, 16])
 def test_first_factors_ride_with_the_inputs(rank: int, tokens: int) -> None:
-    from blr.kernels.decode.skinny.launch import PartialSums, grouped
+    from blr.kernels.decode.skinny.launch import OnCores, grouped
     from blr.kernels.decode.skinny.prepare import prepare, prepared
 
     torch.manual_seed(0)
@@ -98,7 +98,7 @@ def test_first_factors_ride_with_the_inputs(rank: int, tokens: int) -> None:
     s = made("2/128", x, 40, 256, correction=Correction(first, Narrow(u)))
     out = prepared(x, 256, 2, 128, torch.float16)
     prepare(x, out, 256, low=2, group=128, gain=gain, eps=EPS, v=v, z=z)
-    grouped([replace(s, x=out)], PartialSums(), config={"BR": 16, "SPLIT": 2})
+    grouped([replace(s, x=out)], OnCores(), {"BR": 16, "SPLIT": 2})
     found = s.y.clone()
     close(found, s.product(gain, EPS))
 
@@ -117,8 +117,7 @@ def field_order(bits: int, group: int) -> torch.Tensor:
 @pytest.mark.parametrize("order", [None, (4, 32)], ids=["", "ordered"])
 def test_blocks_are_mixed(order: tuple[int, int] | None, kind: str, tokens: int) -> None:
     """BLAST's first factors, of one layer and of three; also as packed second factors read them."""
-    from blr.kernels.decode.skinny.bound import SkinnyOptions, stages
-    from blr.kernels.decode.skinny.launch import PartialSums
+    from blr.kernels.decode.skinny.bound import OnCores, stages
 
     torch.manual_seed(0)
     blocks, dtype, gain = 3, torch.float16, torch.rand(3 * 64)
@@ -128,7 +127,7 @@ def test_blocks_are_mixed(order: tuple[int, int] | None, kind: str, tokens: int)
         for rows in (32, 64, 96)
     ]
     for several in (segments[:1], segments):
-        run = stages(several, SkinnyOptions(PartialSums(), dtype, gain, EPS, order=order))
+        run = stages(several, OnCores(gain, EPS, dtype=dtype, order=order))
         assert run is not None
         run()
         for s in several:
@@ -142,22 +141,20 @@ def test_blocks_are_mixed(order: tuple[int, int] | None, kind: str, tokens: int)
 
 def test_what_is_not_mixed_here() -> None:
     """Layers that add, that differ in blocks, or of which one has none."""
-    from blr.kernels.decode.skinny.bound import SkinnyOptions, stages
-    from blr.kernels.decode.skinny.launch import PartialSums
+    from blr.kernels.decode.skinny.bound import OnCores, stages
 
     x = torch.randn(3, 64)
     two, four = (
         made("16", x, 8, 64 // blocks, blocks=blocks, mix=drawn(blocks, blocks, 8)) for blocks in (2, 4)
     )
     for several, add in (([two], True), ([two, four], False), ([two, made("16", x, 8, 64)], False)):
-        assert stages(several, SkinnyOptions(PartialSums(), torch.float16, add=add)) is None
+        assert stages(several, OnCores(add=add)) is None
 
 
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_corrections_of_blocks_are_added_behind(tokens: int) -> None:
     """And stages of two formats in two launches, each with inputs of its own."""
-    from blr.kernels.decode.skinny.bound import SkinnyOptions, stages
-    from blr.kernels.decode.skinny.launch import PartialSums
+    from blr.kernels.decode.skinny.bound import OnCores, stages
 
     torch.manual_seed(0)
     x, gain, blocks = torch.randn(tokens, 128), torch.rand(128), 2
@@ -165,7 +162,7 @@ def test_corrections_of_blocks_are_added_behind(tokens: int) -> None:
     first = Segment(x, drawn(blocks, 5, 64) / 8, z)
     correction = Correction(first, Narrow(drawn(blocks, 20, 5)))
     segments = [made("3/64", x, 40, 128, correction=correction), made("8/32", x, 16, 128)]
-    how = SkinnyOptions(PartialSums(), torch.float16, gain, EPS)
+    how = OnCores(gain, EPS)
     run = stages(segments, how)
     assert run is not None
     run()
@@ -182,12 +179,11 @@ def test_corrections_of_blocks_are_added_behind(tokens: int) -> None:
 
 @pytest.mark.parametrize("kind", ["16", "3/64", "8/32"])
 def test_each_stage_may_have_inputs_of_its_own(kind: str) -> None:
-    from blr.kernels.decode.skinny.bound import SkinnyOptions, stages
-    from blr.kernels.decode.skinny.launch import PartialSums
+    from blr.kernels.decode.skinny.bound import OnCores, stages
 
     torch.manual_seed(0)
     segments = [made(kind, torch.randn(3, K), 24, K) for K in (128, 72)]
-    run = stages(segments, SkinnyOptions(PartialSums(), torch.float16))
+    run = stages(segments, OnCores())
     assert run is not None
     run()
     for s in segments:

@@ -55,11 +55,11 @@ def test_a_gpu_has_no_bound_but_by_the_variable(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv(transient.VARIABLE, raising=False)
     forget()
     x = torch.empty(1, 1).expand(30000, 64)
-    assert transient.bound_for(x) is None
+    assert transient.transient_bytes(x.device.type) is None
     monkeypatch.setenv(transient.VARIABLE, "5")
-    assert transient.bound_for(x) == 5 << 20
+    assert transient.transient_bytes(x.device.type) == 5 << 20
     monkeypatch.setenv(transient.VARIABLE, "off")
-    assert transient.bound_for(x) is None
+    assert transient.transient_bytes(x.device.type) is None
     monkeypatch.undo()
     forget()
 

@@ -67,7 +67,6 @@ def test_blast(blocks: int, p: int, q: int, r: int, tokens: int, dtype: torch.dt
     check(blast.bmm, blast.reference, x, *factors, bias)
     if tokens in SOME:
         check(blast.narrow, blast.reference, x, *factors, bias)
-    check(partial(blast.bmm_mix, cores="tensor"), blast.reference, x, *factors, None)
     if tokens <= FEW:
         check(blast.gemv, blast.reference, x, *factors, bias)
 
@@ -95,7 +94,6 @@ def test_lowrank(i: int, o: int, r: int, tokens: int, dtype: torch.dtype) -> Non
     torch.manual_seed(tokens)
     x = random(tokens, 2 * i, dtype=dtype)[:, ::2]
     factors, bias = (random(o, r, dtype=dtype), random(r, i, dtype=dtype).t()), random(o, dtype=dtype)
-    check(lowrank.gemm, lowrank.reference, x, *factors, bias)
     if tokens in SOME:
         check(lowrank.narrow, lowrank.reference, x, *factors, bias)
     if tokens <= FEW:
@@ -107,7 +105,7 @@ def test_lowrank(i: int, o: int, r: int, tokens: int, dtype: torch.dtype) -> Non
     [
         {"first": {"SPLIT": 4, "BK": 16}, "add": "second"},
         {"first": {"SPLIT": 3, "BK": 16}, "add": "between", "second": {"BK": 16}},
-        {"first": {"STAGES": 1, "BK": 16, "BR": 16}, "second": {"STAGES": 1, "BK": 16, "BR": 64}},
+        {"first": {"STAGES": 2, "BK": 16, "BR": 16}, "second": {"STAGES": 2, "BK": 16, "BR": 64}},
     ],
 )
 @pytest.mark.parametrize("tokens", [2, 16, 33, 64])
@@ -201,7 +199,7 @@ def test_narrow_products_compile_to_copies_ahead(parts: int) -> None:
 def test_mix_compiles_without_spills(kernel: str, capability: int) -> None:
     constants: dict[str, Any] = {"B": 16, "OUT": 16, "BN": 512}
     if kernel == "mix_dot_kernel":
-        constants = {"B": 16, "BR": 4, "BN": 128, "STEPS": 1, "PRECISION": "ieee"}
+        constants = {"B": 16, "BR": 4, "BN": 128, "PRECISION": "ieee"}
     scalars = ["tokens", "z_block", "z_rank", "s_out", "s_in", "s_rank", "w_block", "w_rank"]
     scalars += ["ranks", "blocks"] if kernel == "mix_dot_kernel" else []
     signature = {"z": HALF, "s": HALF, "w": HALF} | dict.fromkeys(scalars, "i32")

@@ -148,9 +148,12 @@ def test_two_rows_of_few_bits_run_one_after_the_other(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By products of bytes, wherever those take them; the others on tensor cores."""
-    from blr.kernels.decode.integer import launch
+    from blr.kernels.decode import choice
 
-    monkeypatch.setattr(launch, "pays", lambda segments: True)
+    sizes = {"weights": (0, choice.ENDLESS)}
+    rules = [rule._replace(**sizes) for rule in choice.STAGES]
+    monkeypatch.setitem(choice.RULES, "stages", rules)
+    monkeypatch.setattr(choice, "chosen", choice.chosen.__wrapped__)
     monkeypatch.setitem(MODELS["llama"][1], "num_hidden_layers", 1)
     settings = {"method": "dense", "quantize": "int2"} if kind == "dense2" else KINDS[kind]
     model = _model(tmp_path, {**settings, "group": 64}).half()

@@ -1,6 +1,8 @@
 """Launches of decoding stages with plain weights: shapes in, grid and tile sizes out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -8,12 +10,13 @@ import torch
 from torch import Tensor
 
 from blr.kernels.common.launching import TritonKernel, run_kernel
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import USUAL, AnySegment, How, Run, Segment
 
 FEW = 64  # rows of a stage that would leave most of the GPU idle
 TOKENS = 8  # of a launch at most
 HELD = 64  # sums of all tokens that a thread has in registers
 GATED = 512  # columns of a program of `gate`
+NO_CONFIG: Mapping[str, int] = {}
 
 
 class Stage(NamedTuple):
@@ -119,7 +122,6 @@ def product(
     dtype: torch.dtype,
     part: int | None = None,
     pdl: bool = False,
-    **config: int,
 ) -> Tensor:
     """`Segment.product` of one stage of a layer, a new tensor of `dtype`.
 
@@ -127,61 +129,54 @@ def product(
         x: [n, …]. w: [B, R, K], any strides; fastest with K of stride 1.
         pdl: launched while the kernel before it still runs (compute capability 9 and later): the
             weights must not be written by that kernel.
-        config: of `grouped`, in place of `stage_tile`'s.
     """
     y = torch.empty(len(x), w.shape[0] * w.shape[1], dtype=dtype, device=x.device)
     s = Segment(x if x.stride(1) == 1 else x.contiguous(), w, y, bias, part=part)
     if len(x):
-        grouped([s], pdl=pdl, config={**stage_tile(w.shape[2]), **config})
+        grouped([s], How(pdl=pdl), stage_tile(w.shape[2]))
     return y
 
 
 def stage(s: Segment) -> Stage:
     """What kernels take of a segment."""
     blocks, rows, width = s.shape
-    made: tuple[Any, ...] = (
-        *(s.x, s.x.stride(0), 0 if s.x.shape[1] == width else width),
-        *(s.w, *s.w.stride(), s.w if s.mix is None else s.mix, *mix_strides(s.mix)),
-        *(s.w if s.bias is None else s.bias, s.y, s.y.stride(0)),
-        *(rows, width, blocks, s.part or rows),
-    )
-    return Stage(*made)
+    x = s.x, s.x.stride(0), 0 if s.x.shape[1] == width else width
+    w = s.w, s.w.stride(0), s.w.stride(1), s.w.stride(2)
+    mix = s.w if s.mix is None else s.mix, *mix_strides(s.mix)
+    results = s.w if s.bias is None else s.bias, s.y, s.y.stride(0)
+    return Stage(*(*x, *w, *mix, *results, rows, width, blocks, s.part or rows))
 
 
-def mix_strides(mix: Tensor | None) -> tuple[int, ...]:
+def mix_strides(mix: Tensor | None) -> tuple[int, int, int]:
     """Of [B, B, R]; zeros where nothing is mixed."""
-    return (0, 0, 0) if mix is None else mix.stride()
+    return (0, 0, 0) if mix is None else (mix.stride(0), mix.stride(1), mix.stride(2))
 
 
 def run_stages(
-    kernel: TritonKernel,
-    stages: list[Any],
-    tiles: list[Any],
-    *,
-    gain: Tensor | None,
-    eps: float,
-    **constants: object,
+    rows: TritonKernel, pair: TritonKernel, stages: list[Any], tiles: list[Any], how: How, warps: int
 ) -> None:
-    """One to three stages by `kernel`, a `grouped_kernel` of plain or of quantized weights. A
-    `dual_kernel` takes gate and up; its activation is among the constants."""
+    """One to three stages by `rows`, a `grouped_kernel` of plain or of quantized weights, or gate and up
+    by `pair`, a `dual_kernel`."""
     blocks = [1 if tile.MIX else s.blocks for s, tile in zip(stages, tiles, strict=True)]
     programs = [b * -(-s.rows // t.BR) for b, s, t in zip(blocks, stages, tiles, strict=True)]
-    norm = (stages[0].x if gain is None else gain, eps)
-    if "ACT" in constants:
-        run_kernel(kernel, (programs[0],), *stages, *norm, T0=tiles[0], T1=tiles[1], **constants)
+    norm = (stages[0].x if how.gain is None else how.gain, how.eps)
+    options: dict[str, object] = {"num_warps": warps, **launch_options(how.pdl)}
+    if how.activation:
+        options |= {"T0": tiles[0], "T1": tiles[1], "ACT": how.activation}
+        run_kernel(pair, (programs[0],), *stages, *norm, **options)
         return
     ends = [*accumulate(programs)]
     given = (*three(stages), ends[0], ends[min(1, len(ends) - 1)], *norm)
-    constants |= {"COUNT": len(stages), **numbered("T", tiles)}
-    run_kernel(kernel, (ends[-1],), *given, **constants)
+    options |= {"COUNT": len(stages), "ADD": how.add, **numbered("T", tiles)}
+    run_kernel(rows, (ends[-1],), *given, **options)
 
 
-def three(found: Sequence[Any], other: object = None) -> list[Any]:
+def three(found: Sequence[object], other: object = None) -> list[object]:
     """`found`, at most three, and in the place of those missing `other` or the first."""
     return [*found, *[found[0] if other is None else other] * 3][:3]
 
 
-def numbered(name: str, found: Sequence[Any], other: object = None) -> dict[str, Any]:
+def numbered(name: str, found: Sequence[object], other: object = None) -> dict[str, object]:
     """`three` by name: ``T0``, ``T1`` and ``T2`` of "T"."""
     return {f"{name}{n}": each for n, each in enumerate(three(found, other))}
 
@@ -208,22 +203,13 @@ def power_of_two(number: int) -> int:
 
 
 def grouped(
-    segments: Sequence[Segment],
-    *,
-    gain: Tensor | None = None,
-    eps: float = 0.0,
-    add: bool = False,
-    activation: str = "",
-    pdl: bool = False,
-    config: dict[str, int] | None = None,
+    segments: Sequence[Segment], how: How = USUAL, config: Mapping[str, int] = NO_CONFIG
 ) -> None:
     """`segments.grouped` in one launch.
 
     Args:
         segments: one to three, with columns of stride 1; of more than `TOKENS` tokens, or several that
-            are mixed, several launches.
-        add: to what the results hold; of none that is mixed. activation: of a pair of as many rows, as
-            of `segments.dual`.
+            are mixed, several launches. Nothing is added to what is mixed.
         config: BR, BK and num_warps of every segment in place of `tile_shape`'s; the launch has the most
             warps of any.
     """
@@ -231,21 +217,18 @@ def grouped(
 
     tokens, most = len(segments[0].x), TOKENS if all(s.mix is None for s in segments) else 1
     if tokens > most:
-        more: dict[str, Any] = {"gain": gain, "eps": eps, "add": add, "activation": activation}
         for some in tokens_of(segments, most):
-            grouped(some, pdl=pdl, config=config, **more)
+            grouped(some, how, config)
         return
-    chosen = _pair_shapes(segments, gain) if activation else [segment_shape(s, gain) for s in segments]
-    shapes = [{**shape, **(config or {})} for shape in chosen]
+    gain, paired = how.gain, bool(how.activation)
+    chosen = _pair_shapes(segments, gain) if paired else [segment_shape(s, gain) for s in segments]
+    shapes = [{**shape, **config} for shape in chosen]
     warps = max(shape["num_warps"] for shape in shapes)
     heights = [rows_of({**shape, "num_warps": warps}, tokens) for shape in shapes]
-    heights = [min(heights)] * 2 if activation else heights
-    options: dict[str, Any] = {"gain": gain, "eps": eps, "num_warps": warps, **launch_options(pdl)}
-    options |= {"ACT": activation} if activation else {"ADD": add}
+    heights = [min(heights)] * 2 if paired else heights
     sizes = zip(segments, heights, shapes, strict=True)
     tiles = [_tile(s, rows, shape["BK"], gain) for s, rows, shape in sizes]
-    kernel = dual_kernel if activation else grouped_kernel
-    run_stages(kernel, [stage(s) for s in segments], tiles, **options)
+    run_stages(grouped_kernel, dual_kernel, [stage(s) for s in segments], tiles, how, warps)
 
 
 def gate(both: Tensor, y: Tensor, *, activation: str, pdl: bool = False) -> None:
@@ -259,6 +242,14 @@ def gate(both: Tensor, y: Tensor, *, activation: str, pdl: bool = False) -> None
         **{"BK": GATED, "ACT": activation, "num_warps": 4},
         **launch_options(pdl),
     )
+
+
+def side_by_side(segments: Sequence[AnySegment], how: How) -> tuple[list[AnySegment], Run]:
+    """Gate and up into rows of one matrix, and what makes their gated product of that."""
+    y = segments[1].y
+    both = torch.empty(len(y), 2 * y.shape[1], dtype=torch.float32, device=y.device)
+    halves = [replace(s, y=part) for s, part in zip(segments, both.chunk(2, 1), strict=True)]
+    return halves, partial(gate, both, y, activation=how.activation, pdl=how.pdl)
 
 
 def segment_shape(segment: Segment, gain: Tensor | None) -> dict[str, int]:

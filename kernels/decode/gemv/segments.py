@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -188,6 +188,21 @@ class QuantizedSegment:
 AnySegment = Segment | QuantizedSegment
 
 
+@dataclass(frozen=True)
+class How:
+    """How the stages of a launch run. gain, eps: of the RMS norm of their inputs. add: to what the
+    results hold. activation: of a pair of as many rows, as of `dual`. pdl: see `launch_options`."""
+
+    gain: Tensor | None = None
+    eps: float = 0.0
+    add: bool = False
+    activation: str = ""
+    pdl: bool = False
+
+
+USUAL = How()
+
+
 def grouped(segments: Sequence[AnySegment], *, gain: Tensor | None = None, eps: float = 0.0) -> None:
     """Every segment's stage; with `gain` [K], of its input after an RMS norm (inputs K wide)."""
     for segment in segments:
@@ -199,11 +214,6 @@ def dual(
 ) -> None:
     """``up.y = act(gate) ⊙ up``: two stages with the same B and R in the plain order."""
     up.y.copy_(ACTIVATIONS[activation](gate.product(gain, eps)) * up.product(gain, eps))
-
-
-def dual_fits(gate: Any, up: Any) -> bool:
-    """Whether stages of weights `gate` and `up`, [B, R, K] each, plain or packed, fit one `dual`."""
-    return gate.shape[:2] == up.shape[:2]
 
 
 def in_turn(runs: Sequence[Run]) -> None:

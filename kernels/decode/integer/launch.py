@@ -4,15 +4,14 @@ as words of bytes, and one for the rows."""
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from blr.kernels.common.available import interpreted, multiprocessors
-from blr.kernels.common.launching import run_kernel
+from blr.kernels.common.launching import TritonKernel, run_kernel
 from blr.kernels.decode.gemv.launch import launch_options, numbered, power_of_two, three
-from blr.kernels.decode.gemv.segments import QuantizedSegment, Run, in_turn
+from blr.kernels.decode.gemv.segments import USUAL, How, QuantizedSegment, Run, in_turn
 from blr.kernels.decode.quantized.formats import OFFSET, form_of
 from blr.kernels.decode.quantized.launch import (
     QuantizedStage,
@@ -28,11 +27,6 @@ THREE = (14, 44, 79, 122)
 THREE_SCALE = 28.0447
 PLACES = 4  # words of bytes that a word, or a pair of nibbles' words, comes apart into
 WIDEST = {2: 512, 3: 512, 4: 256}  # quads of a row at most: each has a thread
-# Weights of a launch from which it is faster, on an H200: two bits at 2048 × 2048 (3.4 µs for 8.6) and
-# wherever it was tried above, four at 512 × 2048 (2.6 for 3.8), but for rows of few quads that leave
-# threads without one (3072 × 3072: 4.6 for 4.0). Shorter rows were not tried.
-LEAST = {2: 1 << 22, 3: 1 << 22, 4: 1 << 20}
-SHORTEST, FEW, LARGE = 64, 128, 1 << 25  # quads; few quads; weights from which those are faster, too
 DEEPEST = 8  # rows of a thread at most
 PROGRAMS = 528  # that a launch has at least, if it can: four for each multiprocessor of an H200
 PACKED = 8  # quads of inputs of a program that makes them
@@ -54,21 +48,9 @@ def taken(segments: Sequence[QuantizedSegment]) -> bool:
     fits = first.bits in WIDEST and form_of(first.bits, first.group).WORDS >= 4
     fits = fits and _lanes(first) <= WIDEST[first.bits] and len(kinds) == 1 and len(segments) <= 3
     fits = fits and (first.bits < 4 or all(s.correction is None for s in segments))
-    return fits and len(first.x) == 1 and first.x.shape[1] == first.K and all(map(_is_plain, segments))
-
-
-def _is_plain(s: QuantizedSegment) -> bool:
-    """Whether a stage has one block, and half precision."""
-    return s.mix is None and s.packed.shape[0] == 1 and s.scale.dtype.itemsize <= 2
-
-
-def pays(segments: Sequence[QuantizedSegment]) -> bool:
-    """Whether it was measured to be faster so."""
-    first, weights = segments[0], sum(s.packed.shape[1] * s.K for s in segments)
-    if first.bits < 4:
-        return weights >= LEAST[first.bits]
-    quads = form_of(first.bits, first.group).quads(first.K)
-    return quads >= SHORTEST and weights >= (LARGE if quads < _lanes(first) <= FEW else LEAST[4])
+    fits = fits and all(s.mix is None and s.packed.shape[0] == 1 for s in segments)
+    fits = fits and all(s.scale.dtype.itemsize <= 2 for s in segments)
+    return fits and len(first.x) == 1 and first.x.shape[1] == first.K
 
 
 def takes_first(s: QuantizedSegment) -> bool:
@@ -77,100 +59,81 @@ def takes_first(s: QuantizedSegment) -> bool:
 
 
 def byte_stages(
-    segments: Sequence[QuantizedSegment],
-    firsts: Sequence[QuantizedSegment] = (),
-    *,
-    gain: Tensor | None = None,
-    eps: float = 0.0,
-    add: bool = False,
-    activation: str = "",
-    pdl: bool = False,
+    segments: Sequence[QuantizedSegment], firsts: Sequence[QuantizedSegment] = (), how: How = USUAL
 ) -> Run:
-    """What runs stages that are `taken`.
-
-    Args:
-        firsts: of 2 and 3 bits, the first stages of their corrections, made beside the inputs.
-        gain, eps: of the norm of the inputs, if there is one. add: to what the results hold.
-        activation: of a pair, whose gated product is the second's result. pdl: see `launch_options`.
-    """
-    if segments[0].bits == 4:
-        return partial(_loop, segments, gain, eps, add, activation, pdl)
+    """What runs stages that are `taken`. firsts: of 2 and 3 bits, the first stages of their corrections,
+    made beside the inputs."""
     s = segments[0]
+    if s.bits == 4:
+        return partial(_loop, segments, how)
     words = torch.empty(2 * PLACES, _lanes(s), 4, dtype=torch.int32, device=s.x.device)
     inputs = words, torch.empty(2, _lanes(s), dtype=torch.float32, device=s.x.device)
-    fill = partial(_fill, s, firsts, inputs, gain, eps, pdl)
-    return partial(in_turn, [fill, partial(_multiply, segments, inputs, add, activation, pdl)])
+    return partial(
+        in_turn, [partial(_fill, s, firsts, inputs, how), partial(_multiply, segments, inputs, how)]
+    )
 
 
-def _fill(
-    s: QuantizedSegment, firsts: Sequence[QuantizedSegment], inputs: Inputs, gain: Tensor | None,
-    eps: float, pdl: bool,
-) -> None:  # fmt: skip
+def _fill(s: QuantizedSegment, firsts: Sequence[QuantizedSegment], inputs: Inputs, how: How) -> None:
     """Make the inputs of `s`, and z of the corrections."""
     from blr.kernels.decode.integer.rows import inputs_kernel
 
-    form, quads = form_of(s.bits, s.group), _lanes(s)
+    form, quads, gain = form_of(s.bits, s.group), _lanes(s), how.gain
     warps = max((_first_warps(v) for v in firsts), default=4)
     stages, tiles = [stage(v) for v in firsts], [_first_tile(v, warps, gain) for v in firsts]
     ends = _ends(stages, tiles)
     run_kernel(
         inputs_kernel,
         (ends[-1] + max(quads // PACKED, 1),),
-        *(s.x, s.x if gain is None else gain, eps, *inputs, s.K, quads),
+        *(s.x, s.x if gain is None else gain, how.eps, *inputs, s.K, quads),
         *(*three(stages, stage(s)), ends),
         **{"OFFSET": offset_of(s.bits), "STEP": 1 / _unit(s), "PLACES": PLACES},
         **{"BQ": min(PACKED, quads), "T": form, "NORM": gain is not None, "COUNT": len(stages)},
         **numbered("V", tiles, _row_tile(s, s.packed.shape[1])),
         ASM=not interpreted(),
         num_warps=warps,
-        **launch_options(pdl),
+        **launch_options(how.pdl),
     )
 
 
-def _multiply(
-    segments: Sequence[QuantizedSegment], inputs: Inputs, add: bool, activation: str, pdl: bool
-) -> None:
+def _multiply(segments: Sequence[QuantizedSegment], inputs: Inputs, how: How) -> None:
     """Rows times the inputs that are there, plus U z."""
     from blr.kernels.decode.integer.rows import gated_kernel, rows_kernel
 
-    s, stages = segments[0], [stage(s) for s in segments]
-    total = sum(s.packed.shape[1] for s in segments)
-    tiles = [_row_tile(s, total, bool(activation)) for s in segments]
-    given = (*inputs, _lanes(s))
+    s, total = segments[0], sum(s.packed.shape[1] for s in segments)
+    tiles = [_row_tile(s, total, bool(how.activation)) for s in segments]
     low, high = table(s.curved)
-    fixed = {"LOW": low, "HIGH": high, "ASM": not interpreted(), "num_warps": _warps(s)}
-    fixed |= launch_options(pdl)
-    if activation:
-        names: dict[str, Any] = {"T0": tiles[0], "T1": tiles[1], "ACT": activation}
-        run_kernel(gated_kernel, (_ends(stages[:1], tiles)[-1],), *stages, *given, **names, **fixed)
-        return
-    ends = _ends(stages, tiles)
-    names = {"COUNT": len(stages), "ADD": add, **numbered("T", tiles)}
-    run_kernel(rows_kernel, (ends[-1],), *three(stages), ends, *given, **names, **fixed)
+    given = *inputs, _lanes(s)
+    _run(rows_kernel, gated_kernel, segments, tiles, given, how, LOW=low, HIGH=high)
 
 
-def _loop(
-    segments: Sequence[QuantizedSegment], gain: Tensor | None, eps: float, add: bool, activation: str,
-    pdl: bool,
-) -> None:  # fmt: skip
+def _loop(segments: Sequence[QuantizedSegment], how: How) -> None:
     """4 bits: as many programs as a GPU holds, each with many tiles."""
     from blr.kernels.decode.integer.loop import loop_kernel, pair_kernel
 
-    s, stages = segments[0], [stage(s) for s in segments]
-    tiles = [quantized_tile(s, _shape(s, DEEP), gain) for s in segments]
-    given = (s.x, s.x if gain is None else gain, eps)
-    fixed = {"OFFSET": offset_of(s.bits), "ASM": not interpreted(), "num_warps": _warps(s)}
-    fixed |= {} if interpreted() else {"maxnreg": REGISTERS}
-    fixed |= launch_options(pdl)
+    s = segments[0]
+    tiles = [quantized_tile(s, _shape(s, DEEP), how.gain) for s in segments]
+    given = s.x, s.x if how.gain is None else how.gain, how.eps
+    fixed = {} if interpreted() else {"maxnreg": REGISTERS}
     most = max(REGISTER_FILE // (REGISTERS * 32 * _warps(s)), 1) * multiprocessors(s.x.device)
-    if activation:
-        programs = _ends(stages[:1], tiles, most)[-1]
-        names: dict[str, Any] = {"T0": tiles[0], "T1": tiles[1], "ACT": activation}
-        run_kernel(pair_kernel, (programs,), *stages, programs, *given, **names, **fixed)
+    _run(loop_kernel, pair_kernel, segments, tiles, given, how, most, OFFSET=offset_of(s.bits), **fixed)
+
+
+def _run(
+    rows: TritonKernel, pair: TritonKernel, segments: Sequence[QuantizedSegment],
+    tiles: Sequence[QuantizedTile], given: tuple[object, ...], how: How, most: int | None = None,
+    **fixed: object,
+) -> None:  # fmt: skip
+    """Stages by the kernel of rows or of a pair. most: as of `_ends`."""
+    stages = [stage(s) for s in segments]
+    fixed |= {"ASM": not interpreted(), "num_warps": _warps(segments[0]), **launch_options(how.pdl)}
+    ends = _ends(stages[:1] if how.activation else stages, tiles, most)
+    if how.activation:
+        given = given if most is None else (ends[-1], *given)
+        fixed |= {"T0": tiles[0], "T1": tiles[1], "ACT": how.activation}
+        run_kernel(pair, (ends[-1],), *stages, *given, **fixed)
         return
-    ends = _ends(stages, tiles, most)
-    names = {"COUNT": len(stages), "ADD": add, **numbered("T", tiles)}
-    run_kernel(loop_kernel, (ends[-1],), *three(stages), ends, *given, **names, **fixed)
+    fixed |= {"COUNT": len(stages), "ADD": how.add, **numbered("T", tiles)}
+    run_kernel(rows, (ends[-1],), *three(stages), ends, *given, **fixed)
 
 
 def offset_of(bits: int) -> float:

@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.decode.gemv.triton import activate, bias_of, store_rows
-from blr.kernels.decode.integer.rows import apart, byte_products
+from blr.kernels.decode.integer.rows import apart, byte_products, whole
 from blr.kernels.decode.quantized.bytes import MAGIC, TOP, packed_bytes
 from blr.kernels.decode.quantized.triton import row_sums
 from blr.kernels.decode.quantized.words import field_inputs, lane_columns, load_chunk, tile_places
@@ -27,12 +27,6 @@ def place_inputs(inputs, PLACE: tl.constexpr, T: tl.constexpr):
     d, more = field_inputs(x, gain, past, (PLACE + 6) * T.WORDS, T)
     largest = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
     return (a, b, c, d), largest, square + more
-
-
-@triton.jit
-def whole(v, scale):
-    """Numbers times a scale, as floats whose last bits are those of the nearest integer."""
-    return v * scale + MAGIC
 
 
 @triton.jit

@@ -118,8 +118,8 @@ def largest_of(a, b):
 
 @triton.jit
 def whole(v, scale):
-    """Numbers times a scale a quad, as floats whose last bits are those of the nearest integer."""
-    return v * scale[None, :, None] + MAGIC
+    """Numbers times a scale, as floats whose last bits are those of the nearest integer."""
+    return v * scale + MAGIC
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def pack_quads(
     c = some_inputs(x, gain, column + place_field(place, 2, T.BITS) * T.WORDS, K, NORM)
     d = some_inputs(x, gain, column + place_field(place, 3, T.BITS) * T.WORDS, K, NORM)
     largest = tl.maximum(tl.maximum(largest_of(a, b), largest_of(c, d)), 1e-30)
-    scale = TOP / largest
+    scale = TOP / largest[None, :, None]
     a, b, c, d = whole(a, scale), whole(b, scale), whole(c, scale), whole(d, scale)
     total = tl.sum(tl.sum((a - MAGIC) + (b - MAGIC) + (c - MAGIC) + (d - MAGIC), 2), 0)
     low, high = packed_bytes(

@@ -1,6 +1,7 @@
 """Whole layers of 1 to 64 tokens: low-rank, BLAST, Monarch. The references are those of the layers."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -17,58 +18,69 @@ PARTED = 64  # columns of a tile whose inputs come in parts, all of which are in
 RANKS = 4  # of a program that mixes
 
 
-def lowrank(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
+class Config(TypedDict, total=False):
+    """`first` and `second`, tiles of the products, as `tile_shape`. `add`, where parts are added:
+    "second" product or "between"; default: by their number."""
+
+    first: dict[str, int]
+    second: dict[str, int]
+    add: str
+
+
+def lowrank(
+    x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Unpack[Config]
+) -> Tensor:
     """Two launches; the first product in as many parts of its columns as fill the GPU.
 
     Args:
         x: [n, i]. U: [o, r], V: [i, r], fastest with unit strides over r and i. bias: [o] or None.
-        config: `first` and `second`, tiles of the products, as `tile_shape`. `add`, where parts are
-            added: "second" product or "between"; default: by their number.
 
     Returns:
         [n, o].
     """
-    n, pdl = len(x), supports_pdl(x.device)
+    n = len(x)
     down, up = _columns(V.t().unsqueeze(0)), _columns(U.unsqueeze(0))
     first = {**tile_shape(down, n), **config.get("first", {})}
     parts = first["SPLIT"]
     z = _room(1, V.shape[1], n, torch.float32 if parts > 1 else x.dtype, x, parts)
-    product(_tokens(x, 1), down, z[:, 0], pdl=pdl, **first)
+    product(_tokens(x, 1), down, z[:, 0], config=first)
     usual = "second" if parts * n <= ADDED else "between"
     if parts > 1 and config.get("add", usual) == "between":
-        z = _add_parts(z, x.dtype, pdl)
+        z = _add_parts(z, x.dtype, supports_pdl(x.device))
     return _last(z, up, bias, x, **config)
 
 
-def monarch(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
+def monarch(
+    x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Unpack[Config]
+) -> Tensor:
     """Two launches; the first stores in the order that the second reads. Arguments as `lowrank`."""
     part = V.shape[2] // V.shape[0]
-    return _last(_first(x, V, **config, part=part), _columns(U), bias, x, **config)
+    return _last(_first(x, V, part, **config), _columns(U), bias, x, **config)
 
 
 def blast(
-    x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any
+    x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None, **config: Unpack[Config]
 ) -> Tensor:
     """Three launches: V, the mix, U. Arguments as `lowrank`, S [b, b, r]."""
-    z = _first(x, V, **config)
+    z = _first(x, V, None, **config)
     _mix(z, S, supports_pdl(x.device))
     return _last(z, _columns(U), bias, x, **config)
 
 
-def _first(x: Tensor, V: Tensor, *, part: int | None = None, **config: Any) -> Tensor:
+def _first(x: Tensor, V: Tensor, part: int | None, **config: Unpack[Config]) -> Tensor:
     """z [1, b, r, slots] of V [b, p, r]."""
     blocks, _, rank = V.shape
-    z, pdl = _room(blocks, rank, len(x), x.dtype, x), supports_pdl(x.device)
-    tile = {**config.get("first", {}), "SPLIT": 1}
-    product(_tokens(x, blocks), _columns(V.mT), z.flatten(1, 2), part=part, pdl=pdl, **tile)
+    z = _room(blocks, rank, len(x), x.dtype, x)
+    tile = config.get("first", {})
+    product(_tokens(x, blocks), _columns(V.mT), z.flatten(1, 2), part=part, config=tile)
     return z
 
 
-def _last(z: Tensor, w: Tensor, bias: Tensor | None, x: Tensor, **config: Any) -> Tensor:
+def _last(z: Tensor, w: Tensor, bias: Tensor | None, x: Tensor, **config: Unpack[Config]) -> Tensor:
     """y [n, B·R] of the last product, w [B, R, K] of z [P, B, K, n]."""
     y = torch.empty(len(x), w.shape[0] * w.shape[1], dtype=x.dtype, device=x.device)
-    tile = {**({"BK": PARTED} if len(z) > 1 else {}), **config.get("second", {}), "SPLIT": 1}
-    product(z, w, y.t().unsqueeze(0), bias, pdl=supports_pdl(x.device), **tile)
+    tile = {**({"BK": PARTED} if len(z) > 1 else {}), **config.get("second", {})}
+    product(z, w, y.t().unsqueeze(0), bias, config=tile)
     return y
 
 
@@ -116,8 +128,7 @@ def product(
     bias: Tensor | None = None,
     *,
     part: int | None = None,
-    pdl: bool = False,
-    **config: int,
+    config: Mapping[str, int],
 ) -> None:
     """``y[p] = w x[·]`` summed over the parts of x, in the parts p of the columns of w.
 
@@ -126,25 +137,24 @@ def product(
             stride 1. bias: [B·R] or None.
         y: [SPLIT, B·R, n], any strides; SPLIT is 1 with a bias. Of x and y one may have `_slots`, whose
             tokens beyond those of the other are zeros.
-        part: rows of a block that stay together in y (default: all).
-        pdl: as `gemv.launch.product`. config: in place of `tile_shape`'s.
+        part: rows of a block that stay together in y (default: all). config: in place of `tile_shape`'s.
     """
     from blr.kernels.decode.narrow.triton import product_kernel
 
     blocks, rows, width = w.shape
     tokens = min(x.shape[3], y.shape[2])
-    config = {**tile_shape(w, tokens), **config, "SPLIT": y.shape[0]}
+    tile = {**tile_shape(w, tokens), **config, "SPLIT": y.shape[0]}
     run_kernel(
         product_kernel,
-        (-(-rows // config["BR"]) * config["SPLIT"], blocks),
+        (-(-rows // tile["BR"]) * tile["SPLIT"], blocks),
         *(x, w, w if bias is None else bias, y),
         *(x.shape[3], y.shape[2], rows, width, x.stride(3), x.stride(2), x.stride(1), x.stride(0)),
         *(w.stride(0), w.stride(1), y.stride(2), y.stride(1), y.stride(0)),
         *(part or rows, blocks),
         **{"N": _slots(tokens), "PARTS": x.shape[0], "BIAS": bias is not None},
         PRECISION=dot_precision(),
-        **config,
-        **launch_options(pdl),
+        **tile,
+        **launch_options(supports_pdl(w.device)),
     )
 
 

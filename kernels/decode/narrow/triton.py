@@ -38,9 +38,8 @@ def product_kernel(
     """``y[row', t] = Σ_k w[block, row, k] x[block, k, t] + bias[row']``, sums in float32.
 
     row' is row of its block with `part` rows of every block in turn, as `gemv.triton.outputs`.
-    STAGES: tiles of weights on their way to shared memory; 1: the next one is in registers, the first
-    of them before the kernel ahead has ended. Tokens of x beyond `x_tokens` count as zeros; of y,
-    `y_tokens` are stored.
+    STAGES: tiles of weights on their way to shared memory. Tokens of x beyond `x_tokens` count as
+    zeros; of y, `y_tokens` are stored.
     """
     if PDL:
         gdc_launch_dependents()
@@ -58,22 +57,12 @@ def product_kernel(
     wide = row.to(tl.int64)
     kind = w.dtype.element_ty
     sums = tl.zeros([BR, N], tl.float32)
-    if STAGES == 1:
-        following = weight_tile(w, wide, ok, begin + lane, end, w_row, 1)
-        if PDL:
-            gdc_wait()
-        for start in tl.range(begin, end, BK, num_stages=1):
-            here = following
-            following = weight_tile(w, wide, ok, start + BK + lane, end, w_row, 1)
-            v = input_tile(x, start + lane, end, token, x_tokens, x_token, x_col, x_part, PARTS, kind)
-            sums = tl.dot(here, v, sums, input_precision=PRECISION)
-    else:
-        if PDL:
-            gdc_wait()
-        for start in tl.range(begin, end, BK, num_stages=STAGES):
-            here = weight_tile(w, wide, ok, start + lane, end, w_row, 1)
-            v = input_tile(x, start + lane, end, token, x_tokens, x_token, x_col, x_part, PARTS, kind)
-            sums = tl.dot(here, v, sums, input_precision=PRECISION)
+    if PDL:
+        gdc_wait()
+    for start in tl.range(begin, end, BK, num_stages=STAGES):
+        here = weight_tile(w, wide, ok, start + lane, end, w_row, 1)
+        v = input_tile(x, start + lane, end, token, x_tokens, x_token, x_col, x_part, PARTS, kind)
+        sums = tl.dot(here, v, sums, input_precision=PRECISION)
     out = (row // part) * (blocks * part) + tl.program_id(1) * part + row % part
     if BIAS:
         sums += tl.load(bias + out, mask=ok, other=0.0).to(tl.float32)[:, None]

@@ -3,22 +3,22 @@
 Of several tokens one launch each: many are for `kernels/decode/skinny`.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from blr.kernels.common.available import interpreted
 from blr.kernels.decode.gemv.launch import (
-    launch_options,
+    NO_CONFIG,
     mix_strides,
     norm_kind,
     power_of_two,
     run_stages,
     tokens_of,
 )
-from blr.kernels.decode.gemv.segments import QuantizedSegment
+from blr.kernels.decode.gemv.segments import USUAL, How, QuantizedSegment
 from blr.kernels.decode.quantized.formats import GROUP, Form, form_of, packed_width
 
 # Bits -> quads of 16 bytes of a row that one chunk has at most.
@@ -132,24 +132,19 @@ def stage(s: QuantizedSegment) -> QuantizedStage:
     """What kernels take of a segment. Raises ValueError as `as_words`."""
     words = as_words(s.packed, s.bits, s.K, s.group)
     blocks, rows, _ = words.shape
-    made: tuple[Any, ...] = (
-        *(s.x, 0 if s.x.shape[1] == s.K else s.K),
-        *(words, words.stride(0), words.stride(1) // row_unit(words)),
-        *(s.scale, s.scale.stride(0), s.scale.stride(1)),
-        *(s.x if s.mix is None else s.mix, *mix_strides(s.mix)),
-        *(s.x if s.bias is None else s.bias, s.y, rows, s.K, blocks, s.part or rows),
-        *_correction(s),
-    )
-    return QuantizedStage(*made)
-
-
-def _correction(s: QuantizedSegment) -> tuple[Any, ...]:
-    """z, u, … of a stage."""
-    if s.correction is None:
-        return s.x, s.x, 0, s.x, 0, 0, 0
-    z, u = s.correction.first.y, s.correction.u
-    scale = u.levels if u.scale is None else u.scale
-    return z, u.levels, u.levels.stride(1), scale, scale.stride(1), *u.shape[1:]
+    z = u = by = s.x
+    sizes = 0, 0, 0, 0  # steps of u and its scales, rows of a block, ranks
+    if s.correction is not None:
+        z, narrow = s.correction.first.y, s.correction.u
+        u, by = narrow.levels, narrow.levels if narrow.scale is None else narrow.scale
+        sizes = u.stride(1), by.stride(1), u.shape[1], u.shape[2]
+    w = words, words.stride(0), words.stride(1) // row_unit(words)
+    scale = s.scale, s.scale.stride(0), s.scale.stride(1)
+    mix = s.x if s.mix is None else s.mix, *mix_strides(s.mix)
+    results = s.x if s.bias is None else s.bias, s.y, rows, s.K, blocks, s.part or rows
+    corrected = z, u, sizes[0], by, sizes[1], sizes[2], sizes[3]
+    x = s.x, 0 if s.x.shape[1] == s.K else s.K
+    return QuantizedStage(*(*x, *w, *scale, *mix, *results, *corrected))
 
 
 def row_unit(words: Tensor) -> int:
@@ -215,40 +210,23 @@ def as_words(packed: Tensor, bits: int, K: int, group: int = GROUP) -> Tensor:
 
 
 def grouped(
-    segments: Sequence[QuantizedSegment],
-    *,
-    gain: Tensor | None = None,
-    eps: float = 0.0,
-    add: bool = False,
-    activation: str = "",
-    pdl: bool = False,
-    config: dict[str, int] | None = None,
+    segments: Sequence[QuantizedSegment], how: How = USUAL, config: Mapping[str, int] = NO_CONFIG
 ) -> None:
-    """`segments.grouped` in one launch a token.
-
-    Args:
-        segments: one to three of one format, with columns of stride 1.
-        add: to what the results hold; of none that is mixed. activation: of a pair of as many rows, as
-            of `segments.dual`.
-        config: BR, BQ and num_warps of every segment in place of `tile_shape`'s; the launch has the most
-            warps of any.
-    """
+    """`segments.grouped` in one launch a token: of one to three segments of one format, with columns of
+    stride 1. config: as of `gemv.launch.grouped`, with BQ."""
     from blr.kernels.decode.quantized.triton import dual_kernel, grouped_kernel
 
     total = sum(s.packed.shape[0] * s.packed.shape[1] for s in segments)
-    if activation:
+    if how.activation:
         widest = max(segments, key=lambda s: s.K)
-        shapes = [{**_segment_shape(widest, total), "BYTES": 0, **(config or {})}] * 2
+        shapes = [{**_segment_shape(widest, total), "BYTES": 0, **config}] * 2
     else:
-        shapes = [{**_segment_shape(s, total), **(config or {})} for s in segments]
+        shapes = [{**_segment_shape(s, total), **config} for s in segments]
     warps = max(shape["num_warps"] for shape in shapes)
     sizes = zip(segments, shapes, strict=True)
-    tiles = [quantized_tile(s, complete(shape, warps), gain) for s, shape in sizes]
-    options: dict[str, Any] = {"gain": gain, "eps": eps, "num_warps": warps, **launch_options(pdl)}
-    options |= {"ACT": activation} if activation else {"ADD": add}
-    kernel = dual_kernel if activation else grouped_kernel
+    tiles = [quantized_tile(s, complete(shape, warps), how.gain) for s, shape in sizes]
     for token in tokens_of(segments):
-        run_stages(kernel, [stage(s) for s in token], tiles, **options)
+        run_stages(grouped_kernel, dual_kernel, [stage(s) for s in token], tiles, how, warps)
 
 
 def _segment_shape(s: QuantizedSegment, total: int) -> dict[str, int]:

@@ -1,15 +1,14 @@
 """Functions that run the stages of a phase on tensor cores, their inputs prepared before."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from blr.kernels.decode.gemv.launch import gate
+from blr.kernels.decode.gemv.launch import side_by_side
 from blr.kernels.decode.gemv.segments import (
     PLAIN,
     AnySegment,
@@ -20,31 +19,10 @@ from blr.kernels.decode.gemv.segments import (
     Segment,
     in_turn,
 )
-from blr.kernels.decode.skinny.launch import Order, PartialSums, fits, grouped
+from blr.kernels.decode.skinny.launch import OnCores, fits, grouped
 
 
-@dataclass(frozen=True)
-class SkinnyOptions:
-    """Options of a launch on tensor cores.
-
-    dtype: of the model. gain, eps: of the norm of their inputs. add: to what the results hold.
-    activation: of a pair. order, like: as of `launch.grouped`. ordered: whether inputs are there in the
-    order of these weights. pdl: see `launch_options`.
-    """
-
-    workspace: PartialSums
-    dtype: torch.dtype
-    gain: Tensor | None = None
-    eps: float = 0.0
-    add: bool = False
-    activation: str = ""
-    order: Order = None
-    ordered: bool = False
-    pdl: bool = False
-    like: int | None = None
-
-
-def stages(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
+def stages(segments: Sequence[AnySegment], how: OnCores) -> Run | None:
     """What runs stages; None if these kernels do not take them."""
     parts = [list(part) for _, part in groupby(segments, key=lambda s: s.format)]
     if len(parts) > 1:
@@ -56,9 +34,7 @@ def stages(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
     if not all(map(_correctable, segments)):
         return _corrected_after(segments, how)
     before, ready = _inputs(segments, how)
-    options: dict[str, Any] = {"order": how.order, "pdl": how.pdl, "like": how.like}
-    options |= {"add": how.add, "activation": how.activation}
-    return partial(in_turn, [*before, partial(grouped, ready, how.workspace, **options)])
+    return partial(in_turn, [*before, partial(grouped, ready, how)])
 
 
 def _all_of(runs: Sequence[Run | None]) -> Run | None:
@@ -67,7 +43,7 @@ def _all_of(runs: Sequence[Run | None]) -> Run | None:
     return partial(in_turn, found) if len(found) == len(runs) else None
 
 
-def _mixed(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
+def _mixed(segments: Sequence[AnySegment], how: OnCores) -> Run | None:
     """The same of BLAST's first factors, whose products are mixed behind them."""
     from blr.kernels.decode.skinny.mix import fits as mixable
     from blr.kernels.decode.skinny.mix import mix
@@ -80,7 +56,7 @@ def _mixed(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
     return _all_of([run, partial(mix, layers, order=how.order, pdl=how.pdl)])
 
 
-def _corrected_after(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
+def _corrected_after(segments: Sequence[AnySegment], how: OnCores) -> Run | None:
     """The same of stages whose corrections are of blocks: V x and U z by launches of their own."""
     if how.activation:
         return None if how.order else _gated_after(segments, how)
@@ -95,12 +71,9 @@ def _corrected_after(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run 
     return _all_of([*runs, *(stages([s], replace(how, gain=None, add=True)) for s in seconds)])
 
 
-def _gated_after(segments: Sequence[AnySegment], how: SkinnyOptions) -> Run | None:
+def _gated_after(segments: Sequence[AnySegment], how: OnCores) -> Run | None:
     """The same of a pair: rows side by side, then their gated product."""
-    y = segments[1].y
-    both = torch.zeros(len(y), 2 * y.shape[1], device=y.device)
-    halves = [replace(s, y=part) for s, part in zip(segments, both.chunk(2, 1), strict=True)]
-    last = partial(gate, both, y, activation=how.activation, pdl=how.pdl)
+    halves, last = side_by_side(segments, how)
     return _all_of([stages(halves, replace(how, activation="")), last])
 
 
@@ -128,7 +101,7 @@ def _slices(segments: Sequence[AnySegment]) -> list[int] | None:
     return starts if blocks and whole and len(storage) == 1 else None
 
 
-def _inputs(segments: Sequence[AnySegment], how: SkinnyOptions) -> tuple[list[Run], list[AnySegment]]:
+def _inputs(segments: Sequence[AnySegment], how: OnCores) -> tuple[list[Run], list[AnySegment]]:
     """What prepares the inputs of segments, and the segments of those."""
     from blr.kernels.decode.skinny.prepare import prepare, prepared
 
@@ -138,12 +111,11 @@ def _inputs(segments: Sequence[AnySegment], how: SkinnyOptions) -> tuple[list[Ru
         return [], list(segments)
     if how.ordered:
         return [], [_padded(s) for s in segments]
-    options: dict[str, Any] = {"low": low, "group": group, "eps": how.eps, "pdl": how.pdl}
-    options["gain"] = how.gain
+    ready_by = partial(prepare, low=low, group=group, gain=how.gain, eps=how.eps, pdl=how.pdl)
     if all(s.x.data_ptr() == x.data_ptr() and s.x.shape == x.shape for s in segments):
         made = prepared(x, width, low, group, dtype)
         v, z, ready = _first_factors(segments, dtype)
-        run = partial(prepare, x, made, width, v=v, z=z, **options)
+        run = partial(ready_by, x, made, width, v=v, z=z)
         return [run], [replace(s, x=made) for s in ready]
     if (starts := _slices(segments)) is None:
         each = [_inputs([s], how) for s in segments]
@@ -153,7 +125,7 @@ def _inputs(segments: Sequence[AnySegment], how: SkinnyOptions) -> tuple[list[Ru
     made = prepared(whole, end, low, group, dtype)
     padded = [-(-s.shape[2] // group) * group for s in segments]
     cut = [made[:, a : a + n] for a, n in zip(starts, padded, strict=True)]
-    run = partial(prepare, whole, made, end, **options)
+    run = partial(ready_by, whole, made, end)
     return [run], [replace(s, x=part) for s, part in zip(segments, cut, strict=True)]
 
 

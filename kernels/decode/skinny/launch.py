@@ -1,15 +1,16 @@
 """Launches skinny products: segments in; grid, tiles and workspace out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from blr.kernels.common.available import HALF, interpreted, shared_limit
-from blr.kernels.decode.gemv.launch import launch_options, numbered, power_of_two, three
-from blr.kernels.decode.gemv.segments import PLAIN, AnySegment, Segment
+from blr.kernels.decode.gemv.launch import NO_CONFIG, launch_options, numbered, power_of_two, three
+from blr.kernels.decode.gemv.segments import PLAIN, AnySegment, How, Segment
 from blr.kernels.decode.quantized.formats import PLANES
 
 Order = tuple[int, int] | None
@@ -101,6 +102,20 @@ class PartialSums:
         return self.held[-1]
 
 
+@dataclass(frozen=True)
+class OnCores(How):
+    """How stages run on tensor cores. dtype: of the model. order: bits and group of the packed weights
+    that read the results, in the order of whose fields they are stored. ordered: whether inputs are
+    there in the order of these weights. like: tokens of a launch in which a token has the same sums
+    (None: of this one)."""
+
+    workspace: PartialSums = field(default_factory=PartialSums)
+    dtype: torch.dtype = torch.float16
+    order: Order = None
+    ordered: bool = False
+    like: int | None = None
+
+
 def fits(segments: Sequence[AnySegment], dtype: torch.dtype) -> bool:
     """Whether these kernels take stages, of inputs prepared in `dtype`, the dtype of their weights."""
     return dtype in HALF and len({s.format for s in segments}) == 1 and all(map(_fits, segments))
@@ -173,54 +188,39 @@ def fitted(
     return {**shape, "STAGES": max(min(shape["STAGES"], (most - SPARE) // held), 1)}
 
 
-def grouped(
-    segments: Sequence[AnySegment],
-    workspace: PartialSums,
-    *,
-    add: bool = False,
-    activation: str = "",
-    order: Order = None,
-    pdl: bool = False,
-    like: int | None = None,
-    config: dict[str, int] | None = None,
-) -> None:
-    """`segments.grouped` of one to three stages of one format in one launch, of prepared inputs.
-
-    Args:
-        segments: of 1 to 64 tokens. corrections: of z that are there, U in plain numbers.
-        add: to what the results hold. activation: of a pair of as many rows, as of `segments.dual`.
-        order: bits and group of the packed weights that read the results, in the order of whose fields
-            they are stored. like: tokens of a launch in which a token has the same sums (None: of this
-            one). config: of `tile_shape`, in its place.
-
-    Raises:
-        ValueError: too many tokens.
-    """
+def grouped(segments: Sequence[AnySegment], how: OnCores, config: Mapping[str, int] = NO_CONFIG) -> None:
+    """`segments.grouped` of one to three stages of one format in one launch, of prepared inputs of 1 to
+    64 tokens; corrections are of z that are there, U in plain numbers. config: of `tile_shape`, in its
+    place. Raises ValueError for too many tokens."""
     from blr.kernels.decode.skinny.triton import dual_kernel, grouped_kernel
 
-    one, other, tokens, pair = segments[0], segments[-1], len(segments[0].x), bool(activation)
+    one, other, tokens, pair = segments[0], segments[-1], len(segments[0].x), bool(how.activation)
     shared = one.x.data_ptr() == other.x.data_ptr() and one.x.shape == other.x.shape
-    shape = _launch_shape(segments, tokens, pair, shared, like, config)
-    stages, tiles = [stage_of(s) for s in segments], [tile_of(s, shape, order) for s in segments]
+    shape = _launch_shape(segments, tokens, pair, shared, how.like, config)
+    stages, tiles = [stage_of(s) for s in segments], [tile_of(s, shape, how.order) for s in segments]
     counts = (s.blocks * -(-s.rows // t.BR) * t.SPLIT for s, t in zip(stages, tiles, strict=True))
     ends, slots = [*accumulate(counts)], token_slots(tokens)
     programs = ends[0] if pair else ends[-1]
     areas = (1 + pair) * programs * shape["BR"] * slots if shape["SPLIT"] > 1 else 1
-    room = (*workspace.take(areas, programs, one.x.device), tokens)
-    options: dict[str, Any] = {"NP": slots, "num_warps": shape["num_warps"], **launch_options(pdl)}
+    room = (*how.workspace.take(areas, programs, one.x.device), tokens)
+    options: dict[str, object] = {
+        "NP": slots,
+        "num_warps": shape["num_warps"],
+        **launch_options(how.pdl),
+    }
     if pair:
-        options |= {"T0": tiles[0], "T1": tiles[1], "SHARED": shared, "ACT": activation}
+        options |= {"T0": tiles[0], "T1": tiles[1], "SHARED": shared, "ACT": how.activation}
         options |= {"TOGETHER": one.shape[2] == other.shape[2]}
         dual_kernel[(programs,)](*stages, *room, **options)
         return
     given = (*three(stages), ends[0], ends[min(1, len(ends) - 1)], *room)
-    options |= {"COUNT": len(segments), "ADD": add, **numbered("T", tiles)}
+    options |= {"COUNT": len(segments), "ADD": how.add, **numbered("T", tiles)}
     grouped_kernel[(programs,)](*given, **options)
 
 
 def _launch_shape(
     segments: Sequence[AnySegment], tokens: int, pair: bool, shared: bool, like: int | None,
-    config: dict[str, int] | None,
+    config: Mapping[str, int],
 ) -> dict[str, int]:  # fmt: skip
     """The sizes of a launch, of a `pair` with one `shared` input or two. Raises ValueError for no
     tokens, or more than 64."""
@@ -229,7 +229,7 @@ def _launch_shape(
     one, inputs = segments[0], 2 if pair and not shared else 1
     form, K = (one.bits, one.group), max(s.shape[2] for s in segments)
     rows = sum(s.shape[0] * s.shape[1] for s in segments[: 1 if pair else 3])
-    shape = tile_shape(*form, rows, K, like or tokens) | (config or {})
+    shape = {**tile_shape(*form, rows, K, like or tokens), **config}
     return fitted(shape, form, token_slots(tokens), shared_limit(one.x.device), 1 + pair, inputs)
 
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -119,7 +118,7 @@ def _mix(z: Tensor, s: Tensor, y: Tensor) -> Mix:
     return Mix(z, z.stride(0), *couplings, y, y.stride(0), ranks, blocks)
 
 
-def fits(mixes: Sequence[Any]) -> bool:
+def fits(mixes: Sequence[object]) -> bool:
     """Whether the couplings of layers are plain numbers that one launch mixes."""
-    plain = all(isinstance(s, torch.Tensor) and s.is_floating_point() for s in mixes)
-    return plain and len(mixes) <= 3 and len({s.shape[0] for s in mixes}) == 1 and len(mixes[0]) <= MOST
+    plain = [s.shape[0] for s in mixes if isinstance(s, Tensor) and s.is_floating_point()]
+    return len(plain) == len(mixes) <= 3 and len(set(plain)) == 1 and plain[0] <= MOST

@@ -8,27 +8,17 @@ the gradient of y_k, z and w computed again:
 """
 
 from collections.abc import Mapping
-from functools import cache
 
 from torch import Tensor
 
 from blr.kernels.common.dispatch import Variant
 from blr.kernels.common.registration import Context
 from blr.kernels.common.tables import Shape
-from blr.kernels.common.watching import is_unwatched
 from blr.kernels.layers.blast.reference import blast_linear as reference
 from blr.kernels.layers.blast.reference import cpu_linear as on_cpu
-from blr.kernels.layers.structured import StructureOperator
+from blr.kernels.layers.structured import StructureOperator, blocks_of
 
 
-def blast_linear(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`reference.blast_linear` by the fastest known way; fastest with V stored [b, r, p]."""
-    if is_unwatched(x):
-        return _OPERATOR.planned(x, U, S, V, bias)
-    return _OPERATOR.watched(x, U, S, V, bias)
-
-
-@cache
 def variants() -> Mapping[str, Variant]:
     """VARIANTS of this structure, imported where kernels run."""
     from blr.kernels.layers.blast.variants import VARIANTS
@@ -44,7 +34,7 @@ def _shape(U: Tensor, S: Tensor, V: Tensor) -> Shape:
 def _backward(ctx: Context, g: Tensor) -> tuple[Tensor | None, ...]:
     x, U, S, V = ctx.saved_tensors
     for_x, for_u, for_s, for_v, for_bias = ctx.needs_input_grad
-    x_l, g_k = _blocks(x, V.shape[0]), _blocks(g, U.shape[0])
+    x_l, g_k = blocks_of(x, V.shape[0]), blocks_of(g, U.shape[0])
     z = x_l @ V if for_u or for_s else g  # [l, n, r]; g stands for what nothing reads
     dw = g_k @ U if for_x or for_s or for_v else g  # [k, n, r]
     dz = _mix(dw, S.transpose(0, 1)) if for_x or for_v else g  # [l, n, r]
@@ -57,16 +47,12 @@ def _backward(ctx: Context, g: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def _blocks(x: Tensor, blocks: int) -> Tensor:
-    """[n, b·p] as [b, n, p]."""
-    return x.unflatten(1, (blocks, -1)).transpose(0, 1)
-
-
 def _mix(z: Tensor, S: Tensor) -> Tensor:
     """``w_k = Σ_l S_kl ⊙ z_l`` of z [l, n, r] and S [k, l, r], one small product a rank."""
     return (z.permute(2, 1, 0) @ S.permute(2, 1, 0)).permute(2, 1, 0)
 
 
-_OPERATOR = StructureOperator(
+# `reference.blast_linear` by the fastest known way; fastest with V as `common/orders` has it
+blast_linear = StructureOperator(
     "blast", "Tensor U, Tensor S, Tensor V", _shape, variants, reference, _backward, on_cpu
 )

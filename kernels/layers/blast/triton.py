@@ -11,8 +11,7 @@ import triton.language as tl
 def mix_dot_kernel(
     z, s, w, tokens, ranks, blocks,
     z_block, z_rank, s_out, s_in, s_rank, w_block, w_rank,
-    B: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    B: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A batch of b×b products over the ranks on the tensor cores, b padded to B >= 16."""
     rank = tl.program_id(1) * BR + tl.arange(0, BR)
@@ -24,13 +23,12 @@ def mix_dot_kernel(
     wide = block.to(tl.int64)[None, :, None]
     rows = rank.to(tl.int64)[:, None, None]
     rows_ok = rank_ok[:, None, None] & block_ok[None, :, None]
-    for step in range(STEPS):
-        token = (tl.program_id(0) * STEPS + step) * BN + tl.arange(0, BN)
-        ok = rows_ok & (token < tokens)[None, None, :]
-        here = tl.load(z + wide * z_block + rows * z_rank + token[None, None, :], mask=ok, other=0.0)
-        mixed = tl.dot(mix, here, input_precision=PRECISION)
-        to = w + wide * w_block + rows * w_rank + token[None, None, :]
-        tl.store(to, mixed.to(w.dtype.element_ty), mask=ok)
+    token = tl.program_id(0) * BN + tl.arange(0, BN)
+    ok = rows_ok & (token < tokens)[None, None, :]
+    here = tl.load(z + wide * z_block + rows * z_rank + token[None, None, :], mask=ok, other=0.0)
+    mixed = tl.dot(mix, here, input_precision=PRECISION)
+    to = w + wide * w_block + rows * w_rank + token[None, None, :]
+    tl.store(to, mixed.to(w.dtype.element_ty), mask=ok)
 
 
 @triton.jit

@@ -1,7 +1,6 @@
 """Complete BLAST layers: what each reads, writes and launches."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from blr.kernels.common.available import supports_pdl
 from blr.kernels.common.replay import at_once
 from blr.kernels.decode.gemm.launch import library_rows
 from blr.kernels.decode.gemv.launch import product as stage
-from blr.kernels.decode.gemv.segments import Segment
+from blr.kernels.decode.gemv.segments import How, Segment
 from blr.kernels.decode.narrow.launch import blast as narrow
 from blr.kernels.layers.blast.reference import blast_linear as reference
 
@@ -18,9 +17,7 @@ from blr.kernels.layers.blast.reference import blast_linear as reference
 ALIGNED = 8
 
 
-def gemv(
-    x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any
-) -> Tensor:
+def gemv(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
     """Two kernels a token: V with the mix in its epilogue, then U."""
     from blr.kernels.decode.gemv.launch import grouped
 
@@ -29,8 +26,8 @@ def gemv(
     x = x if x.stride(1) == 1 else x.contiguous()
     if x.shape[0]:
         segment = Segment(x, V.transpose(1, 2), z, mix=S)
-        grouped([segment], pdl=pdl, config=config.get("first"))
-    return stage(z, U, bias, dtype=x.dtype, pdl=pdl, **config.get("second", {}))
+        grouped([segment], How(pdl=pdl))
+    return stage(z, U, bias, dtype=x.dtype, pdl=pdl)
 
 
 def bmm_mix(
@@ -39,14 +36,12 @@ def bmm_mix(
     S: Tensor,
     V: Tensor,
     bias: Tensor | None = None,
-    *,
     by: Callable[..., Tensor] = at_once,
-    **config: object,
 ) -> Tensor:
     """Library product, our mix in place, library product, on z [b, r, tokens].
 
     Args:
-        x: [..., i]. by: runs our mix. config: of `launch.mix`.
+        x: [..., i]. by: runs our mix.
     """
     blocks, p, rank = V.shape
     part = x.reshape(-1, blocks, p).permute(1, 2, 0)  # [b, p, n]
@@ -56,19 +51,14 @@ def bmm_mix(
         z = torch.bmm(V.mT, part, out=z[:, :, :n])
     else:
         z = torch.bmm(V.mT, part)
-    return library_rows(by(_mixed, z, S, **config).mT, U, bias, x.shape[:-1])
+    return library_rows(by(_mixed, z, S).mT, U, bias, x.shape[:-1])
 
 
-def _mixed(z: Tensor, S: Tensor, **config: Any) -> Tensor:
+def _mixed(z: Tensor, S: Tensor) -> Tensor:
     """z, mixed in place."""
     from blr.kernels.layers.blast.launch import mix
 
-    return mix(z, S, z, **config)
-
-
-def plain(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The plain form: three products of the library on [tokens, ranks], as the reference."""
-    return reference(x, U, S, V, bias)
+    return mix(z, S, z)
 
 
 def bmm(x: Tensor, U: Tensor, S: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -84,5 +74,5 @@ VARIANTS = {
     "narrow": narrow,
     "bmm_mix": bmm_mix,
     "bmm": bmm,
-    "plain": plain,
+    "plain": reference,
 }

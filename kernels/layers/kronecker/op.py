@@ -8,7 +8,6 @@ output side to the input side, g [n, a, b, d] the gradient of its output and x [
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +28,6 @@ def kronecker_linear(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None =
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
-@cache
 def variants() -> Mapping[str, Variant]:
     """VARIANTS of this structure, taking factors one by one, imported where kernels run."""
     from blr.kernels.layers.kronecker.variants import VARIANTS

@@ -103,35 +103,30 @@ def wide(tile: dict[str, int], features: Tensor, blocks: Tensor, d: int) -> bool
     return max(BN * fn + BM * max(d, BD) * ff, BD * bl + BN * bn + BM * bm) >= 2**31
 
 
-def launch(features: Tensor, blocks: Tensor, bias: Tensor | None, d: int, **config: int) -> None:
-    """Run the kernel over features [n, a·m·d] and blocks [a·d, n, m].
-
-    Args:
-        config: GATHER, and the tile and num_warps where they are not to be the defaults.
-    """
+def launch(features: Tensor, blocks: Tensor, bias: Tensor | None, d: int, gather: bool) -> None:
+    """Run the kernel over features [n, a·m·d] and blocks [a·d, n, m]."""
     count, n = blocks.shape[:2]
     a, m = count // d, features.shape[1] // count
-    config = {**tile_of(n, m, d, features.element_size()), "num_warps": 4, **config}
-    tiles = cdiv(d, config["BD"]) * cdiv(m, config["BM"]) * cdiv(n, config["BN"])
+    tile = tile_of(n, m, d, features.element_size())
+    tiles = cdiv(d, tile["BD"]) * cdiv(m, tile["BM"]) * cdiv(n, tile["BN"])
     permute_kernel[(tiles * a,)](
         *(features, blocks, bias, n, a, m, *features.stride(), *blocks.stride()),
-        D=d,
-        HAS_BIAS=bias is not None,
-        WIDE=wide(config, features, blocks, d),
-        **config,
+        **{"D": d, "GATHER": gather, "HAS_BIAS": bias is not None},
+        WIDE=wide(tile, features, blocks, d),
+        num_warps=4,
+        **tile,
     )
 
 
-def gather(x: Tensor, a: int, d: int, **config: int) -> Tensor:
-    """Blocks [a·d, n, m], contiguous, of features x [n, a·m·d] in any strides. config: BN, BM, BD
-    (powers of two) and num_warps; `tile_of` gives what is left out."""
+def gather(x: Tensor, a: int, d: int) -> Tensor:
+    """Blocks [a·d, n, m], contiguous, of features x [n, a·m·d] in any strides."""
     n, features = x.shape
     blocks = x.new_empty(a * d, n, features // (a * d))
-    launch(x, blocks, None, d, GATHER=True, **config)
+    launch(x, blocks, None, d, True)
     return blocks
 
 
-def scatter(blocks: Tensor, d: int, out: Tensor, bias: Tensor | None = None, **config: int) -> Tensor:
+def scatter(blocks: Tensor, d: int, out: Tensor, bias: Tensor | None = None) -> Tensor:
     """Features `out` [n, a·m·d] of blocks [a·d, n, m], plus bias [a·m·d] (contiguous) added in fp32."""
-    launch(out, blocks, bias, d, GATHER=False, **config)
+    launch(out, blocks, bias, d, False)
     return out

@@ -97,7 +97,7 @@ def decode_tile(a: int, b: int, c: int, d: int) -> dict[str, int]:
     return {"BB": BB, "BC": BC, "num_warps": 4, "num_stages": 3}
 
 
-def decode_factor(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None, **tile: int) -> Tensor:
+def decode_factor(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
     """``out = x Kᵀ + bias`` for up to eight rows without the tensor core, sums in fp32.
 
     Args:
@@ -105,10 +105,9 @@ def decode_factor(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None,
         w: [a, b, c, d] in the dtype of `x`, any strides, fastest where axis c has stride 1.
         out: [n, a·b·d], any strides; every element is written.
         bias: [a·b·d], contiguous, or None.
-        tile: powers of two: BB, BC of outputs and inputs; `decode_tile` gives what is left out.
     """
     a, b, c, d = w.shape
-    tile = {**decode_tile(a, b, c, d), **tile}
+    tile = decode_tile(a, b, c, d)
     even = {"EVEN_B": b % tile["BB"] == 0, "EVEN_C": c % tile["BC"] == 0, "HAS_BIAS": bias is not None}
     strides = (*x.stride(), *out.stride(), *w.stride())
     grid = (cdiv(b, tile["BB"]) * d * a,)

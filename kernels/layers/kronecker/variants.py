@@ -32,7 +32,7 @@ def choose(pattern: Sequence[int], n: int, dtype: torch.dtype, tf32: bool = Fals
 
 
 def kronecker_factor(
-    x: Tensor, w: Tensor, *, bias: Tensor | None = None, variant: str | None = None, **tile: int
+    x: Tensor, w: Tensor, *, bias: Tensor | None = None, variant: str | None = None
 ) -> Tensor:
     """``x Kᵀ + bias`` for one factor. TF32 follows the setting of torch.
 
@@ -41,7 +41,6 @@ def kronecker_factor(
         w: [a, b, c, d] in the dtype of `x`, any strides.
         bias: [a·b·d] or None.
         variant: "decode" (up to eight rows), "permute" or "blocks"; None: as `choose` says.
-        tile: sizes of the variant's tiles, where they are not to be the usual ones.
 
     Returns:
         [n, a·b·d], contiguous.
@@ -59,7 +58,7 @@ def kronecker_factor(
         return kronecker_linear(x, [w], bias).contiguous()
     variant = variant or choose(w.shape, n, x.dtype, torch_tf32())
     x, w, bias = x.detach(), w.detach(), None if bias is None else bias.detach()
-    return FACTORS[variant](x, w, x.new_empty(n, a * b * d), bias, **tile)
+    return FACTORS[variant](x, w, x.new_empty(n, a * b * d), bias)
 
 
 def kronecker_chain(
@@ -95,16 +94,16 @@ def diagonal_blocks(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None) -> T
     return out if bias is None else out.add_(bias)
 
 
-def permute_factor(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None, **tile: int) -> Tensor:
+def permute_factor(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
     """Gather – cuBLAS – scatter with our permutation kernels, no copies for d = 1."""
     from blr.kernels.layers.kronecker.permute import gather, scatter
 
     a, b, _, d = w.shape
     if d == 1:
         return diagonal_blocks(x, w[..., 0], out, bias)
-    xs, ws = gather(x, a, d, **tile), w.permute(0, 3, 2, 1).flatten(0, 1)  # [a·d, c, b]
+    xs, ws = gather(x, a, d), w.permute(0, 3, 2, 1).flatten(0, 1)  # [a·d, c, b]
     blocks = torch.bmm(xs, ws, out=x.new_empty(a * d, x.shape[0], b))
-    return scatter(blocks, d, out, bias, **tile)
+    return scatter(blocks, d, out, bias)
 
 
 def blocks_factor(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -114,10 +113,10 @@ def blocks_factor(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None)
     return diagonal_blocks(x, w[..., 0] if w.shape[3] == 1 else densify(w), out, bias)
 
 
-def _decode(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None, **tile: int) -> Tensor:
+def _decode(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
     from blr.kernels.layers.kronecker.triton import decode_factor
 
-    return decode_factor(x, w, out, bias, **tile)
+    return decode_factor(x, w, out, bias)
 
 
 FACTORS: dict[str, Callable[..., Tensor]] = {

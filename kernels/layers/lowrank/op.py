@@ -6,23 +6,14 @@ Backward, with g the gradient of y [n, o], h = g U and z = x V [n, r] (computed 
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 
 from torch import Tensor
 
 from blr.kernels.common.dispatch import Variant
 from blr.kernels.common.registration import Context
 from blr.kernels.common.tables import Shape
-from blr.kernels.common.watching import is_unwatched
 from blr.kernels.layers.lowrank.reference import lowrank_linear as reference
 from blr.kernels.layers.structured import StructureOperator
-
-
-def lowrank_linear(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`reference.lowrank_linear` by the fastest known way; fastest with V stored [r, i]."""
-    if is_unwatched(x):
-        return _OPERATOR.planned(x, U, V, bias)
-    return _OPERATOR.watched(x, U, V, bias)
 
 
 def packed(Vs: Sequence[Tensor]) -> Tensor | None:
@@ -38,7 +29,6 @@ def packed(Vs: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((total, width), (width, 1), first.storage_offset())
 
 
-@cache
 def variants() -> Mapping[str, Variant]:
     """VARIANTS of this structure, imported where kernels run."""
     from blr.kernels.layers.lowrank.variants import VARIANTS
@@ -62,4 +52,7 @@ def _backward(ctx: Context, g: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-_OPERATOR = StructureOperator("lowrank", "Tensor U, Tensor V", _shape, variants, reference, _backward)
+# `reference.lowrank_linear` by the fastest known way; fastest with V as `common/orders` has it
+lowrank_linear = StructureOperator(
+    "lowrank", "Tensor U, Tensor V", _shape, variants, reference, _backward
+)

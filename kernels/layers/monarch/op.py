@@ -8,26 +8,16 @@ g_k [n, q] the gradient of y_k, z and w computed again:
 """
 
 from collections.abc import Mapping
-from functools import cache
 
 from torch import Tensor
 
 from blr.kernels.common.dispatch import Variant
 from blr.kernels.common.registration import Context
 from blr.kernels.common.tables import Shape
-from blr.kernels.common.watching import is_unwatched
 from blr.kernels.layers.monarch.reference import monarch_linear as reference
-from blr.kernels.layers.structured import StructureOperator
+from blr.kernels.layers.structured import StructureOperator, blocks_of
 
 
-def monarch_linear(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`reference.monarch_linear` by the fastest known way; fastest with V stored [b, r, p]."""
-    if is_unwatched(x):
-        return _OPERATOR.planned(x, U, V, bias)
-    return _OPERATOR.watched(x, U, V, bias)
-
-
-@cache
 def variants() -> Mapping[str, Variant]:
     """VARIANTS of this structure, imported where kernels run."""
     from blr.kernels.layers.monarch.variants import VARIANTS
@@ -43,8 +33,8 @@ def _shape(U: Tensor, V: Tensor) -> Shape:
 def _backward(ctx: Context, g: Tensor) -> tuple[Tensor | None, ...]:
     x, U, V = ctx.saved_tensors
     for_x, for_u, for_v, for_bias = ctx.needs_input_grad
-    x_l = _blocks(x, V.shape[0])
-    g_k = _blocks(g, V.shape[0])
+    x_l = blocks_of(x, V.shape[0])
+    g_k = blocks_of(g, V.shape[0])
     dz = _exchange(g_k @ U) if for_x or for_v else g  # which nothing reads
     return (
         _rows(dz @ V.mT) if for_x else None,
@@ -52,11 +42,6 @@ def _backward(ctx: Context, g: Tensor) -> tuple[Tensor | None, ...]:
         x_l.mT @ dz if for_v else None,
         g.sum(0) if for_bias else None,
     )
-
-
-def _blocks(x: Tensor, blocks: int) -> Tensor:
-    """[n, b·p] as [b, n, p]."""
-    return x.unflatten(1, (blocks, -1)).transpose(0, 1)
 
 
 def _rows(y: Tensor) -> Tensor:
@@ -69,4 +54,7 @@ def _exchange(z: Tensor) -> Tensor:
     return z.unflatten(2, (z.shape[0], -1)).transpose(0, 2).flatten(2)
 
 
-_OPERATOR = StructureOperator("monarch", "Tensor U, Tensor V", _shape, variants, reference, _backward)
+# `reference.monarch_linear` by the fastest known way; fastest with V as `common/orders` has it
+monarch_linear = StructureOperator(
+    "monarch", "Tensor U, Tensor V", _shape, variants, reference, _backward
+)

@@ -1,7 +1,6 @@
 """Complete Monarch layers."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,21 +16,15 @@ from blr.kernels.layers.monarch.reference import monarch_linear as reference
 RUN = 8  # neighbours in z from which on our product stores it, 16 bytes of half precision
 
 
-def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, **config: Any) -> Tensor:
+def gemv(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
     """Two kernels a token; the first stores in the order that the second reads."""
     pdl, part = supports_pdl(x.device), V.shape[2] // V.shape[0]
-    z = stage(x, V.mT, part=part, dtype=torch.float32, pdl=pdl, **config.get("first", {}))
-    return stage(z, U, bias, dtype=x.dtype, pdl=pdl, **config.get("second", {}))
+    z = stage(x, V.mT, part=part, dtype=torch.float32, pdl=pdl)
+    return stage(z, U, bias, dtype=x.dtype, pdl=pdl)
 
 
 def permuted_store(
-    x: Tensor,
-    U: Tensor,
-    V: Tensor,
-    bias: Tensor | None = None,
-    *,
-    by: Callable[..., Tensor] = at_once,
-    **config: object,
+    x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None, by: Callable[..., Tensor] = at_once
 ) -> Tensor:
     """Our product, which stores z [k, n, (l, r')] straight in the order of the library's second.
 
@@ -39,20 +32,20 @@ def permuted_store(
     which is 3.6 times as fast (r' = 99, 4096→14336 on an H200).
 
     Args:
-        x: [..., i]. by: runs our product. config: of `gemm.launch.bmm`.
+        x: [..., i]. by: runs our product.
     """
     if run_length(V.shape[2] // V.shape[0]) < RUN:
         return bmm(x, U, V, bias)
-    return library_rows(by(_stored, x, V, **config), U, bias, x.shape[:-1])
+    return library_rows(by(_stored, x, V), U, bias, x.shape[:-1])
 
 
-def _stored(x: Tensor, V: Tensor, **config: Any) -> Tensor:
+def _stored(x: Tensor, V: Tensor) -> Tensor:
     """z [b, n, r] in the order of the second product."""
     blocks, p, middle = V.shape
     flat = x.reshape(-1, blocks, p)
     n, part = len(flat), middle // blocks
     z = torch.empty(blocks, n, blocks, part, dtype=x.dtype, device=x.device)  # [k, n, l, r']
-    our_bmm(flat.transpose(0, 1), V, z.permute(2, 1, 0, 3), part=part, **config)
+    our_bmm(flat.transpose(0, 1), V, z.permute(2, 1, 0, 3), part=part)
     return z.view(blocks, n, middle)
 
 

@@ -3,7 +3,7 @@ out."""
 
 import functools
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,18 +11,15 @@ from torch import Tensor
 from blr.kernels.common.dispatch import Plans
 from blr.kernels.common.launching import launch
 from blr.kernels.common.replay import Launches
-from blr.kernels.decode.gemv.segments import Correction, Narrow, QuantizedSegment, Segment
+from blr.kernels.decode.choice import SQUARE, chosen, stages
+from blr.kernels.decode.gemv.segments import Correction, How, Narrow, QuantizedSegment, Segment
 from blr.kernels.decode.quantized.formats import PLANES
 from blr.kernels.layers.packed.unpacking import instructions, pieces_of
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-# Tokens up to which it is faster than a plain copy and cuBLAS; fewer where a copy of so many weights is.
-MOST = {8: 256, 4: 768, 3: 512, 2: 768}
-SQUARE, SMALL = 1 << 24, 1 << 22
 FILLED = 128  # programs that fill the GPU
 REGISTERS = 128  # of a thread in three bits, of few tokens: a multiprocessor has room for four programs
-FEW = {(4, 128), (4, 64), (3, 128), (2, 128)}  # bits and groups of `few_product`
-FEW_ROWS = 64  # of its program
+FEW_ROWS = 64  # of a program of `few_product`
 RANKS = 64  # of a correction that a product adds
 SHARED = 226 << 10  # bytes of shared memory that the rings of a program may take
 
@@ -94,24 +91,30 @@ def _tiles(rows: int, high: int, tokens: int, slots: int) -> int:
     return -(-rows // high) * -(-tokens // slots)
 
 
-def _most(rows: int, K: int, bits: int) -> int:
-    """Tokens up to which it is faster than a plain copy of a weight and cuBLAS."""
-    return MOST[bits] if rows * K > SQUARE else min(MOST[bits], 256 if rows * K > SMALL else 128)
-
-
 def takes(
-    x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, v: Tensor | None, bits: int
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    v: Tensor | None,
+    bits: int,
+    group: int,
 ) -> bool:
     """Whether `product` can compute a layer's product and is the fastest way to."""
-    most = _most(len(packed), x.shape[1], bits)
-    if not 0 < len(x) <= most or x.dtype not in NAMES or scale.dtype != x.dtype:
+    if x.dtype not in NAMES or any(t is not None and t.dtype != x.dtype for t in (scale, bias, v)):
         return False
-    if any(t is not None and t.dtype != x.dtype for t in (bias, v)) or (
-        v is not None and len(v) > RANKS
-    ):
+    if not (len(x) and len(packed)) or (v is not None and len(v) > RANKS):
         return False
     even = packed.data_ptr() % 16 == 0 and packed.stride(0) % 16 == 0 and packed.stride(1) == 1
-    return bool(len(packed)) and even and x.stride(1) == 1 and has_wgmma(x.device)
+    can = even and x.stride(1) == 1 and has_wgmma(x.device)
+    return can and kernels_for(x, packed, bits, group) != "plain"
+
+
+def kernels_for(x: Tensor, packed: Tensor, bits: int, group: int) -> str:
+    """Those of `choice.LAYERS`; `few_product` takes whole groups and rows of 16 bytes."""
+    (n, K), weights = x.shape, packed.shape[0] * x.shape[1]
+    whole = not (K % group or x.stride(0) % 8 or x.data_ptr() % 16)
+    return chosen("layers", bits, group, n, weights, K, *(() if whole else ("few",)))
 
 
 @functools.cache
@@ -142,28 +145,17 @@ def product(
     given = (x, packed, scale, bias, u, v)
     lies = [None if t is None else (t.shape, t.stride(), t.dtype) for t in given]
     key = (bits, group, curved, x.device, x.data_ptr() % 16, *lies)
-    plan = _PLANS.get(key) or _PLANS.keep(key, _plan(x, packed, v, bits, group, curved))
-    counter = zero_counters(x.device, plan.counters) if plan.counters else None
-    y: Tensor = plan.run(*given, counter)
-    return y
+    plan: Plan | None = _PLANS.get(key)
+    if plan is None:
+        name = kernels_for(x, packed, bits, group)
+        ways = {"rows": _one_token, "few": few_product, "fused": fused_product}
+        run = Launches(partial(ways[name], bits=bits, group=group, curved=curved))
+        plan = _PLANS.keep(key, (run, -(-len(packed) // FEW_ROWS) if name == "few" else 0))
+    run, counters = plan
+    return run(*given, zero_counters(x.device, counters) if counters else None)
 
 
-class ProductPlan(NamedTuple):
-    """How products of one shape run. counters: `zero_counters` that `run` takes."""
-
-    run: Launches
-    counters: int
-
-
-def _plan(
-    x: Tensor, packed: Tensor, v: Tensor | None, bits: int, group: int, curved: bool
-) -> ProductPlan:
-    few = len(x) > 1 and takes_few(x, packed, bits, group)
-    chosen = few_product if few else fused_product if len(x) > 1 else _one_token
-    run = Launches(partial(chosen, bits=bits, group=group, curved=curved))
-    return ProductPlan(run, -(-len(packed) // FEW_ROWS) if few else 0)
-
-
+Plan = tuple[Launches[Tensor], int]  # what runs products of one shape, and the `zero_counters` it takes
 _PLANS = Plans()
 
 
@@ -171,26 +163,14 @@ def _one_token(
     x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None,
     counter: None = None, *, bits: int, group: int, curved: bool,
 ) -> Tensor:  # fmt: skip
-    from blr.kernels.decode.quantized.either import stages
-
     y = torch.empty(1, len(packed), dtype=x.dtype, device=x.device)
     correction = None
     if u is not None and v is not None:
         z = torch.empty(1, len(v), dtype=torch.float32, device=x.device)
         correction = Correction(Segment(x, v[None], z), Narrow(u[None]))
-    weight = (packed[None], scale[None], bits, x.shape[1])
-    more: dict[str, Any] = {"group": group, "correction": correction, "curved": curved}
-    stages([QuantizedSegment(x, *weight, y, bias, **more)], pdl=True)()
+    weight = (packed[None], scale[None], bits, x.shape[1], y, bias, None, None, group)
+    stages([QuantizedSegment(x, *weight, correction, curved)], How(pdl=True))()
     return y
-
-
-def takes_few(x: Tensor, packed: Tensor, bits: int, group: int) -> bool:
-    """Whether `few_product` can compute a product of 2 tokens or more, and is faster than
-    `fused_product` (scripts/log, 2026-11-27)."""
-    (tokens, K), large = x.shape, len(packed) * x.shape[1] > SQUARE
-    if K % group or (bits, group) not in FEW or x.stride(0) % 8 or x.data_ptr() % 16:
-        return False
-    return tokens <= 8 or (tokens <= 16 and not (bits == 4 and large))
 
 
 def few_product(
@@ -268,10 +248,8 @@ def fused_product(
             **{"BR": tile.BR, "NP": tile.NP, "SPLIT": tile.SPLIT, "STAGES": tile.STAGES},
             **{"WARPS": tile.num_warps, "BIAS": bias is not None},
             "FULL": steps_of(K, bits, group) * 512 // PLANES[bits][0] == -(-K // group) * group,
-            **{
-                "RANKS": whole_ranks(0 if v is None else len(v)),
-                "PARTS": 1 if made.z is None else len(made.z),
-            },
+            "RANKS": whole_ranks(0 if v is None else len(v)),
+            "PARTS": 1 if made.z is None else len(made.z),
             "WAIT": 0 if not made.launched else 2 if made.x is x else 1,
         },
         num_warps=tile.num_warps,

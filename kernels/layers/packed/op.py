@@ -63,7 +63,7 @@ def _forward(
     x: Tensor, packed: Tensor, scale: Tensor, bias: Maybe, u: Maybe, v: Maybe, *form: Any
 ) -> Tensor:
     (bits, *grid), K, step = form, x.shape[1], max(WHOLE // max(x.shape[1], 1), 1)
-    if x.is_cuda and takes(x, packed, scale, bias, v, bits):
+    if x.is_cuda and takes(x, packed, scale, bias, v, bits, grid[0]):
         return product(x, packed, scale, bias, u, v, bits, *grid)
     if step >= len(packed):
         y = linear(x, dequantize(packed, scale, bits, K, x.dtype, *grid), bias)
