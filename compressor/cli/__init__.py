@@ -100,10 +100,12 @@ def _check_kernels() -> None:
     """Refuse a BLR_KERNELS that cannot be followed before any work."""
     try:
         mode = kernels_mode()
-        if "BLR_TRANSIENT" in os.environ:  # what reads it imports torch
+        if {"BLR_TRANSIENT", "BLR_COMPILED"} & os.environ.keys():  # what reads them imports torch
+            from blr.kernels.common.inlining import compiled_form
             from blr.kernels.common.transient import transient_bytes
 
             transient_bytes()
+            compiled_form()
     except RuntimeError as error:
         raise UsageError(str(error)) from error
     if mode == "triton" and find_spec("triton") is None:

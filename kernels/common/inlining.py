@@ -2,18 +2,25 @@
 
 Inductor fuses what surrounds a product of the library, and plans its memory; an operator of ours is a
 call between, of the one without gradients: those are Python, some 6 µs a call on a fast host. Where
-tables choose the plain form for a number of tokens known when compiling, the graph gets that form.
+tables choose the plain form for a number of tokens known when compiling, the graph gets that form. The
+environment variable BLR_COMPILED says otherwise: `plain` always, `operator` never (default `auto`).
+Torch keeps compiled graphs on the disk by what was traced, which is the same for all forms: another
+than the default marks those of the process, as it is when inductor is imported.
 """
 
+import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from blr.kernels.common.available import kernel_device
+from blr.kernels.common.mode import setting
 from blr.kernels.common.registration import Operator
 from blr.kernels.common.tables import PLAIN, REFERENCE, Shape, choose
 
+VARIABLE = "BLR_COMPILED"
+FORMS = ("auto", "plain", "operator")
 # Numbers read and written, tokens x (inputs + outputs), up to which calls of an operator from a compiled
 # graph take longer than the plain form, whose calls of the library cost a third (8B shapes on an H200;
 # BLAST's plain form is the slower on the GPU). CUDA graphs call nothing.
@@ -49,10 +56,26 @@ def add_decompositions() -> None:
         lowering.make_fallback(operator.bare, layout, warn=False)
         decomposition.decompositions[operator.op] = made
     decomposition.fast_random_decomps.cache_clear()
+    _mark_caches(os.environ.get(VARIABLE, ""))
+
+
+def _mark_caches(form: str) -> None:
+    """Once, however many copies of this package there are."""
+    mark, config = f"{VARIABLE}={form}", torch.compiler.config
+    if form and mark not in config.cache_key_tag:
+        config.cache_key_tag += mark
+
+
+def compiled_form() -> str:
+    """The value of BLR_COMPILED. Raises RuntimeError for one that is not in `FORMS`."""
+    return setting(VARIABLE, FORMS)
 
 
 def is_plain(structure: str, shape: Shape, x: Tensor) -> bool:
     """Whether a graph for x [n, i] gets the plain form."""
+    form = compiled_form()
+    if form != "auto":
+        return form == "plain"
     if not isinstance(x.shape[0], int) or not kernel_device(x):
         return False  # any number of tokens; or no kernels, and a form of its own on a CPU
     from torch._inductor import config

@@ -6,6 +6,7 @@ TRITON_INTERPRET=1, runs them on the CPU in Triton's interpreter.
 """
 
 import os
+from collections.abc import Sequence
 
 VARIABLE = "BLR_KERNELS"
 MODES = ("auto", "torch", "triton")
@@ -14,9 +15,14 @@ NO_TRITON = f"{VARIABLE} is 'triton', but there is no triton; install it or unse
 
 def kernels_mode() -> str:
     """The value of BLR_KERNELS. Raises RuntimeError for one that is not in `MODES`."""
-    value = os.environ.get(VARIABLE, "auto")
-    if value not in MODES:
+    return setting(VARIABLE, MODES)
+
+
+def setting(variable: str, known: Sequence[str]) -> str:
+    """The value of a variable, "auto" where it is unset. Raises RuntimeError for one not in `known`."""
+    value = os.environ.get(variable, "auto")
+    if value not in known:
         raise RuntimeError(
-            f"{VARIABLE} is {value!r}: expected one of {', '.join(MODES)}; set one of these, or unset it"
+            f"{variable} is {value!r}: expected one of {', '.join(known)}; set one of these, or unset it"
         )
     return value

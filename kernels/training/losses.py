@@ -1,10 +1,12 @@
-"""Losses of healing and fits with their gradients."""
+"""Losses of healing and fits with their gradients, by one kernel each where kernels run."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 
-from blr.kernels.common.available import kernel_device
+from blr.kernels.common.available import TRAINED, kernel_device
 from blr.kernels.common.registration import Context, ContextOf
 
 LEAST = 1e-12  # of what a distance is divided by: rows of zeros
@@ -18,18 +20,39 @@ def relative_errors(mine: Tensor, wanted: Tensor) -> Tensor:
 
 
 class _Relative(torch.autograd.Function):
-    """‖h − h'‖² / ‖h'‖² of rows of states, in float32; the gradient of h is 2 g (h − h') / ‖h'‖²."""
-
     @staticmethod
     def forward(ctx: Context, mine: Tensor, wanted: Tensor) -> Tensor:
-        size = wanted.float().square().sum(-1).clamp_min(LEAST)
+        found, size = _functions(mine, wanted)[0](mine, wanted)
         ctx.save_for_backward(mine, wanted, size)
-        return (mine.float() - wanted).square().sum(-1) / size
+        return found
 
     @staticmethod
     def backward(ctx: Context, g: Tensor) -> tuple[Tensor, None]:
         mine, wanted, size = ctx.saved_tensors
-        return (mine.float() - wanted).mul_((2 * g / size)[..., None]).to(mine.dtype), None
+        return _functions(mine, wanted)[1](mine, wanted, size, g), None
+
+
+def _functions(
+    mine: Tensor, wanted: Tensor
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
+    """`distances` and `distances_back` for such states, by kernels or those here."""
+    taken = mine.dtype in TRAINED and wanted.dtype in TRAINED and kernel_device(mine)
+    if not taken or torch.compiler.is_compiling():
+        return distances, distances_back
+    from blr.kernels.training import distance
+
+    return distance.distances, distance.distances_back
+
+
+def distances(mine: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """‖h − h'‖² / ‖h'‖² and ‖h'‖², [...] in float32, of rows of states [..., d]."""
+    size = wanted.float().square().sum(-1).clamp_min(LEAST)
+    return (mine.float() - wanted).square().sum(-1) / size, size
+
+
+def distances_back(mine: Tensor, wanted: Tensor, size: Tensor, g: Tensor) -> Tensor:
+    """The gradient 2 g (h − h') / ‖h'‖² of h, in its dtype; size: from `distances`, g: [...]."""
+    return (mine.float() - wanted).mul_((2 * g / size)[..., None]).to(mine.dtype)
 
 
 def divergence_sum(student: Tensor, teacher: Tensor, alone: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""A pass of healing by fused rotations and gates, on the GPU and in a CUDA graph."""
+"""A pass of healing by fused rotations, gates and distances, on the GPU and in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blr.compressor.recipe.settings import HealOptions
 
 pytestmark = pytest.mark.gpu
 WINDOWS, WINDOW = 8, 32
-KERNELS = ("rotary_kernel", "gated_kernel", "gated_back_kernel")
+KERNELS = ("rotary_kernel", "gated_kernel", "gated_back_kernel", "distance_kernel")
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ def factors() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(10, 4), torch.randn(4, 12).t(), torch.randn(10)
 
 
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("form", ["plain", "operator", "auto"])
 def test_compilations_look_into_operators_where_they_are_told_to(
-    plain: bool, factors: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
+    form: str, factors: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -35,7 +35,7 @@ def test_compilations_look_into_operators_where_they_are_told_to(
     import blr.compressor.modeling.layers  # noqa: F401 (which tells inductor of the operators)
 
     torch.manual_seed(0)
-    monkeypatch.setattr(inlining, "is_plain", lambda *_: plain)
+    monkeypatch.setenv(inlining.VARIABLE, form)
     U, V, bias = factors
     blocks = torch.randn(2, 5, 4), torch.randn(2, 6, 4)
     S, x = torch.randn(2, 2, 4), torch.randn(3, 12)
@@ -55,8 +55,17 @@ def test_compilations_look_into_operators_where_they_are_told_to(
         found = torch.compile(run, fullgraph=True, backend=backend, dynamic=False)(x)
         torch.testing.assert_close(found, run(x))
     ours = [str(n.target) for n in graphs[0].graph.nodes if str(n.target).startswith("blr.")]
-    assert len(ours) == (0 if plain else 3)
+    assert len(ours) == (0 if form == "plain" else 3)
     assert all("_bare" in name for name in ours), "without gradients, which are calls of Python"
+
+
+def test_graphs_kept_on_the_disk_are_those_of_a_form() -> None:
+    """Torch's key of them does not say what an operator is taken apart into."""
+    with torch.compiler.config.patch(cache_key_tag="theirs "):
+        for form, tag in (("", "theirs "), ("plain", "theirs BLR_COMPILED=plain")):
+            for _ in range(2):  # a checkpoint's own code is another copy
+                inlining._mark_caches(form)
+            assert torch.compiler.config.cache_key_tag == tag
 
 
 def test_forms_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +77,9 @@ def test_forms_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inlining.is_plain("lowrank", SHAPE, torch.zeros(64, 12))
     monkeypatch.setattr(inlining, "kernel_device", lambda x: False)
     assert not inlining.is_plain("lowrank", SHAPE, torch.zeros(64, 12))
+    monkeypatch.setenv(inlining.VARIABLE, "fast")
+    with pytest.raises(RuntimeError, match="'fast': expected one of auto, plain, operator"):
+        inlining.is_plain("lowrank", SHAPE, torch.zeros(64, 12))
 
 
 def test_calls_that_take_longer_than_the_gpu_are_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
