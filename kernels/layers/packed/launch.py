@@ -148,8 +148,8 @@ def product(
     plan: Plan | None = _PLANS.get(key)
     if plan is None:
         name = kernels_for(x, packed, bits, group)
-        ways = {"rows": _one_token, "few": few_product, "fused": fused_product}
-        run = Launches(partial(ways[name], bits=bits, group=group, curved=curved))
+        way = {"rows": _one_token, "few": few_product}.get(name, fused_product)
+        run = Launches(partial(way, bits=bits, group=group, curved=curved))
         plan = _PLANS.keep(key, (run, -(-len(packed) // FEW_ROWS) if name == "few" else 0))
     run, counters = plan
     return run(*given, zero_counters(x.device, counters) if counters else None)
