@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from ruamel.yaml import YAML, nodes, tokens
+from ruamel.yaml import YAML, events
 
 from blr.compressor.base.errors import InputError, RecipeError
 from blr.compressor.base.quoting import is_text, quote
@@ -20,13 +20,9 @@ from blr.compressor.recipe.fields import AGAIN, said_of
 from blr.compressor.workspace.strict_json import KeyPath, in_data
 
 MAX_BYTES = 64 * 1024
+MAX_DEPTH = 16
 MAX_DIGITS = 40  # of an integer: Python refuses thousands, and nothing here needs more than ten
-Data = dict[str, Any]  # plain, of a file
 Model = TypeVar("Model", bound=BaseModel)
-REFUSED: dict[type, str] = {
-    **{tokens.AnchorToken: "an anchor (&)", tokens.AliasToken: "an alias (*)"},
-    **{tokens.TagToken: "a tag (!)", tokens.DirectiveToken: "a directive (%)"},
-}
 
 _INT = re.compile(r"[-+]?[0-9]+")
 _FORMS: tuple[tuple[re.Pattern[str], Callable[[str], object]], ...] = (
@@ -43,7 +39,7 @@ class RecipeFile:
     """A parsed recipe: its plain `data`, and the line of every key path in it, counted from 1."""
 
     path: Path
-    data: Data
+    data: dict[str, Any]
     lines: dict[KeyPath, int] = field(repr=False)
 
     def line(self, where: KeyPath) -> int:
@@ -59,7 +55,7 @@ def validate(path: Path, model: type[Model]) -> Model:
     return checked(recipe, model, recipe.data)
 
 
-def checked(recipe: RecipeFile, model: type[Model], data: Data) -> Model:
+def checked(recipe: RecipeFile, model: type[Model], data: dict[str, Any]) -> Model:
     """`data`, which came from `recipe`, as a `model`. Raises RecipeError as `validate`."""
     try:
         return model.model_validate(data)
@@ -125,20 +121,18 @@ def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 class _Reader:
-    """Builds plain data from the nodes of ruamel.yaml, and refuses what a recipe may not have."""
+    """Builds plain data from the parser's events, and refuses what a recipe may not have."""
 
     def __init__(self, path: Path, text: str) -> None:
         self.path, self.text, self.line = path, text, 1
         self.lines: dict[KeyPath, int] = {}
+        self.events = YAML(typ="safe", pure=True).parse(text)
 
     def read(self) -> RecipeFile:
+        if len(self.text) > MAX_BYTES:
+            self._refuse(f"{len(self.text)} characters of YAML", f"at most {MAX_BYTES}", "shorten it")
         try:
-            for token in YAML(typ="safe", pure=True).scan(self.text):
-                if found := REFUSED.get(type(token)):
-                    self.line = token.start_mark.line + 1
-                    self._refuse(found, "plain values", "write every value out")
-            root = YAML(typ="safe", pure=True).compose(self.text)
-            data = None if root is None else self._value(root, ())
+            data = self._document()
         except RecipeError:
             raise
         except Exception as error:  # the parser raises its own and, on odd input, any other
@@ -149,37 +143,79 @@ class _Reader:
             reason = getattr(error, "problem", None) or str(error) or type(error).__name__
             found = f"invalid YAML ({quote(reason, 120)[1:-1]})"
             self._refuse(found, "keys with values, as 'method: svd'", "write the line as KEY: VALUE")
-        if not isinstance(data, dict):
-            self.line = 1
-            found = "no keys" if data is None else f"only {quote(repr(data), 40)[1:-1]}"
-            self._refuse(found, "keys with values, as 'method: svd'", "write one a line")
         return RecipeFile(self.path, data, self.lines)
 
-    def _value(self, node: nodes.Node, where: KeyPath) -> object:
-        self.line = self.lines[where] = node.start_mark.line + 1
-        if isinstance(node, nodes.SequenceNode):
-            return [self._value(item, (*where, n)) for n, item in enumerate(node.value)]
-        if isinstance(node, nodes.ScalarNode):
-            return self._scalar(node)
+    def _next(self) -> events.Event:
+        """The next event; anything but plain values is refused."""
+        event = next(self.events)
+        self.line = event.start_mark.line + 1
+        if isinstance(event, events.AliasEvent) or getattr(event, "anchor", None):
+            self._refuse("an anchor or alias (& or *)", "every value written out", "repeat the value")
+        if getattr(event, "tag", None):
+            self._refuse(f"the tag {quote(event.tag, 60)}", "plain values", "remove the tag")
+        return event
+
+    def _document(self) -> dict[str, object]:
+        self._refuse_directive()
+        self._next()  # start of the stream
+        if isinstance(self._next(), events.StreamEndEvent):
+            self._refuse("an empty file", "keys with values, as 'method: svd'", "write one a line")
+        data = self._value(self._next(), ())
+        if type(data) is not dict:
+            self.line = 1
+            found = "a list at the top" if type(data) is list else f"only {quote(data, 40)}"
+            self._refuse(found, "keys with values, as 'method: svd'", "write one a line")
+        self._next()  # end of the document
+        if not isinstance(self._next(), events.StreamEndEvent):
+            self._refuse("a second document", "one document", "remove all from '---' on")
+        return data
+
+    def _refuse_directive(self) -> None:
+        """Refuse a directive, a % at the start of a line before any content: events do not show it."""
+        for number, line in enumerate(self.text.split("\n"), 1):
+            if line.startswith("%"):
+                self.line = number
+                self._refuse("a directive (%)", "plain YAML 1.2", "remove it")
+            if line.strip() and not line.lstrip().startswith("#"):
+                return
+
+    def _value(self, event: events.Event, where: KeyPath) -> object:
+        self.lines[where] = self.line
+        if len(where) > MAX_DEPTH:
+            self._refuse("deeply nested values", f"at most {MAX_DEPTH} levels", "flatten them")
+        if isinstance(event, events.MappingStartEvent):
+            return self._mapping(where)
+        if isinstance(event, events.SequenceStartEvent):
+            items: list[object] = []
+            while not isinstance(item := self._next(), events.SequenceEndEvent):
+                items.append(self._value(item, (*where, len(items))))
+            return items
+        return self._scalar(event)
+
+    def _mapping(self, where: KeyPath) -> dict[str, object]:
         data: dict[str, object] = {}
-        for each, value in node.value:
-            line = self.line = each.start_mark.line + 1
-            key = self._scalar(each) if isinstance(each, nodes.ScalarNode) else None
-            if not isinstance(key, str):
-                self._refuse(f"{quote(str(key), 40)} as a key", "text as a key", "put the key in quotes")
+        while not isinstance(event := self._next(), events.MappingEndEvent):
+            line, key = self.line, self._key(event)
             if key in data:
+                first = self.lines[*where, key]
                 found = f"the key {quote(key)} a second time"
-                expected = f"it once, as in line {self.lines[*where, key]}"
-                self._refuse(found, expected, "remove one of them")
-            data[key] = self._value(value, (*where, key))
+                self._refuse(found, f"it once, as in line {first}", "remove one of them")
+            data[key] = self._value(self._next(), (*where, key))
             self.lines[*where, key] = line
         return data
 
-    def _scalar(self, node: nodes.ScalarNode) -> object:
-        text: str = node.value
+    def _key(self, event: events.Event) -> str:
+        key = self._scalar(event) if isinstance(event, events.ScalarEvent) else None
+        if type(key) is not str:
+            found = quote(event.value, 40) if isinstance(event, events.ScalarEvent) else "a collection"
+            self._refuse(f"{found} as a key", "text as a key", "put the key in quotes")
+        return key
+
+    def _scalar(self, event: Any) -> object:
+        text = event.value
         if not is_text(text):
             self._refuse(f"half a character, {quote(text, 40)}", "whole ones", "write it as it is")
-        if node.style is not None:
+        if event.style is not None:
             return text
         if _INT.fullmatch(text) and len(text) > MAX_DIGITS:
             self._refuse(f"a number of {len(text)} digits", f"at most {MAX_DIGITS}", "shorten it")
