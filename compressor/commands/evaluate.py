@@ -52,14 +52,6 @@ class Perplexity:
 
 
 @dataclass(frozen=True)
-class Spearman:
-    """Rank correlation, in percent, of cosine similarities with gold scores over `pairs` pairs."""
-
-    spearman: float
-    pairs: int
-
-
-@dataclass(frozen=True)
 class EmbeddingDistance:
     """Cosines of an encoder's embeddings with the dense model's, their mean and the one that 1 in 100
     is below; the dense model's correlation with the scores, and the output's with the dense model."""
@@ -119,17 +111,18 @@ class Evaluation:
 
     def of_pairs(self, pairs: list[Pair]) -> dict[str, object]:
         """The result on pairs of sentences."""
-        found, ours = self._correlation(self.folder, pairs)
+        spearman, ours = self._correlation(self.folder, pairs)
+        found: dict[str, object] = {"spearman": spearman, "pairs": len(pairs)}
         if self.against is None:
-            return asdict(found)
+            return found
         dense, theirs = self._correlation(self.against, pairs)
         near = torch.nn.functional.cosine_similarity(ours, theirs)
         to_dense = rank_correlation(_of_each_pair(ours), _of_each_pair(theirs))
         lowest = percentiles(near, [1])[0]
-        far = EmbeddingDistance(float(near.mean()), lowest, dense.spearman, to_dense)
-        return {**asdict(found), "against": asdict(far)}
+        far = EmbeddingDistance(float(near.mean()), lowest, dense, to_dense)
+        return {**found, "against": asdict(far)}
 
-    def _correlation(self, folder: Path, pairs: list[Pair]) -> tuple[Spearman, Tensor]:
+    def _correlation(self, folder: Path, pairs: list[Pair]) -> tuple[float, Tensor]:
         how = read_sentences(folder), self.asked.batch, self.progress
         return sts_spearman(Encoder(self.model(folder), self.tokenizer, *how), pairs)
 
@@ -234,11 +227,11 @@ class Encoder:
 
 
 @torch.inference_mode()
-def sts_spearman(encoder: Encoder, pairs: Sequence[Pair]) -> tuple[Spearman, Tensor]:
-    """Spearman correlation on `pairs`, and the embeddings [2 n, d]."""
+def sts_spearman(encoder: Encoder, pairs: Sequence[Pair]) -> tuple[float, Tensor]:
+    """Correlation of cosine similarities with gold scores, in percent, and the embeddings [2 n, d]."""
     embeddings = encoder.embed([s for first, second, _ in pairs for s in (first, second)]).double()
     gold = torch.tensor([score for *_, score in pairs], dtype=torch.float64)
-    return Spearman(rank_correlation(_of_each_pair(embeddings), gold), len(pairs)), embeddings
+    return rank_correlation(_of_each_pair(embeddings), gold), embeddings
 
 
 def _of_each_pair(embeddings: Tensor) -> Tensor:
