@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -104,9 +104,15 @@ class Evaluation:
         """The model in one of the folders, loaded when it is first asked for."""
         if folder not in self.loaded:
             asked, task = self.asked, EMBEDS if self.asked.sts else GENERATES
-            how: dict[str, Any] = {"trust": asked.trust_remote_code, "verify": asked.verify}
-            how |= {"dtype": asked.dtype, "device": asked.device, "progress": self.progress}
-            self.loaded[folder] = load_model(folder, task, **how)
+            self.loaded[folder] = load_model(
+                folder,
+                task,
+                dtype=asked.dtype,
+                device=asked.device,
+                trust=asked.trust_remote_code,
+                verify=asked.verify,
+                progress=self.progress,
+            )
         return self.loaded[folder]
 
     def of_pairs(self, pairs: list[Pair]) -> dict[str, object]:

@@ -4,10 +4,9 @@ A model that was loaded, perhaps trained, and saved by transformers has the tabl
 config.json alone: what an error was measured against is no longer there.
 """
 
+import math
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from blr.compressor.base.errors import InputError
 from blr.compressor.base.quoting import quote
@@ -19,21 +18,10 @@ from blr.compressor.checkpoint.source import check_is_output
 from blr.compressor.output.report import layer_facts
 from blr.compressor.structures.specs import DenseSpec, LowRankSpec, QuantizedSpec, spec_from_dict
 from blr.compressor.workspace.manifest import MANIFEST, check_listed, saved_by
-from blr.compressor.workspace.strict_json import Told
 
 PAIRS = "pairs"  # in config.blr of an export as plain: its factors, which are two linear layers each
 MAX_BYTES = 64 * 2**20
-
-
-class Record(Told):
-    """A layer in ``blr_layers.json``. Bits are fewer than a million, more than any rank makes."""
-
-    type: str
-    spec: dict[str, Any]
-    error: float | None
-    notes: list[str]
-    weighted_error: float | None = None
-    bits: Annotated[float, Field(gt=0, lt=1e6)] | None = None
+MOST_BITS = 1e6  # a weight: more than any rank makes of it
 
 
 def inspect_output(folder: Path, verify: bool = False) -> dict[str, object]:
@@ -95,19 +83,27 @@ def _row(name: str, record: dict[str, Any], width: int) -> dict[str, Any]:
     """The row of a layer, whose numbers have `width` bits unless its record says. Raises ValueError and
     others for a record that blr does not write."""
     check_name(name, Path(LAYERS))
-    told = Record.model_validate(record)
-    spec = spec_from_dict(told.spec)
+    spec = spec_from_dict(record["spec"])
     shapes = ((spec.in_features, spec.out_features), *spec.shapes().values())
     if not all(type(size) is int and 0 < size < MAX_ELEMENTS for shape in shapes for size in shape):
         raise ValueError(f"layer {quote(name)} of sizes that are none")
-    bits = spec.stored_bits(width) / spec.dense_parameters if told.bits is None else told.bits
+    kind, notes = record["type"], record["notes"]
+    for error in (record["error"], record.get("weighted_error")):
+        measured = isinstance(error, int | float) and type(error) is not bool and math.isfinite(error)
+        if type(kind) is not str or not (measured or error is None):
+            raise ValueError(f"layer {quote(name)} of type {quote(kind, 40)}, error {quote(error, 40)}")
+    if type(notes) is not list or not all(type(note) is str for note in notes):
+        raise ValueError(f"layer {quote(name)} with notes that are no texts")
+    bits = record.get("bits", spec.stored_bits(width) / spec.dense_parameters)
+    if type(bits) not in (int, float) or not 0 < bits < MOST_BITS:
+        raise ValueError(f"layer {quote(name)} of {quote(bits, 40)} bits a weight")
     return {
-        **layer_facts(name, told.type, spec),
+        **layer_facts(name, kind, spec),
         "cf": spec.dense_parameters / spec.parameters,
         "bits": bits,
-        "output_error": told.weighted_error,
-        "error": told.error,
-        "notes": told.notes,
+        "output_error": record.get("weighted_error"),
+        "error": record["error"],
+        "notes": record["notes"],
     }
 
 
