@@ -31,7 +31,7 @@ from blr.compressor.cli.options import (
     setting_options,
     taking,
 )
-from blr.compressor.cli.signals import end_member, started, stop_on_signals
+from blr.compressor.cli.signals import Running, end_member, started, stop_on_signals
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.output.loss_messages import CheckFacts, number
 from blr.compressor.planning.roofline import ASKED
@@ -58,11 +58,10 @@ def make(
     format: Format,
     quiet: bool,
     gpus: int | None = None,
-    **told: Any,
+    running: Running | None = None,
 ) -> None:
-    """Make a folder by `work`, and print its summary as `text` says it, in the first process. `told` are
-    fields of `Running`."""
-    with stop_on_signals(**told) as running, started(gpus, running):
+    """Make a folder by `work`, and print its summary as `text` says it, in the first process."""
+    with stop_on_signals(running) as running, started(gpus, running):
         running.progress = progress = Progress(quiet, silent=not environment.is_first())
         summary = work(progress=progress)
         if summary is None:  # in all processes but the first
@@ -153,7 +152,7 @@ def heal(
     from blr.compressor.commands import api
 
     work = partial(api.heal, checkpoint, output, teacher, **options)
-    make(work, _heal_text, format, quiet, gpus, kept="what was saved so far is")
+    make(work, _heal_text, format, quiet, gpus, Running(kept="what was saved so far is"))
 
 
 def _heal_text(summary: HealSummary) -> str:
@@ -180,7 +179,7 @@ def export(
     from blr.compressor.commands import api
 
     work = partial(api.export, checkpoint, output, **options)
-    make(work, _export_text, format, quiet, resumes=False)
+    make(work, _export_text, format, quiet, running=Running(resumes=False))
 
 
 def _export_text(summary: ExportSummary) -> str:

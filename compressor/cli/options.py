@@ -240,6 +240,6 @@ Revision = Annotated[str | None, typed(RunSettings, "revision")]
 Restart = Annotated[bool, typed(RunSettings, "restart", "--restart")]
 
 
-def print_result(result: dict[str, object], text: Any, format: Format) -> None:
+def print_result(result: dict[str, object], text: Callable[..., str], format: Format) -> None:
     """One JSON object, or `text` of the result with names that a terminal might obey escaped."""
     print(json.dumps(result) if format is Format.json else text(printable_all(result)))

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base import stopping
@@ -53,10 +52,10 @@ class Running:
 
 
 @contextmanager
-def stop_on_signals(**told: Any) -> Iterator[Running]:
+def stop_on_signals(running: Running | None = None) -> Iterator[Running]:
     """Meanwhile a stopping signal ends the process with 128 + its number and a line on how to resume. A
-    SIGHUP that is ignored stays so (nohup). `told` are fields of `Running`."""
-    running = Running(**told)
+    SIGHUP that is ignored stays so (nohup)."""
+    running = running or Running()
     inside = threading.current_thread() is not threading.main_thread()
     if inside or environment.is_started_by_us():
         yield running
