@@ -51,17 +51,6 @@ class Perplexity:
     beginning: Beginning = ()
 
 
-@dataclass(frozen=True)
-class EmbeddingDistance:
-    """Cosines of an encoder's embeddings with the dense model's, their mean and the one that 1 in 100
-    is below; the dense model's correlation with the scores, and the output's with the dense model."""
-
-    cosine_to_dense: float
-    lowest_cosine: float
-    dense_spearman: float
-    spearman_to_dense: float
-
-
 def evaluate_folder(
     folder: Path, asked: EvalSettings, progress: Progress, against: Path | None = None
 ) -> dict[str, object]:
@@ -116,17 +105,21 @@ class Evaluation:
         return self.loaded[folder]
 
     def of_pairs(self, pairs: list[Pair]) -> dict[str, object]:
-        """The result on pairs of sentences."""
+        """The result on pairs of sentences; beside a dense model, how near embeddings are to its (one in
+        100 is below the lowest cosine)."""
         spearman, ours = self._correlation(self.folder, pairs)
         found: dict[str, object] = {"spearman": spearman, "pairs": len(pairs)}
         if self.against is None:
             return found
         dense, theirs = self._correlation(self.against, pairs)
         near = torch.nn.functional.cosine_similarity(ours, theirs)
-        to_dense = rank_correlation(_of_each_pair(ours), _of_each_pair(theirs))
-        lowest = percentiles(near, [1])[0]
-        far = EmbeddingDistance(float(near.mean()), lowest, dense, to_dense)
-        return {**found, "against": asdict(far)}
+        far = {
+            "cosine_to_dense": float(near.mean()),
+            "lowest_cosine": percentiles(near, [1])[0],
+            "dense_spearman": dense,
+            "spearman_to_dense": rank_correlation(_of_each_pair(ours), _of_each_pair(theirs)),
+        }
+        return {**found, "against": far}
 
     def _correlation(self, folder: Path, pairs: list[Pair]) -> tuple[float, Tensor]:
         how = read_sentences(folder), self.asked.batch, self.progress
