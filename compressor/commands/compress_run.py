@@ -55,7 +55,7 @@ class CompressRun(FolderRun):
     progress: Progress
     reading: Reading | None = None  # how the model reads text, where it is healed
     healed: HealSummary | None = None
-    made: dict[str, Any] = field(default_factory=dict)  # the manifest's account, once layers are fitted
+    made: dict[str, object] = field(default_factory=dict)  # the manifest's account, once it is fitted
 
     @cached_property
     def door(self) -> Door:

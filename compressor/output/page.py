@@ -33,7 +33,7 @@ class Sizes(TypedDict, total=False):
 
 
 class LayerRow(Sizes, total=False):
-    """A compressed layer, or one that was kept dense, which has a module and a rule alone."""
+    """A compressed layer, or one that was kept dense, of which less is told."""
 
     module: str
     structure: str
