@@ -40,7 +40,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return sent
 
 
-def seen(bars: progress.TerminalBar) -> str:
+def seen(bars: progress.Bar) -> str:
     """The bar as it stands now, without its colours."""
     console = Console(file=io.StringIO(), width=200)
     console.print(bars.bars.get_renderable())
@@ -133,13 +133,11 @@ def test_a_bar_tells_the_time_that_is_left_however_long_items_take(
     clock: list[float], screen: io.StringIO
 ) -> None:
     """Items of forty minutes: rich's own column forgets what is older than half a minute."""
-    with Progress().layers(4, "factorizing") as advance:
-        bar = advance.show
-        assert isinstance(bar, progress.TerminalBar)
-        advance("first")
+    with Progress().layers(4, "factorizing") as bar:
+        bar("first")
         assert "-:--:-- left" in seen(bar) and "0/4" in seen(bar)
         clock[0] = 2400.0
-        advance("second")
+        bar("second")
         assert "2:00:00 left" in seen(bar) and "1/4" in seen(bar) and "second" in seen(bar)
         clock[0] = 2460.0
         assert "1:59:00 left" in seen(bar)
@@ -152,18 +150,18 @@ def test_what_costs_more_is_more_of_the_time_that_is_left(clock: list[float]) ->
         for name, now in zip("abc", (0.0, 5.0, 10.0), strict=True):
             clock[0] = now
             advance(name)
-        assert advance.show.pace.left == pytest.approx(40.0)
+        assert advance.pace.left == pytest.approx(40.0)
 
 
 def test_what_an_earlier_run_has_made_is_no_pace(clock: list[float]) -> None:
     with Progress(quiet=True).layers(10) as advance:
         for name in ("a", "b", "c", "d"):
             advance(name, there=[name])
-        assert advance.show.pace.left is None
+        assert advance.pace.left is None
         advance("e", "f")
         clock[0] = 60.0
         advance("g")
-        assert advance.show.pace.left == pytest.approx(4 * 30.0)
+        assert advance.pace.left == pytest.approx(4 * 30.0)
 
 
 def test_a_bar_is_red_where_its_work_fails_and_only_there(screen: io.StringIO) -> None:
@@ -183,8 +181,7 @@ def test_a_bar_is_red_where_its_work_fails_and_only_there(screen: io.StringIO) -
 def test_names_of_layers_are_no_markup_and_no_orders_to_a_terminal(screen: io.StringIO) -> None:
     with Progress().layers(1) as advance:
         advance("[red]a\x1b[31m")
-        bar = advance.show
-        assert isinstance(bar, progress.TerminalBar) and "[red]a\\x1b[31m" in seen(bar)
+        assert "[red]a\\x1b[31m" in seen(advance)
 
 
 def test_bars_say_which_step_they_are(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:

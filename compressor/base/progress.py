@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -97,30 +97,28 @@ class Progress:
     @contextmanager
     def layers(
         self, total: int, what: str = FITTING, costs: Mapping[str, float] = NONE
-    ) -> Iterator[Items]:
+    ) -> Iterator[Bar]:
         """A bar over `total` items of these `costs`; call what is yielded as an item starts."""
-        with self._shown(what, Pace()) as show:
-            yield Items(total, costs, show)
-            show.ended(f"{total}/{total}")
+        with self._bar(what, Pace(), total, costs) as bar:
+            yield bar
+            bar.show(1.0, f"{total}/{total}", "")
 
     @contextmanager
     def training(self, what: str, done: float = 0.0) -> Iterator[Callable[[float, str], None]]:
         """A bar over a run that is `done` so far; call what is yielded with share and text."""
-        with self._shown(what, Pace(done)) as show:
-            yield lambda share, text: show.reached(share, f"{share:.0%}", text)
+        with self._bar(what, Pace(done)) as bar:
+            yield lambda share, text: bar.reached(share, f"{share:.0%}", text)
 
     @contextmanager
-    def _shown(self, what: str, pace: Pace) -> Iterator[Lines | TerminalBar]:
-        named = self._named(what)
-        if not self.bars:
-            yield Lines(self.say, named, pace)
-            return
-        bar = TerminalBar(named, pace)
-        with bar.bars:
+    def _bar(
+        self, what: str, pace: Pace, total: int = 0, costs: Mapping[str, float] = NONE
+    ) -> Iterator[Bar]:
+        bar = Bar(self, self._named(what), pace, total, costs)
+        with bar.bars if self.bars else nullcontext():  # else rich may print an empty line
             try:
                 yield bar
             except BaseException:
-                bar.fail()
+                bar.drawn.complete_style = bar.drawn.finished_style = "red"
                 raise
 
 
@@ -161,59 +159,21 @@ class Pace:
         return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
 
 
-class Items:
-    """Tells `show` how far work is that consists of items, by what each costs."""
+class Bar:
+    """A bar of rich over a piece of work, perhaps of `total` items with their `costs`; where there is no
+    terminal, a line every `EVERY` seconds, with the time that is left at its pace."""
 
-    def __init__(self, total: int, costs: Mapping[str, float], show: Lines | TerminalBar) -> None:
-        self.total, self.costs, self.show = total, costs, show
-        self.begun, self.over = 0, 0.0
-        self.whole = sum(costs.values()) or total or 1.0
-
-    def __call__(self, *names: str, there: Collection[str] = ()) -> None:
-        """Items start, and those before them are over; those in `there` were made by an earlier run."""
-        share, number = min(self.over / self.whole, 1.0), min(self.begun, self.total)
-        self.over += sum(self.costs.get(name, 1.0) for name in names)
-        self.show.pace.skip(sum(self.costs.get(name, 1.0) for name in there) / self.whole)
-        self.begun += len(names)
-        self.show.reached(share, f"{number}/{self.total}", names[0])
-
-
-class Lines:
-    """A line every `EVERY` seconds of a piece of work, with the time that is left at its pace."""
-
-    def __init__(self, say: Callable[[str], None], what: str, pace: Pace) -> None:
-        self.say, self.what, self.pace = say, what, pace
-        self.last = pace.started
-
-    def reached(self, share: float, count: str, text: str) -> None:
-        """`share` of the work, in [0, 1], is over, in words `count`."""
-        self.pace.reached(share)
-        if self.pace.at - self.last < EVERY:
-            return
-        self.last = self.pace.at
-        left = self.pace.left
-        told = "" if left is None else f", about {duration(left)} left"
-        self.say(f"{self.what}: {_told(count, text)}, {duration(self.pace.passed)}{told}")
-
-    def ended(self, count: str) -> None:
-        """All is over, which what comes next tells."""
-
-
-def _told(count: str, text: str) -> str:
-    """ "2 of 8", "25% loss 0.5": names of items are for bars, where they change in place."""
-    return count.replace("/", " of ") if "/" in count else f"{count} {text}".strip()
-
-
-class TerminalBar:
-    """A bar on standard error over a piece of work, which becomes red if that fails."""
-
-    def __init__(self, what: str, pace: Pace) -> None:
+    def __init__(
+        self, told: Progress, what: str, pace: Pace, total: int, costs: Mapping[str, float]
+    ) -> None:
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bars
         from rich.table import Column
 
-        self.pace = pace
-        self.bar = BarColumn(20, complete_style="cyan", finished_style="cyan")
+        self.told, self.what, self.pace, self.total, self.costs = told, what, pace, total, costs
+        self.last, self.begun, self.over = pace.started, 0, 0.0
+        self.whole = sum(costs.values()) or total or 1.0
+        self.drawn = BarColumn(20, complete_style="cyan", finished_style="cyan")
         clock = TimeElapsedColumn(table_column=Column(min_width=7, no_wrap=True))
         widths = {"fields[count]": 5, "fields[pace]": 12, "description": 1}  # the name gives way first
         count, left, name = (
@@ -221,19 +181,33 @@ class TerminalBar:
             for field, n in widths.items()
         )
         label = TextColumn(what, table_column=Column(min_width=len(what), no_wrap=True))
-        self.bars = Bars(label, self.bar, count, clock, left, name, console=_console())
+        columns = label, self.drawn, count, clock, left, name
+        self.bars = Bars(*columns, console=_console(), disable=not told.bars)
         self.task = self.bars.add_task("", total=1.0, count="", pace=pace)
         self.bars.update(self.task, completed=pace.done)
 
-    def reached(self, share: float, count: str, text: str) -> None:
+    def __call__(self, *names: str, there: Collection[str] = ()) -> None:
+        """Items start, and those before them are over; those in `there` were made by an earlier run."""
+        share, number = min(self.over / self.whole, 1.0), min(self.begun, self.total)
+        self.over += sum(self.costs.get(name, 1.0) for name in names)
+        self.pace.skip(sum(self.costs.get(name, 1.0) for name in there) / self.whole)
+        self.begun += len(names)
+        self.reached(share, f"{number}/{self.total}", names[0])
+
+    def show(self, share: float, count: str, text: str) -> None:
+        """`share` of the work, in [0, 1], is over, in words `count`, and `text` is what comes."""
         self.pace.reached(share)
         self.bars.update(self.task, completed=share, count=count, description=printable(text))
 
-    def ended(self, count: str) -> None:
-        self.reached(1.0, count, "")
-
-    def fail(self) -> None:
-        self.bar.complete_style = self.bar.finished_style = "red"
+    def reached(self, share: float, count: str, text: str) -> None:
+        """As `show`, and a line now and then: "2 of 8" (names of items are for bars), "25% loss 0.5"."""
+        self.show(share, count, text)
+        if self.told.bars or self.pace.at - self.last < EVERY:
+            return
+        self.last, left = self.pace.at, self.pace.left
+        said = count.replace("/", " of ") if "/" in count else f"{count} {text}".strip()
+        rest = "" if left is None else f", about {duration(left)} left"
+        self.told.say(f"{self.what}: {said}, {duration(self.pace.passed)}{rest}")
 
 
 def _console() -> Console:

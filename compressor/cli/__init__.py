@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from importlib.util import find_spec
@@ -91,7 +92,7 @@ def _root(
 
 
 @cache
-def command() -> Any:
+def command() -> Callable[..., object]:
     """The command with the options of all its commands, which take a while to collect."""
     return typer.main.get_command(app)
 

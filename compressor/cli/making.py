@@ -3,19 +3,20 @@ end."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base.device import installed_card
-from blr.compressor.base.progress import Progress
+from blr.compressor.base.progress import NONE, Progress
 from blr.compressor.base.quoting import printable
 from blr.compressor.base.tables import size_text
 from blr.compressor.cli.options import (
@@ -26,17 +27,22 @@ from blr.compressor.cli.options import (
     OutputFolder,
     Quiet,
     named,
-    print_result,
     recipe_options,
     setting_options,
     taking,
 )
-from blr.compressor.cli.signals import end_member, started, stop_on_signals
+from blr.compressor.cli.signals import Running, end_member, started, stop_on_signals
 from blr.compressor.exporting.options import ExportOptions
-from blr.compressor.output.loss_messages import number
+from blr.compressor.output.loss_messages import CheckFacts, number
 from blr.compressor.planning.roofline import ASKED
 from blr.compressor.recipe.settings import MINUTES, CompressSettings, HealOptions
 
+if TYPE_CHECKING:
+    from blr.compressor.commands.compress import Summary
+    from blr.compressor.exporting.job import ExportSummary
+    from blr.compressor.healing.summary import HealSummary
+
+Made = TypeVar("Made", "Summary", "HealSummary", "ExportSummary")
 Line = tuple[str, str]
 PROMPT = '"A prompt"'
 COMPRESS = """output calibration samples method cf quantize base rank heal effort
@@ -47,22 +53,21 @@ batch gpu self_contained draft text overwrite quiet"""
 
 
 def make(
-    work: Callable[..., Any],
-    text: Callable[[dict[str, Any]], str],
+    work: Callable[..., Made | None],
+    text: Callable[[Made], str],
     format: Format,
     quiet: bool,
     gpus: int | None = None,
-    **told: Any,
+    running: Running | None = None,
 ) -> None:
-    """Make a folder by `work`, and print its summary as `text` says it, in the first process. `told` are
-    fields of `Running`."""
-    with stop_on_signals(**told) as running, started(gpus, running):
+    """Make a folder by `work`, and print its summary as `text` says it, in the first process."""
+    with stop_on_signals(running) as running, started(gpus, running):
         running.progress = progress = Progress(quiet, silent=not environment.is_first())
         summary = work(progress=progress)
         if summary is None:  # in all processes but the first
             end_member()
     if summary is not None:
-        print_result(asdict(summary), text, format)
+        print(json.dumps(asdict(summary)) if format is Format.json else text(summary))
 
 
 @taking(recipe_options(), setting_options(CompressSettings), first=COMPRESS)
@@ -104,27 +109,27 @@ def compress(
     make(work, partial(_compress_text, teacher=teacher), format, quiet, gpus)
 
 
-def _compress_text(summary: dict[str, Any], teacher: str) -> str:
-    kept = f", {summary['kept']} kept dense" if summary["kept"] else ""
-    fewer = f", {summary['cf']:.2f} times fewer parameters in these" if summary["cf"] > 1 else ""
-    found = summary["output_errors"] or summary["errors"]
-    what = "of outputs, on the calibration text" if summary["output_errors"] else "of weights"
+def _compress_text(summary: Summary, teacher: str) -> str:
+    kept = f", {summary.kept} kept dense" if summary.kept else ""
+    fewer = f", {summary.cf:.2f} times fewer parameters in these" if summary.cf > 1 else ""
+    found = summary.output_errors or summary.errors
+    what = "of outputs, on the calibration text" if summary.output_errors else "of weights"
     errors = ", ".join(f"{kind} {error:.4f}" for kind, error in found.items())
-    output = summary["output"]
+    output = summary.output
     then = next_line("heal", output, teacher, "-o", quote(f"{output}-healed"))
-    bits = f"{summary['bits']:.3f} a weight in {summary['share']:.1%} of the model's parameters"
+    bits = f"{summary.bits:.3f} a weight in {summary.share:.1%} of the model's parameters"
     return laid_out(
         ("output", output),
-        ("layers", f"{summary['became']}{kept}{fewer}"),
+        ("layers", f"{summary.became}{kept}{fewer}"),
         size_line(summary),
         ("bits", bits),
-        *check_lines(summary["check"]),
+        *check_lines(summary.check),
         ("error", f"{what}, by layer type: {errors}"),
-        *healed_lines(summary["healed"] or {}),
-        time_line(summary),
+        *(healed_lines(summary.healed) if summary.healed else ()),
+        time_line(summary.seconds, summary.spent),
         ("report", f"{output}/report.html"),
-        ("note", summary["advice"] or ""),
-        *(use_lines(output, summary["check"]) if summary["healed"] else [then]),
+        ("note", summary.advice or ""),
+        *(use_lines(output, summary.check) if summary.healed else [then]),
     )
 
 
@@ -147,18 +152,18 @@ def heal(
     from blr.compressor.commands import api
 
     work = partial(api.heal, checkpoint, output, teacher, **options)
-    make(work, _heal_text, format, quiet, gpus, kept="what was saved so far is")
+    make(work, _heal_text, format, quiet, gpus, Running(kept="what was saved so far is"))
 
 
-def _heal_text(summary: dict[str, Any]) -> str:
-    output = summary["output"]
+def _heal_text(summary: HealSummary) -> str:
+    output = summary.output
     return laid_out(
         ("output", output),
         *healed_lines(summary),
-        *(check_lines(summary["check"]) if summary["steps"] else ()),
-        time_line(summary),
+        *(check_lines(summary.check) if summary.steps else ()),
+        time_line(summary.seconds),
         ("report", f"{output}/report.html"),
-        *use_lines(output, summary["check"]),
+        *use_lines(output, summary.check),
     )
 
 
@@ -174,52 +179,51 @@ def export(
     from blr.compressor.commands import api
 
     work = partial(api.export, checkpoint, output, **options)
-    make(work, _export_text, format, quiet, resumes=False)
+    make(work, _export_text, format, quiet, running=Running(resumes=False))
 
 
-def _export_text(summary: dict[str, Any]) -> str:
-    head = f"{summary['quantize_head']} head" if summary["quantize_head"] else None
-    kinds = " and ".join(filter(None, (summary["quantize"], head)))
-    errors = ", ".join(f"{kind} {error:.4f}" for kind, error in summary["errors"].items())
-    runs = summary["kind"] in ("folder", "dense", "plain") and generates(summary["check"])
-    added = f"{summary['untied_bytes']:,} bytes beside the embedding it was tied to"
+def _export_text(summary: ExportSummary) -> str:
+    head = f"{summary.quantize_head} head" if summary.quantize_head else None
+    kinds = " and ".join(filter(None, (summary.quantize, head)))
+    errors = ", ".join(f"{kind} {error:.4f}" for kind, error in summary.errors.items())
+    runs = summary.kind in ("folder", "dense", "plain") and generates(summary.check)
+    added = f"{summary.untied_bytes:,} bytes beside the embedding it was tied to"
     return laid_out(
-        ("output", summary["output"]),
+        ("output", summary.output),
         *_layers_lines(summary),
         size_line(summary),
-        *check_lines(summary["check"]),
-        ("output head", added if summary["untied_bytes"] else ""),
+        *check_lines(summary.check),
+        ("output head", added if summary.untied_bytes else ""),
         ("error", f"of {kinds}, by layer type: {errors}" if errors else ""),
-        time_line(summary),
-        *(("run", command) for command in summary["commands"]),
-        *summary["elsewhere"].items(),
-        *([next_line("generate", summary["output"], PROMPT)] if runs else []),
+        time_line(summary.seconds),
+        *(("run", command) for command in summary.commands),
+        *summary.elsewhere.items(),
+        *([next_line("generate", summary.output, PROMPT)] if runs else []),
     )
 
 
-def _layers_lines(summary: dict[str, Any]) -> list[Line]:
-    kind, count, dense = summary["kind"], summary["layers"], summary["densified"]
+def _layers_lines(summary: ExportSummary) -> list[Line]:
+    kind, count, dense = summary.kind, summary.layers, summary.densified
     rest = f"; {dense} of other form, made dense" if dense else ""
     if kind == "dense":
         return [("layers", f"{dense} structured, made dense")]
     if kind == "plain":
         return [("layers", f"{count} low-rank, each two linear ones{rest}")]
-    if summary["commands"]:
-        return [("layers", f"{count} in few bits, {summary['bits']:.3f} bits a weight{rest}")]
-    batch, context, chosen = (summary[name] for name in ("batch", "context", "gpu_chosen"))
-    why = "" if chosen == ASKED else f" ({chosen})"
-    use = f", batch {batch}, context {context} tokens" if context is not None else ""
+    if summary.commands:
+        return [("layers", f"{count} in few bits, {summary.bits:.3f} bits a weight{rest}")]
+    why = "" if summary.gpu_chosen == ASKED else f" ({summary.gpu_chosen})"
+    use = f", batch {summary.batch}, context {summary.context} tokens" if summary.context else ""
     layers = f"{count} structured, in kernel layout"
-    if summary["plain"]:
-        layers += f"; {summary['plain']} not quantized, which would not make them smaller"
-    place = "in this folder" if summary["self_contained"] else "in the installed package blr-compress"
-    return [("for", f"{summary['gpu']}{why}{use}"), ("layers", layers), ("kernels", place)]
+    if summary.plain:
+        layers += f"; {summary.plain} not quantized, which would not make them smaller"
+    place = "in this folder" if summary.self_contained else "in the installed package blr-compress"
+    return [("for", f"{summary.gpu}{why}{use}"), ("layers", layers), ("kernels", place)]
 
 
 def laid_out(*lines: Line) -> str:
     """Join labelled lines, the labels in one column, on a terminal in colour. Lines without a text are
-    left out."""
-    shown = [(label, text) for label, text in lines if text]
+    left out, and what a terminal might obey is escaped."""
+    shown = [(label, printable(text)) for label, text in lines if text]
     width = 2 + max(len(label) for label, _ in shown)
     cells = [(f"{label}:".ljust(width), text) for label, text in shown]
     if sys.stdout.isatty():
@@ -227,15 +231,15 @@ def laid_out(*lines: Line) -> str:
     return "\n".join(label + text for label, text in cells)
 
 
-def size_line(summary: Mapping[str, Any]) -> Line:
+def size_line(summary: Summary | ExportSummary) -> Line:
     """The line with the size of all weights before and after."""
-    before, after = summary["bytes_before"], summary["bytes_after"]
+    before, after = summary.bytes_before, summary.bytes_after
     factor, word = (before / after, "smaller") if before >= after else (after / before, "larger")
     change = f"the whole model {factor:.3f} times {word}"
     return "size", f"{size_text(before)} -> {size_text(after)}, {change}"
 
 
-def check_lines(found: Mapping[str, Any] | None) -> list[Line]:
+def check_lines(found: CheckFacts | None) -> list[Line]:
     """The lines on perplexity, loss and check of an output; `found` is of `output/check.py`."""
     if found is None:
         return [("check", "not run, perplexity not measured")]
@@ -251,23 +255,23 @@ def check_lines(found: Mapping[str, Any] | None) -> list[Line]:
     return [read, ("loss", lost), ("check", ran)]
 
 
-def healed_lines(summary: Mapping[str, Any]) -> list[Line]:
+def healed_lines(summary: HealSummary) -> list[Line]:
     """The lines on a training (`healing/summary.py`); none where nothing was trained.
 
     The figures that chose the best step are of other tokens than the loss of the output.
     """
-    if not summary.get("steps"):
+    if not summary.steps:
         return []
-    speed = summary["tokens"] / max(summary["trained_seconds"], 1e-9)
-    best = f"best after step {summary['best_step']:,}"
-    if summary["best_step"] == 0:
+    speed = summary.tokens / max(summary.trained_seconds, 1e-9)
+    best = f"best after step {summary.best_step:,}"
+    if summary.best_step == 0:
         best = "nothing was better than the start, which is written"
-    trained = f"{summary['parameters']:,} parameters, {summary['steps']:,} steps, {summary['tokens']:,} "
+    trained = f"{summary.parameters:,} parameters, {summary.steps:,} steps, {summary.tokens:,} "
     trained += f"tokens, {speed:,.0f} a second; {best}"
     lines = [("trained", trained)]
-    for name, before in summary["before"].items():
+    for name, before in summary.before.items():
         text = "own text" if name == "self" else name
-        lines.append(("best step", f"on windows of {text}: {_change(before, summary['after'][name])}"))
+        lines.append(("best step", f"on windows of {text}: {_change(before, summary.after[name])}"))
     return lines
 
 
@@ -281,14 +285,13 @@ def _change(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     return said if "distance" in before else f"{said} (dense {before['teacher']:.4f})"
 
 
-def time_line(summary: Mapping[str, Any]) -> Line:
+def time_line(seconds: float, spent: Mapping[str, float] = NONE) -> Line:
     """The line with the seconds of the run and of its parts; parts under a second are left out."""
-    spent = summary.get("spent", {})
-    told = ", ".join(f"{what} {seconds:.0f}" for what, seconds in spent.items() if seconds >= 1)
-    return "time", f"{summary['seconds']:.1f} s" + (f" ({told})" if told else "")
+    told = ", ".join(f"{what} {took:.0f}" for what, took in spent.items() if took >= 1)
+    return "time", f"{seconds:.1f} s" + (f" ({told})" if told else "")
 
 
-def use_lines(output: str, check: Mapping[str, object] | None) -> list[Line]:
+def use_lines(output: str, check: CheckFacts | None) -> list[Line]:
     """What to do with a finished checkpoint: export it for the GPU of this machine, or try it; a server
     takes it as it is."""
     exported = next_line("export", output, "-o", quote(f"{output}-fast"))
@@ -299,7 +302,7 @@ def use_lines(output: str, check: Mapping[str, object] | None) -> list[Line]:
     return [exported if installed_card() else tried, ("server", served)]
 
 
-def generates(check: Mapping[str, object] | None) -> bool:
+def generates(check: CheckFacts | None) -> bool:
     """Whether a checked output continues text; one that was not checked may."""
     return check is None or not {"perplexity", "unmeasured"}.isdisjoint(check)
 

@@ -105,8 +105,10 @@ def completed(args: list[str]) -> list[str]:
 
 
 Command = Callable[..., None]
-CHECKS = {int: check_count, float: check_number, Path: expanded, list[Path]: expanded}
-NAMED_CHECKS: dict[tuple[str, object], object] = {  # by name and type, of what is more than its type
+Check = Callable[..., object]
+NUMBERS: dict[object, Check] = {int: check_count, float: check_number}
+CHECKS: dict[object, Check] = {**NUMBERS, Path: expanded, list[Path]: expanded}
+NAMED_CHECKS: dict[tuple[str, object], Check] = {  # by name and type, of what is more than its type
     **{("seed", int): check_seed, ("device", str): check_device, ("teacher", str): check_name},
     **{("max_shard_size", int): parse_size, ("train", list[str]): listed},
     **{("data", list[str]): expanded, ("calibration", str): expanded},
@@ -185,9 +187,15 @@ def _parameter(name: str, option: Option, default: object, check: bool = False) 
 
 def _info(name: str, option: Option, names: Collection[str], check: bool) -> object:
     checks = (NAMED_CHECKS.get((name, option.kind)) or CHECKS.get(option.kind)) if check else None
-    more: dict[str, Any] = {"min": option.limits.least, "max": option.limits.most, "callback": checks}
-    shown = option.default or True
-    return typer.Option(..., *names, help=option.help, show_default=shown, **more)
+    return typer.Option(
+        ...,
+        *names,
+        help=option.help,
+        show_default=option.default or True,
+        min=option.limits.least,
+        max=option.limits.most,
+        callback=checks,
+    )
 
 
 def _with(option: inspect.Parameter, **changes: object) -> inspect.Parameter:
@@ -207,7 +215,7 @@ class Format(StrEnum):
     json = "json"
 
 
-def named(said: str) -> Any:
+def named(said: str) -> object:
     """An argument of typer that names a model or folder."""
     return typer.Argument(callback=check_name, help=said)
 
@@ -232,6 +240,6 @@ Revision = Annotated[str | None, typed(RunSettings, "revision")]
 Restart = Annotated[bool, typed(RunSettings, "restart", "--restart")]
 
 
-def print_result(result: dict[str, object], text: Any, format: Format) -> None:
+def print_result(result: dict[str, object], text: Callable[..., str], format: Format) -> None:
     """One JSON object, or `text` of the result with names that a terminal might obey escaped."""
     print(json.dumps(result) if format is Format.json else text(printable_all(result)))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
+from blr.compressor.base.quoting import printable
 from blr.compressor.cli.options import Format, FormatOption, Output, Quiet, print_result, taking
 
 
@@ -79,13 +80,9 @@ def push(
 
     prepared = prepare_push(Path(output), repository, metrics)
     Progress(quiet).notes(list(prepared.notes))
-    found = printed(prepared)
-    if not dry_run:
-        found["commit"] = send(prepared, private=private, revision=branch, message=message)
-    print_result(found, _text, format)
-
-
-def _text(result: dict[str, Any]) -> str:
-    where = result.get("commit") or f"{result['repository']} (dry run: nothing was sent)"
-    card = [f"  {key}: {value}" for key, value in result["card"].items()]
-    return "\n".join([f"{result['files']} files, {result['bytes']:,} bytes: {where}", "card:", *card])
+    commit = None if dry_run else send(prepared, private=private, revision=branch, message=message)
+    found = printed(prepared) | ({} if commit is None else {"commit": commit})
+    where = commit or f"{prepared.repository} (dry run: nothing was sent)"
+    card = [f"  {key}: {value}" for key, value in prepared.front.items()]
+    said = [f"{len(prepared.files)} files, {prepared.bytes:,} bytes: {where}", "card:", *card]
+    print_result(found, lambda _: "\n".join(map(printable, said)), format)

@@ -16,14 +16,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base import stopping
@@ -39,7 +37,6 @@ DONE = b"\0"  # tells the watching thread that it is not needed any more
 NOTHING = "nothing was written"
 SETTLING = 1.0  # seconds that taking or giving up a lock may hold up a stop
 ERROR = "blr: error: "
-LAST_LINES = 50  # of what a process said
 LEAVING = 10.0  # seconds that processes take to end, or their end to be noticed
 
 
@@ -55,10 +52,10 @@ class Running:
 
 
 @contextmanager
-def stop_on_signals(**told: Any) -> Iterator[Running]:
+def stop_on_signals(running: Running | None = None) -> Iterator[Running]:
     """Meanwhile a stopping signal ends the process with 128 + its number and a line on how to resume. A
-    SIGHUP that is ignored stays so (nohup). `told` are fields of `Running`."""
-    running = Running(**told)
+    SIGHUP that is ignored stays so (nohup)."""
+    running = running or Running()
     inside = threading.current_thread() is not threading.main_thread()
     if inside or environment.is_started_by_us():
         yield running
@@ -230,16 +227,11 @@ class Crew:
 
     def _watch(self, number: int, member: subprocess.Popen[str]) -> None:
         """End the run if this process fails."""
-        last: deque[str] = deque(maxlen=LAST_LINES)
-        assert member.stderr is not None
-        for line in member.stderr:
-            last.append(line)
-            if os.environ.get("BLR_DEBUG") == "1":
-                sys.stderr.write(f"[{number}] {line}")
-        code = member.wait()
+        _, said = member.communicate()
+        code, lines = member.returncode, said.splitlines()
         with self.lock:  # held for ever by who ends the run
             if code and not self.over:
-                reports = [line.removeprefix("blr: ") for line in last if line.startswith(ERROR)]
+                reports = [line.removeprefix("blr: ") for line in lines if line.startswith(ERROR)]
                 if reports and code > 0:
                     leave_at_once(reports[-1], code)
                 leave_at_once(

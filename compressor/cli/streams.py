@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from typing import TextIO
 
 from blr.compressor.base.errors import StorageError
 from blr.compressor.base.quoting import printable
@@ -27,7 +27,7 @@ class ReaderGone(Exception):
 class Results:
     """Standard output. What it does not take is written to standard error; from then on it fails."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self.stream, self._unread = stream, ""
         self.failure: Exception | None = None  # from which on it takes nothing
 
@@ -59,14 +59,14 @@ class Results:
                 )
             raise self.failure from error
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
 
 
 class Talk:
     """Standard error, which may fail: what is said there is worth no failure."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
@@ -80,7 +80,7 @@ class Talk:
         with suppress(OSError, ValueError):
             self._stream.flush()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
 
@@ -94,9 +94,9 @@ def prepare() -> None:
     if 1 in closed:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         raise StorageError("standard output: closed, results would be lost; give it a file or a pipe")
-    if sys.stderr is sys.__stderr__:
+    if sys.__stderr__ is not None and sys.stderr is sys.__stderr__:
         sys.stderr = Talk(sys.stderr)
-    if sys.stdout is sys.__stdout__:
+    if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
         sys.stdout = Results(sys.stdout)
 
 

@@ -1,5 +1,7 @@
 """`blr sweep`: many compressions of one model, and which of them are worth their bits."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,11 +17,10 @@ from blr.compressor.cli.options import (
     Offline,
     Quiet,
     Restart,
-    print_result,
     recipe_options,
     taking,
 )
-from blr.compressor.cli.signals import stop_on_signals
+from blr.compressor.cli.signals import Running, stop_on_signals
 from blr.compressor.planning.roofline import chosen_gpu
 from blr.compressor.recipe.option import Limits
 from blr.compressor.recipe.settings import checked_minutes
@@ -83,16 +84,16 @@ def sweep(
 
     gpu = common.pop("gpu")
     common = {name: value for name, value in common.items() if value not in (None, [])}
-    lines = () if plain == run.NONE else run.listed("--plain", plain)
+    lines = () if plain == run.NONE else run.listed("--plain", plain, str)
     sizes = (
-        *(run.listed("--cf", cf, float), run.listed("--quantize", quantize, least=1)),
-        *(run.listed("--base", base), run.listed("--rank", rank, int)),
+        *(run.listed("--cf", cf, float), run.listed("--quantize", quantize, str, least=1)),
+        *(run.listed("--base", base, str), run.listed("--rank", rank, int)),
     )
     seeds = run.listed("--seed", seed, int)
     if len(seeds) == 1:
         common["seed"], seeds = seeds[0], ()
     usual = METHODS if sizes[0] or sizes[2] else ""
-    named = run.listed("--methods", usual if methods is None else methods, least=bool(usual))
+    named = run.listed("--methods", usual if methods is None else methods, str, least=bool(usual))
     heals = run.listed("--heal", heal, float, least=1)
     for minutes in filter(None, heals):
         checked_minutes(minutes)
@@ -101,7 +102,7 @@ def sweep(
     recipes = run.points_of(grid, common, calibration is not None)
     judging = (("--window", window), ("--max-tokens", max_tokens))
     tokens = tuple(word for name, value in judging if value is not None for word in (name, str(value)))
-    with stop_on_signals(kept="finished points are") as running:
+    with stop_on_signals(Running(kept="finished points are")) as running:
         if calibration is not None:
             check_text(calibration, offline)
         for path in text:
@@ -122,11 +123,13 @@ def sweep(
             offline=offline,
         )
         result = run.sweep(found.folder, recipes, output, settings, Progress(quiet))
-    none_made = bool(result["failed"]) and not result["points"]
-    if format is not Format.json or not none_made:  # else the error is the one object
-        print_result(result, page.table, format)
+    none_made = bool(result.failed) and not result.points
+    if format is not Format.json:
+        print(page.table(result))
+    elif not none_made:  # else the error is the one object
+        print(json.dumps(asdict(result)))
     if none_made:
-        codes = {point["code"] for point in result["failed"]}
+        codes = {point.code for point in result.failed}
         kind = kind_of_error(codes.pop()) if len(codes) == 1 else CapabilityError
-        none = f"none of {len(result['failed'])} points could be made"
+        none = f"none of {len(result.failed)} points could be made"
         raise kind(f"{none}; mend what {output}/logs say, then run the same command again")

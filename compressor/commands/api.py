@@ -25,6 +25,8 @@ from blr.compressor.workspace.manifest import computing_digest
 from blr.compressor.workspace.ownership import check_output
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from blr.compressor.commands.compress import Summary
     from blr.compressor.exporting.job import ExportSummary
     from blr.compressor.healing.summary import HealSummary
@@ -74,8 +76,10 @@ def compress(
     if stream and whole:
         said = "--stream with --heal, --mix, --text self or --allow-pickle: these take the whole model"
         raise UsageError(f"{said}; leave it out, and set HF_HOME to a disk with room")
-    hub: dict[str, Any] = {"revision": options.revision, "offline": options.offline}
-    found = resolve_model(str(model), **hub, stream=stream or (False if whole else None))
+    streamed = stream or (False if whole else None)
+    found = resolve_model(
+        str(model), revision=options.revision, offline=options.offline, stream=streamed
+    )
     options = options.named(found.name, found.revision)
     return compress_folder(found.folder, resolved, progress.output, options, progress)
 
@@ -162,7 +166,7 @@ def load(
     trust_remote_code: bool = False,
     verify: bool = True,
     offline: bool = False,
-) -> Any:
+) -> PreTrainedModel:
     """Load the model of a checkpoint, dense or of blr, in evaluation mode, with every tensor finite.
 
     Args:

@@ -10,8 +10,10 @@ from time import monotonic
 from blr.compressor.base import process_environment as environment
 from blr.compressor.base.progress import Progress
 from blr.compressor.base.threads import use_threads
+from blr.compressor.healing.summary import HealSummary
 from blr.compressor.loading.checked import check_transformers, open_checked
 from blr.compressor.output.folder_run import opened
+from blr.compressor.output.loss_messages import CheckFacts
 from blr.compressor.planning.plan import make_plan, unmeasured
 from blr.compressor.planning.sizing import draft_form, sized
 from blr.compressor.recipe.schema import Recipe
@@ -45,8 +47,8 @@ class Summary:
     output_errors: dict[str, float]
     seconds: float
     spent: dict[str, float] = field(default_factory=dict)
-    check: dict[str, object] | None = None
-    healed: dict[str, object] | None = None
+    check: CheckFacts | None = None
+    healed: HealSummary | None = None
     notes: list[str] = field(default_factory=list)
     advice: str | None = None
 

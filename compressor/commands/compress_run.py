@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,7 @@ class CompressRun(FolderRun):
     progress: Progress
     reading: Reading | None = None  # how the model reads text, where it is healed
     healed: HealSummary | None = None
-    made: dict[str, Any] = field(default_factory=dict)  # the manifest's account, once layers are fitted
+    made: dict[str, object] = field(default_factory=dict)  # the manifest's account, once it is fitted
 
     @cached_property
     def door(self) -> Door:
@@ -221,7 +221,7 @@ class CompressRun(FolderRun):
             seconds=seconds,
             spent={what: round(time, 1) for what, time in (spent | rest).items()},
             check=self.checked,
-            healed=asdict(self.healed) if self.healed is not None else None,
+            healed=self.healed,
             notes=plan.notes,
             advice=advice(plan, source, bool(self.settings.calibration or self.settings.heal)),
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -51,25 +51,6 @@ class Perplexity:
     beginning: Beginning = ()
 
 
-@dataclass(frozen=True)
-class Spearman:
-    """Rank correlation, in percent, of cosine similarities with gold scores over `pairs` pairs."""
-
-    spearman: float
-    pairs: int
-
-
-@dataclass(frozen=True)
-class EmbeddingDistance:
-    """Cosines of an encoder's embeddings with the dense model's, their mean and the one that 1 in 100
-    is below; the dense model's correlation with the scores, and the output's with the dense model."""
-
-    cosine_to_dense: float
-    lowest_cosine: float
-    dense_spearman: float
-    spearman_to_dense: float
-
-
 def evaluate_folder(
     folder: Path, asked: EvalSettings, progress: Progress, against: Path | None = None
 ) -> dict[str, object]:
@@ -112,24 +93,35 @@ class Evaluation:
         """The model in one of the folders, loaded when it is first asked for."""
         if folder not in self.loaded:
             asked, task = self.asked, EMBEDS if self.asked.sts else GENERATES
-            how: dict[str, Any] = {"trust": asked.trust_remote_code, "verify": asked.verify}
-            how |= {"dtype": asked.dtype, "device": asked.device, "progress": self.progress}
-            self.loaded[folder] = load_model(folder, task, **how)
+            self.loaded[folder] = load_model(
+                folder,
+                task,
+                dtype=asked.dtype,
+                device=asked.device,
+                trust=asked.trust_remote_code,
+                verify=asked.verify,
+                progress=self.progress,
+            )
         return self.loaded[folder]
 
     def of_pairs(self, pairs: list[Pair]) -> dict[str, object]:
-        """The result on pairs of sentences."""
-        found, ours = self._correlation(self.folder, pairs)
+        """The result on pairs of sentences; beside a dense model, how near embeddings are to its (one in
+        100 is below the lowest cosine)."""
+        spearman, ours = self._correlation(self.folder, pairs)
+        found: dict[str, object] = {"spearman": spearman, "pairs": len(pairs)}
         if self.against is None:
-            return asdict(found)
+            return found
         dense, theirs = self._correlation(self.against, pairs)
         near = torch.nn.functional.cosine_similarity(ours, theirs)
-        to_dense = rank_correlation(_of_each_pair(ours), _of_each_pair(theirs))
-        lowest = percentiles(near, [1])[0]
-        far = EmbeddingDistance(float(near.mean()), lowest, dense.spearman, to_dense)
-        return {**asdict(found), "against": asdict(far)}
+        far = {
+            "cosine_to_dense": float(near.mean()),
+            "lowest_cosine": percentiles(near, [1])[0],
+            "dense_spearman": dense,
+            "spearman_to_dense": rank_correlation(_of_each_pair(ours), _of_each_pair(theirs)),
+        }
+        return {**found, "against": far}
 
-    def _correlation(self, folder: Path, pairs: list[Pair]) -> tuple[Spearman, Tensor]:
+    def _correlation(self, folder: Path, pairs: list[Pair]) -> tuple[float, Tensor]:
         how = read_sentences(folder), self.asked.batch, self.progress
         return sts_spearman(Encoder(self.model(folder), self.tokenizer, *how), pairs)
 
@@ -234,11 +226,11 @@ class Encoder:
 
 
 @torch.inference_mode()
-def sts_spearman(encoder: Encoder, pairs: Sequence[Pair]) -> tuple[Spearman, Tensor]:
-    """Spearman correlation on `pairs`, and the embeddings [2 n, d]."""
+def sts_spearman(encoder: Encoder, pairs: Sequence[Pair]) -> tuple[float, Tensor]:
+    """Correlation of cosine similarities with gold scores, in percent, and the embeddings [2 n, d]."""
     embeddings = encoder.embed([s for first, second, _ in pairs for s in (first, second)]).double()
     gold = torch.tensor([score for *_, score in pairs], dtype=torch.float64)
-    return Spearman(rank_correlation(_of_each_pair(embeddings), gold), len(pairs)), embeddings
+    return rank_correlation(_of_each_pair(embeddings), gold), embeddings
 
 
 def _of_each_pair(embeddings: Tensor) -> Tensor:

@@ -113,8 +113,13 @@ def send(push: Push, *, private: bool, revision: str | None, message: str) -> st
     for name, data in push.files.items():
         operations.append(CommitOperationAdd(name, data if isinstance(data, bytes) else str(data)))
     with _hub_errors(push.repository):
-        at: dict[str, Any] = {"parent_commit": info.sha, "revision": revision}
-        done = api.create_commit(push.repository, operations, commit_message=message, **at)
+        done = api.create_commit(
+            push.repository,
+            operations,
+            commit_message=message,
+            parent_commit=info.sha,
+            revision=revision,
+        )
     return str(done.commit_url)
 
 

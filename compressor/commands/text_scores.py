@@ -30,6 +30,7 @@ from blr.compressor.checkpoint.context import context_of, of_text
 from blr.compressor.healing.objective import Readout, Replies, chunks
 from blr.compressor.loading.tokenizer import check_ids
 from blr.compressor.output.loss import divergence, standard_error
+from blr.compressor.output.loss_messages import Divergence
 from blr.compressor.text.reading import Beginning, begun, room_in
 from blr.compressor.workspace.journal import canonical_json
 
@@ -266,7 +267,7 @@ class Distance:
     tokens: the dense model's was right (`lost`), the output's is (`gained`), or neither (`between`)."""
 
     perplexities: dict[str, Estimate]
-    kl: dict[str, object]
+    kl: Divergence
     agreement: float
     flips: dict[str, int]
     rms_dp: float

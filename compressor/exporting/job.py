@@ -10,6 +10,7 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.exporting.options import ExportOptions, check_options
 from blr.compressor.exporting.origin import open_checkpoint
 from blr.compressor.output.folder_run import opened
+from blr.compressor.output.loss_messages import CheckFacts
 
 
 @dataclass
@@ -41,7 +42,7 @@ class ExportSummary:
     self_contained: bool
     seconds: float
     errors: dict[str, float] = field(default_factory=dict)
-    check: dict[str, object] | None = None
+    check: CheckFacts | None = None
     commands: list[str] = field(default_factory=list)
     elsewhere: dict[str, str] = field(default_factory=dict)
     bits: float | None = None

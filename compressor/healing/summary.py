@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from blr.compressor.output.loss_messages import CheckFacts
+
 
 @dataclass
 class HealSummary:
@@ -20,4 +22,4 @@ class HealSummary:
     trained_seconds: float = 0.0
     tokens_per_second: float = 0.0
     seconds: float = 0.0
-    check: dict[str, object] | None = None
+    check: CheckFacts | None = None

@@ -15,7 +15,7 @@ from blr.compressor.checkpoint.extras import CARD, MAX_BYTES
 from blr.compressor.checkpoint.regular import inside, read_text
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.output.loss_messages import MARK
-from blr.compressor.output.report import by_type
+from blr.compressor.output.report import Measured, Records, by_type
 from blr.compressor.planning.layers import what_became
 from blr.compressor.planning.plan import Plan, cache_notes
 from blr.compressor.recipe.schema import Recipe
@@ -140,8 +140,8 @@ def source_front(folder: Path) -> dict[str, object]:
     return {key: v for key, v in listed.items() if all(isinstance(item, str) for item in v)}
 
 
-def _texts(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or ())
+def _texts(value: object) -> list[str]:
+    return [value] if isinstance(value, str) else list(value) if isinstance(value, list) else []
 
 
 def _text_node(representer: SafeRepresenter, text: str) -> object:
@@ -159,11 +159,11 @@ def _float_node(representer: SafeRepresenter, number: float) -> object:
 
 
 def model_card(
-    source: Source, recipe: Recipe, plan: Plan, records: dict[str, Any], name: str, auto: str
+    source: Source, recipe: Recipe, plan: Plan, records: Records, name: str, auto: str
 ) -> str:
     """The README.md of an output, which class `auto` of transformers loads, made from `name`."""
     known = any(record.get("weighted_error") is not None for record in records.values())
-    error = "weighted_error" if known else "error"
+    error: Measured = "weighted_error" if known else "error"
     types = dict.fromkeys(record["type"] for record in records.values())
     front = card_front(source.folder, name, (*TAGS, recipe.method), source.library.name)
     dense, now = plan.dense_parameters, plan.structured_parameters
@@ -183,7 +183,7 @@ def model_card(
     )
 
 
-def _row(kind: str, plan: Plan, records: dict[str, object], error: str) -> str:
+def _row(kind: str, plan: Plan, records: Records, error: Measured) -> str:
     chosen = [p for p in plan.layers if p.layer.type == kind]
     shapes = dict.fromkeys(f"{p.spec.structure} {p.spec.describe()}" for p in chosen)
     found = by_type({p.layer.module: records[p.layer.module] for p in chosen}, error)

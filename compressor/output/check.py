@@ -26,7 +26,16 @@ from blr.compressor.modeling.modeling_blr import FORMAT
 from blr.compressor.output import files
 from blr.compressor.output.files import Written
 from blr.compressor.output.loss import Loss, Measure, Text, Unmeasured, measure_of
-from blr.compressor.output.loss_messages import LARGE, MARK, MOST, number, rounded, told
+from blr.compressor.output.loss_messages import (
+    LARGE,
+    MARK,
+    MOST,
+    CheckFacts,
+    LossFacts,
+    number,
+    rounded,
+    told,
+)
 from blr.compressor.output.report import report_pages
 from blr.compressor.planning.plan import Plan
 from blr.compressor.structures.specs import spec_from_dict
@@ -119,12 +128,12 @@ class OutputCheck:
         return written | {name: write_stream(folder / name, [data]) for name, data in files.items()}
 
     @property
-    def facts(self) -> dict[str, Any] | None:
+    def facts(self) -> CheckFacts | None:
         """What was run, the distance of the results, and the loss; None if nothing ran."""
         if self.trial is None or self.distance is None:
             return None
-        found = {"ran": self.trial.what, "distance": self.distance}
-        return found if self.loss is None else found | self.loss.facts
+        measured = LossFacts() if self.loss is None else self.loss.facts
+        return {"ran": self.trial.what, "distance": self.distance, **measured}
 
     def _run(self, trial: Trial, folder: Path) -> tuple[float, Loss | Unmeasured | None]:
         try:
@@ -141,7 +150,7 @@ class OutputCheck:
             raise OutputError(f"{folder}: {found}, {expected}; {remedy}") from error
 
 
-def _card(path: Path, facts: dict[str, Any] | None) -> dict[str, bytes]:
+def _card(path: Path, facts: LossFacts | None) -> dict[str, bytes]:
     text = path.read_text("utf-8") if path.is_file() else ""
     if MARK not in text:
         return {}
@@ -149,7 +158,7 @@ def _card(path: Path, facts: dict[str, Any] | None) -> dict[str, bytes]:
     return {CARD: text.replace(MARK, said).encode()}
 
 
-def _report(path: Path, facts: dict[str, Any] | None) -> dict[str, bytes]:
+def _report(path: Path, facts: LossFacts | None) -> dict[str, bytes]:
     if facts is None or not path.is_file():
         return {}
     return report_pages(json.loads(path.read_bytes()) | {"loss": rounded(facts)})

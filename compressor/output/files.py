@@ -26,7 +26,7 @@ from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import auto_map, auto_name, declared_keys, register
 from blr.compressor.output.card import model_card
 from blr.compressor.output.folder_run import FolderRun
-from blr.compressor.output.report import report_files, thin_curve
+from blr.compressor.output.report import LayerRecord, Records, report_files, thin_curve
 from blr.compressor.planning.plan import Plan
 from blr.compressor.recipe.schema import PACED, Recipe
 from blr.compressor.workspace.manifest import MANIFEST, build_manifest
@@ -39,7 +39,7 @@ def small_files(
     source: Source,
     recipe: Recipe,
     plan: Plan,
-    records: dict[str, Any],
+    records: Records,
     facts: dict[str, Any],
     config: dict[str, object],
     code: dict[str, bytes],
@@ -51,7 +51,8 @@ def small_files(
     """
     name = facts["source"]["name"]
     curves = facts.get("curves") or {}
-    drawn = {m: {**r, "curve": thin_curve(curves[m])} if m in curves else r for m, r in records.items()}
+    drawn: dict[str, LayerRecord] = {**records}
+    drawn |= {m: {**drawn[m], "curve": thin_curve(curves[m])} for m in curves if m in drawn}
     run, text = facts["run"], " --text TEXT" if facts.get("calibration") else ""
     about = {"name": name, "method": recipe.method, "cf": plan.cf, "versions": run["versions"]}
     about["machine"] = {n: run[n] for n in ("device", "threads") if run.get(n) is not None}
@@ -174,6 +175,7 @@ def json_file(value: object) -> bytes:
     return json.dumps(value, indent=2).encode() + b"\n"
 
 
+Fitted = tuple[Mapping[str, TensorEntry], object]  # stored factors by suffix, and a record
 Written = dict[str, tuple[int, str]]  # file to its size and SHA-256
 
 
@@ -227,7 +229,7 @@ def _write_shards(folder: Path, contents: FolderContents, progress: Progress) ->
 
 
 def slots_of(
-    source: Source, plan: Plan, results: Mapping[str, Any], norms: Mapping[str, TensorEntry]
+    source: Source, plan: Plan, results: Mapping[str, Fitted], norms: Mapping[str, TensorEntry]
 ) -> list[Slot]:
     """The output's tensors in the source's order, the factors in `results` in the place of their weight,
     refitted `norms` by name."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from blr.compressor.base.processes import Processes
     from blr.compressor.output.check import OutputCheck
     from blr.compressor.output.files import FolderContents
+    from blr.compressor.output.loss_messages import CheckFacts
 
 
 @contextmanager
@@ -56,7 +57,7 @@ class FolderRun(ABC):
     workspace: Workspace
     progress: Progress
     processes: Processes
-    checked: dict[str, object] | None = None
+    checked: CheckFacts | None = None
 
     @abstractmethod
     def estimate(self) -> int:

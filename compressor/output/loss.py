@@ -35,6 +35,7 @@ from blr.compressor.loading.loader import is_small, load_written, streamed_model
 from blr.compressor.loading.native import continues_text, read_context
 from blr.compressor.loading.smoke_run import NO_CHECK, plain_tokens, run
 from blr.compressor.loading.tokenizer import check_ids
+from blr.compressor.output.loss_messages import Divergence, LossFacts
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.own import OwnText, continued
 from blr.compressor.text.reading import (
@@ -195,7 +196,7 @@ class Loss:
     before: float
     after: float
     agreement: float
-    kl: dict[str, object]
+    kl: Divergence
     tokens: int
     window: int
     read: str
@@ -206,12 +207,16 @@ class Loss:
         return math.log(self.after / self.before)
 
     @property
-    def facts(self) -> dict[str, object]:
+    def facts(self) -> LossFacts:
         return {
-            **{"read": self.read, "loss": self.nats, "agreement": self.agreement},
+            "read": self.read,
+            "loss": self.nats,
+            "agreement": self.agreement,
             "perplexity": {"before": self.before, "after": self.after},
             "kl": self.kl,
-            **{"tokens": self.tokens, "window": self.window, "first": self.first},
+            "tokens": self.tokens,
+            "window": self.window,
+            "first": self.first,
         }
 
 
@@ -222,7 +227,7 @@ class Unmeasured:
     why: str
 
     @property
-    def facts(self) -> dict[str, object]:
+    def facts(self) -> LossFacts:
         return {"unmeasured": self.why}
 
 
@@ -238,7 +243,7 @@ class Predictions:
     kl: Tensor
 
 
-def divergence(windows: Sequence[Tensor], places: Sequence[int], decimals: int = 6) -> dict[str, object]:
+def divergence(windows: Sequence[Tensor], places: Sequence[int], decimals: int = 6) -> Divergence:
     """The mean of divergences with its standard error, their percentiles, and the worst windows, which
     begin at these of the `places`."""
     found = [window.double().clamp(min=0.0) for window in windows]

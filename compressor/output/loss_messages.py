@@ -1,7 +1,7 @@
 """Messages about the loss of an output (`loss.py`), and its numbers rounded. No torch."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict
 
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.planning.plan import Plan
@@ -16,7 +16,38 @@ RANK = 16  # of a correction that is advised
 TEXT = "--text TEXT (text of the kind that the model will read)"
 
 
-def told(facts: Mapping[str, Any]) -> str:
+class Divergence(TypedDict):
+    """Of divergences, in nats: the mean with its standard error, percentiles, and the worst windows."""
+
+    mean: float
+    error: float
+    tokens: int
+    percentiles: dict[str, float]
+    worst: list[dict[str, float]]
+
+
+class LossFacts(TypedDict, total=False):
+    """A measured loss (`loss.Loss`), or why none was `unmeasured`."""
+
+    read: str
+    loss: float
+    agreement: float
+    perplexity: dict[str, float]
+    kl: Divergence
+    tokens: int
+    window: int
+    first: int | None
+    unmeasured: str
+
+
+class CheckFacts(LossFacts, total=False):
+    """The same beside what was run, and the relative difference of its results."""
+
+    ran: str
+    distance: float
+
+
+def told(facts: LossFacts) -> str:
     """A sentence on a loss, without its full stop; of one that was not measured, why."""
     if "unmeasured" in facts:
         return f"not measured: {facts['unmeasured']}"

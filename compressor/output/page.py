@@ -8,17 +8,70 @@ import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from math import isfinite
-from typing import Any
+from typing import Literal, TypedDict, TypeGuard, cast
 
 from blr.compressor.base.tables import size_text
-from blr.compressor.output.loss_messages import number, told
+from blr.compressor.output.loss_messages import LossFacts, number, told
 from blr.compressor.output.svg import Cell, Series, chart, heatmap, legend
 
 # Errors of outputs come first: a calibrated fit makes these small, and those of weights larger
-ERRORS = {"weighted_error": "output error", "error": "weight error"}
+Measured = Literal["error", "weighted_error"]
+ERRORS: dict[Measured, str] = {"weighted_error": "output error", "error": "weight error"}
 KL = {"kl": "KL to the dense model, nats a token", "distance": "1 − cosine of embeddings"}
 BLOCK = re.compile(r"\.(\d+)\.")
 TAIL = {"50": "half of the tokens", "90": "9 in 10", "99": "99 in 100", "99.9": "999 in 1000"}
+
+
+class Sizes(TypedDict, total=False):
+    """A layer or a type of layers before and after; reports of earlier versions have no bytes."""
+
+    type: str
+    dense_bytes: int
+    bytes: int
+    dense_parameters: int
+    parameters: int
+
+
+class LayerRow(Sizes, total=False):
+    """A compressed layer, or one that was kept dense, of which less is told."""
+
+    module: str
+    structure: str
+    shape: list[int]
+    rank: str
+    equal_rank: float
+    bits: float | None
+    error: float | None
+    weighted_error: float | None
+    curve: list[float | None]
+    rule: str
+    notes: list[str]
+
+
+class Step(TypedDict, total=False):
+    """A line of a training's log; `held` are figures on windows held back, by text."""
+
+    step: int
+    held: dict[str, dict[str, float]]
+
+
+class Healing(TypedDict):
+    facts: dict[str, object]
+    log: list[Step]
+
+
+class Report(TypedDict, total=False):
+    """What ``report.json`` says; a `loss` and a `healing` may come later."""
+
+    facts: dict[str, object]
+    totals: dict[str, float | None]
+    types: list[Sizes]
+    layers: list[LayerRow]
+    kept: list[LayerRow]
+    notes: list[str]
+    loss: LossFacts | None
+    healing: Healing | None
+
 
 PAGE = """<!DOCTYPE html>
 <html xmlns="http://www.w3.org/1999/xhtml" lang="en"><head><meta charset="utf-8"/>
@@ -59,8 +112,9 @@ summary{cursor:pointer;color:var(--faint);margin:.6em 0}
 )
 
 
-def report_html(data: Mapping[str, Any]) -> str:
-    """The page of what `report.report_data` gave."""
+def report_html(content: Mapping[str, object]) -> str:
+    """The page of what `report.report_files` wrote as JSON."""
+    data = cast(Report, content)
     name = str(data["facts"].get("name", "checkpoint"))
     facts = data["facts"]
     method = facts.get("method", "several methods")
@@ -85,8 +139,8 @@ def report_html(data: Mapping[str, Any]) -> str:
     return PAGE.format(title=title, style=STYLE, body="\n".join(filter(None, sections)))
 
 
-def _tiles(data: Mapping[str, Any]) -> str:
-    totals, loss = data["totals"], data.get("loss") or {}
+def _tiles(data: Report) -> str:
+    totals, loss = data["totals"], data.get("loss") or LossFacts()
     dense, size = (sum(_sizes_of(t)[n] for t in data["types"]) for n in range(2))
     smaller = f"{dense / size:.3g} times smaller, {len(data['layers'])} layers" if size else ""
     tiles = [
@@ -106,7 +160,7 @@ def _tiles(data: Mapping[str, Any]) -> str:
     return f'<div class="tiles">{items}</div>'
 
 
-def _perplexity(found: Any) -> str:
+def _perplexity(found: LossFacts | None) -> str:
     """Perplexities, percentiles of the divergence from the dense model, and the worst windows."""
     if not found:
         return ""
@@ -123,12 +177,12 @@ def _perplexity(found: Any) -> str:
     return f'{text}<p class="said">The worst windows begin at {places}.</p>'
 
 
-def _where(data: Mapping[str, Any]) -> str:
+def _where(data: Report) -> str:
     """Heat maps of errors and sizes: a row for each type of layer, a column for each block."""
     text = ""
-    for key, what in (("weighted_error", "layer outputs"), ("error", "weights")):
-        if found := [x for x in data["layers"] if known(x.get(key))]:
-            cells = [_cell(layer, layer[key], f"error {layer[key]:.4f}") for layer in found]
+    for key, what in zip(ERRORS, ("layer outputs", "weights"), strict=True):
+        found = [(layer, layer.get(key)) for layer in data["layers"]]
+        if cells := [_cell(layer, lost, f"error {lost:.4f}") for layer, lost in found if known(lost)]:
             text += f"<h3>Relative error of the {what}</h3>{heatmap(cells, colour=1)}"
     sizes = [(layer, *_sizes_of(layer)) for layer in data["layers"]]
     shares = [_cell(x, size / dense, f"{x['rank']}, {size / dense:.1%}") for x, dense, size in sizes]
@@ -138,19 +192,20 @@ def _where(data: Mapping[str, Any]) -> str:
     return f'<h2>Layer by layer</h2><p class="said">{said}</p>{text}'
 
 
-def _cell(layer: Mapping[str, Any], value: float, said: str) -> Cell:
+def _cell(layer: LayerRow, value: float, said: str) -> Cell:
     block = BLOCK.search(layer["module"])
     place = str(layer["type"]), int(block[1]) if block else 0
     return Cell(*place, float(value), f"{layer['module']}: {said}")
 
 
-def _sizes_of(entry: Mapping[str, Any]) -> tuple[int, int]:
+def _sizes_of(entry: Sizes) -> tuple[int, int]:
     """Sizes before and after, in bytes; in parameters for reports of earlier versions."""
-    unit = "bytes" if "bytes" in entry else "parameters"
-    return entry[f"dense_{unit}"], entry[unit]
+    if "bytes" in entry:
+        return entry["dense_bytes"], entry["bytes"]
+    return entry["dense_parameters"], entry["parameters"]
 
 
-def _sizes(types: Sequence[Mapping[str, object]]) -> str:
+def _sizes(types: Sequence[Sizes]) -> str:
     rows = list[tuple[str, float, str, int]]()
     for n, entry in enumerate(types):
         dense, size = _sizes_of(entry)
@@ -159,7 +214,7 @@ def _sizes(types: Sequence[Mapping[str, object]]) -> str:
     return f"<h2>Bytes before and after</h2>{_bars(rows)}"
 
 
-def _healing(found: Any) -> str:
+def _healing(found: Healing | None) -> str:
     """The divergence from the dense model over the steps of the training behind the compression."""
     if not found:
         return ""
@@ -176,7 +231,7 @@ def _healing(found: Any) -> str:
     return f"<h2>Healing</h2>{legend(labels)}{drawn}{html_table(rows, head=False)}"
 
 
-def _spectra(data: Mapping[str, Any]) -> str:
+def _spectra(data: Report) -> str:
     """One chart a layer type: predicted loss saved by each further rank, the chosen rank marked."""
     text = ""
     for colour, kind in enumerate(entry["type"] for entry in data["types"]):
@@ -193,7 +248,7 @@ def _spectra(data: Mapping[str, Any]) -> str:
     )
 
 
-def _line(layer: Mapping[str, Any], colour: int) -> Series:
+def _line(layer: LayerRow, colour: int) -> Series:
     curve, most = layer["curve"], min(layer["shape"])
     first = next((value for value in curve if known(value) and value > 0), None)
     if first is None:
@@ -210,10 +265,11 @@ def _line(layer: Mapping[str, Any], colour: int) -> Series:
     return Series(layer["module"], points, joined=True, colour=colour, marks=[mark])
 
 
-def _plan(data: Mapping[str, Any]) -> str:
-    key = next((k for k in ERRORS if any(known(x.get(k)) for x in data["layers"])), "error")
+def _plan(data: Report) -> str:
+    given = (k for k in ERRORS if any(known(x.get(k)) for x in data["layers"]))
+    key: Measured = next(given, "error")
     head = ("module", "structure", "rank or pattern", "parameters", "bits", ERRORS[key], "rule")
-    layers = sorted(data["layers"], key=lambda x: x[key] if known(x.get(key)) else -1.0, reverse=True)
+    layers = sorted(data["layers"], key=lambda x: v if known(v := x.get(key)) else -1.0, reverse=True)
     rows = [
         (
             *(layer["module"], layer["structure"], layer["rank"], f"{layer['parameters']:,}"),
@@ -251,7 +307,7 @@ def _bars(rows: Sequence[tuple[str, float, str, int]]) -> str:
     return f'<div class="bars">{items}</div>' if items else ""
 
 
-def known(value: object) -> bool:
+def known(value: object) -> TypeGuard[float]:
     """Whether a value is a finite number."""
     return isinstance(value, int | float) and isfinite(value)
 

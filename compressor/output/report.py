@@ -6,26 +6,40 @@ The same plan, records and facts give the same bytes: no times, no paths, number
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, TypedDict
 
 from blr.compressor.checkpoint.extras import LAYERS, MAX_BYTES, REPORT
 from blr.compressor.checkpoint.header import read_header
 from blr.compressor.checkpoint.regular import read_json
-from blr.compressor.output.page import known, report_html
+from blr.compressor.output.page import Measured, known, report_html
 from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.structures.specs import Spec, spec_from_dict
 
 CURVE_POINTS = 256
-Records = Mapping[str, Mapping[str, object]]
+
+
+class LayerRecord(TypedDict, total=False):
+    """What is kept of a fitted layer: the relative error of its weight and, where a text was given, of
+    its outputs; the `curve` of its sensitivity, and how many `tokens` it was fitted to."""
+
+    type: str
+    spec: dict[str, object]
+    error: float
+    weighted_error: float | None
+    notes: list[str]
+    curve: list[float]
+    tokens: int
+
+
+Records = Mapping[str, LayerRecord]
 
 
 def report_files(plan: Plan, records: Records, facts: Mapping[str, object]) -> dict[str, bytes]:
-    """The report's files. Records have `type`, `spec`, `error`, and may have `weighted_error`, `curve`
-    and `notes`; `facts` have `name`, `method`, `cf`, `calibration` and `versions`."""
+    """The report's files; `facts` have `name`, `method`, `cf`, `calibration` and `versions`."""
     layers = [_layer(planned, records[planned.layer.module]) for planned in plan.layers]
+    kinds = dict.fromkeys(planned.layer.type for planned in plan.layers)
     kept = [
         {"module": k.layer.module, "type": k.layer.type, "parameters": k.spec.parameters, "rule": k.rule}
         for k in plan.kept
@@ -39,7 +53,7 @@ def report_files(plan: Plan, records: Records, facts: Mapping[str, object]) -> d
             "cf": _round(plan.cf),
             "bits": _round(plan.bits),
         },
-        "types": [_type(kind, layers) for kind in dict.fromkeys(layer["type"] for layer in layers)],
+        "types": [_type(kind, plan, layers) for kind in kinds],
         "layers": layers,
         "kept": kept,
         "notes": list(plan.notes),
@@ -62,7 +76,7 @@ def thin_curve(curve: Sequence[float], points: int = CURVE_POINTS) -> list[float
     return [float(curve[round(n * last / (points - 1))]) for n in range(points)]
 
 
-def layer_facts(module: str, kind: str, spec: Spec) -> dict[str, Any]:
+def layer_facts(module: str, kind: str, spec: Spec) -> dict[str, object]:
     """What is known of a layer by its spec."""
     return {
         **{"module": module, "type": kind, "structure": spec.structure},
@@ -72,7 +86,7 @@ def layer_facts(module: str, kind: str, spec: Spec) -> dict[str, Any]:
     }
 
 
-def _layer(planned: PlannedLayer, record: Mapping[str, Any]) -> dict[str, Any]:
+def _layer(planned: PlannedLayer, record: LayerRecord) -> dict[str, object]:
     spec = planned.spec
     found = {
         **layer_facts(planned.layer.module, planned.layer.type, spec),
@@ -91,25 +105,31 @@ def _layer(planned: PlannedLayer, record: Mapping[str, Any]) -> dict[str, Any]:
     return found if record.get("tokens") is None else found | {"tokens": record["tokens"]}
 
 
-def _type(kind: str, layers: Sequence[dict[str, Any]]) -> dict[str, object]:
-    chosen = [layer for layer in layers if layer["type"] == kind]
-    summed = ("dense_parameters", "parameters", "dense_bytes", "bytes")
-    sums = {name: sum(layer[name] for layer in chosen) for name in summed}
-    return {"type": kind, "layers": len(chosen), **sums, **mean_errors(kind, layers)}
+def _type(kind: str, plan: Plan, rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    chosen = [planned for planned in plan.layers if planned.layer.type == kind]
+    return {
+        "type": kind,
+        "layers": len(chosen),
+        "dense_parameters": sum(planned.spec.dense_parameters for planned in chosen),
+        "parameters": sum(planned.spec.parameters for planned in chosen),
+        "dense_bytes": sum(planned.layer.entry.nbytes for planned in chosen),
+        "bytes": sum(planned.bits // 8 for planned in chosen),
+        **mean_errors(kind, rows),
+    }
 
 
-def mean_errors(kind: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+def mean_errors(kind: str, rows: Sequence[Mapping[str, object]]) -> dict[str, float | None]:
     """Mean errors of the layers of a type, None where none was measured."""
     found = dict[str, float | None]()
     for name in ("error", "weighted_error"):
-        values = [x[name] for x in layers if x["type"] == kind and known(x.get(name))]
+        values = [v for row in rows if row["type"] == kind and known(v := row.get(name))]
         found[name] = _round(mean(values)) if values else None
     return found
 
 
-def _round(value: float) -> float | None:
-    """`value` with six significant digits; None if it is not finite."""
-    return float(f"{value:.6g}") if isfinite(value) else None
+def _round(value: object) -> float | None:
+    """`value` with six significant digits; None if it is no finite number."""
+    return float(f"{value:.6g}") if known(value) else None
 
 
 def _plain(value: object) -> object:
@@ -123,7 +143,7 @@ def _plain(value: object) -> object:
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def read_records(folder: Path) -> dict[str, dict[str, Any]]:
+def read_records(folder: Path) -> dict[str, LayerRecord]:
     """What compression recorded for every layer of an output: spec, type and relative error."""
     return _read(folder / LAYERS) if "blr" in _read(folder / "config.json") else {}
 
@@ -137,7 +157,7 @@ def is_layer(record: dict[str, object]) -> bool:
     return "spec" in record
 
 
-def as_recorded(plan: Plan, records: dict[str, dict[str, Any]]) -> Plan:
+def as_recorded(plan: Plan, records: Records) -> Plan:
     """`plan` with the specs of an output, as a run that found it finished measured nothing."""
     made = {module: spec_from_dict(record["spec"]) for module, record in records.items()}
     layers = [replace(p, spec=made.get(p.layer.module, p.spec)) for p in plan.layers]
@@ -149,10 +169,10 @@ def tensor_bytes(path: Path) -> int:
     return sum(entry.nbytes for entry in read_header(path).entries.values())
 
 
-def by_type(records: dict[str, Any], name: str) -> dict[str, float]:
+def by_type(records: Records, name: Measured) -> dict[str, float]:
     """The mean of `name` in the records, by layer type."""
     found: dict[str, list[float]] = {}
     for record in records.values():
-        if record.get(name) is not None:
-            found.setdefault(record["type"], []).append(record[name])
+        if (value := record.get(name)) is not None:
+            found.setdefault(record["type"], []).append(value)
     return {kind: sum(values) / len(values) for kind, values in found.items()}

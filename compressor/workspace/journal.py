@@ -128,11 +128,11 @@ class Journal:
         return [TORCH_NAMES[entry.dtype], list(entry.shape), digest.hexdigest()]
 
 
-def _described(tensor: Any) -> list[object]:
+def _described(tensor: Tensor) -> list[object]:
     """Dtype, shape and SHA-256 of a tensor that is stored."""
     import torch
 
-    digest = hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy()).hexdigest()
+    digest = hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().data).hexdigest()
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digest]
 
 
@@ -170,8 +170,8 @@ def changes(left: dict[str, object], now: dict[str, object], prefix: str = "") -
     return found
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     if value is None or is_digest(value):
-        return "none" if value is None else f"{value[:12]}..."
+        return "none" if value is None else f"{str(value)[:12]}..."
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -10,7 +10,7 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, cast
 
 from blr.compressor.base.disk import sha256_file
 from blr.compressor.base.errors import InputError, OutputError, VerifyError
@@ -23,7 +23,7 @@ from blr.compressor.checkpoint.source import Source
 MANIFEST = "blr_manifest.json"
 FORMAT = 2
 WITHOUT_DIGEST = 1  # the format before, which says nothing of itself and of headers
-DIGEST, HEADER = "manifest_sha256", "header_sha256"
+DIGEST = "manifest_sha256"
 MAX_BYTES = 64 * 2**20
 TABLES = ("run", "source", "healed_from", "teacher", "compressed_from")  # facts that are tables
 _UNSET = "0" * 64
@@ -31,6 +31,16 @@ _UNSET = "0" * 64
 _HUBS_OWN = re.compile(
     r"\.gitattributes|\.cache/huggingface/(?:\.gitignore|CACHEDIR\.TAG|[^\n]+\.(?:metadata|lock|incomplete))"
 )
+
+
+class Listed(TypedDict, total=False):
+    """A listed file: bytes, SHA-256, and that of the header of a shard."""
+
+    size: int
+    sha256: str
+    header_sha256: str
+
+
 Hashes = Literal["all", "small", "none"]  # of which files: every one, all but the shards, none
 SHARD = ".safetensors"
 # What loaders look at, and what is downloaded of a repository on the hub
@@ -42,11 +52,11 @@ REMEDY = "copy or compress it again; `blr verify` lists all that differs"
 
 def build_manifest(folder: Path, files: dict[str, tuple[int, str]], **facts: object) -> bytes:
     """The manifest of `files` (size, SHA-256) in `folder`, with `facts`, as JSON."""
-    listed: dict[str, dict[str, object]] = {}
+    listed: dict[str, Listed] = {}
     for name, (size, sha256) in sorted(files.items()):
         listed[name] = {"size": size, "sha256": sha256}
         if name.endswith(SHARD):
-            listed[name][HEADER] = hashlib.sha256(header_bytes(folder / name)).hexdigest()
+            listed[name]["header_sha256"] = hashlib.sha256(header_bytes(folder / name)).hexdigest()
     table = {"format": FORMAT, "files": listed, **facts, DIGEST: _UNSET}
     text = json.dumps(table, indent=2).encode() + b"\n"
     return _with_digest(text, _UNSET, hashlib.sha256(text).hexdigest())
@@ -140,14 +150,14 @@ def saved_by(config: dict[str, Any]) -> str | None:
     return f"saved by {by} from {origin}" if saved.get("from") else f"saved by {by}"
 
 
-def _is_ours(manifest: dict[str, Any]) -> bool:
+def _is_ours(manifest: dict[str, object]) -> bool:
     """Whether listed files and the facts on run and source have the types that commands write."""
     files, read = manifest.get("files"), manifest.get("input_sha256")
     if manifest.get("format") not in (FORMAT, WITHOUT_DIGEST) or type(files) is not dict or not files:
         return False
     if any(type(manifest.get(name)) not in (dict, NoneType) for name in TABLES):
         return False
-    source = manifest.get("source") or {}
+    source = cast(dict[str, object], manifest.get("source") or {})
     named = all(type(source.get(name)) in (str, NoneType) for name in ("name", "revision"))
     listed = all(is_inside(name) and _is_listing(found) for name, found in files.items())
     return named and listed and (read is None or is_digest(read))
@@ -213,7 +223,7 @@ def _check(path: Path, expected: dict[str, object]) -> str | None:
     return None if found == expected["sha256"] else f"SHA-256 {found}, expected {expected['sha256']}"
 
 
-def read_listed(folder: Path) -> dict[str, dict[str, Any]]:
+def read_listed(folder: Path) -> dict[str, Listed]:
     """The listed files that loaders read; {} without a manifest. Raises InputError for a damaged one."""
     if not os.path.lexists(folder / MANIFEST):
         return {}
@@ -233,8 +243,8 @@ def check_listed(folder: Path, hashes: Hashes) -> None:
         size = os.stat(path).st_size
         if size != expected["size"]:
             refuse(path, f"{size} bytes", f"{expected['size']} by {MANIFEST}", REMEDY)
-        header = hashlib.sha256(header_bytes(path)).hexdigest() if HEADER in expected else None
-        if header != expected.get(HEADER):
+        header = hashlib.sha256(header_bytes(path)).hexdigest() if "header_sha256" in expected else None
+        if header != expected.get("header_sha256"):
             refuse(path, "another header", f"the one that {MANIFEST} lists", REMEDY)
     small = {name: found for name, found in listed.items() if not name.endswith(SHARD)}
     read = {"all": listed, "small": small, "none": {}}[hashes]

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from types import NoneType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from blr.compressor.base.disk import SCRATCH, fsync_folder, write_stream
 from blr.compressor.base.errors import InputError, OutputError
@@ -148,8 +147,9 @@ def write_marker(partial: Path, run: object, files: Iterable[str]) -> None:
     fsync_folder(partial)
 
 
-def read_marker(partial: Path) -> dict[str, Any] | None:
-    """What `write_marker` wrote, None if there is none. Raises OutputError for any other file."""
+def read_marker(partial: Path) -> tuple[list[str], dict[str, object] | None] | None:
+    """Files and run that `write_marker` wrote, None if there are none. Raises OutputError for any other
+    file."""
     path = partial / RUN_FILE
     if not os.path.lexists(path):
         return None
@@ -162,10 +162,11 @@ def read_marker(partial: Path) -> dict[str, Any] | None:
         in_the_way(path, "damaged")
     files, run = marker.get("files"), marker.get("run")
     known = marker.keys() == {"about", "files", "run"}
-    named = type(files) is list and all(type(name) is str and is_inside(name) for name in files)
-    if not (known and named and type(run) in (dict, NoneType)):
+    if not (known and isinstance(files, list) and isinstance(run, dict | None)):
         in_the_way(path, "damaged")
-    return marker
+    if not all(type(name) is str and is_inside(name) for name in files):
+        in_the_way(path, "damaged")
+    return files, run
 
 
 def is_unborn(partial: Path) -> bool:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -67,11 +67,12 @@ def _found(error: ValidationError, data: object) -> str:
     return f"{quote(first['input'], 40)} for {where}"
 
 
-def in_data(data: Any, loc: tuple[str | int, ...]) -> KeyPath:
+def in_data(data: object, loc: tuple[str | int, ...]) -> KeyPath:
     """The parts of a pydantic location that are keys of the file, without the tags of unions."""
     where: KeyPath = ()
     for part in loc:
-        held = range(len(data)) if isinstance(data, list) else data if isinstance(data, dict) else ()
-        if part in held:
+        if isinstance(data, list):
+            data = dict(enumerate(data))
+        if isinstance(data, dict) and part in data:
             data, where = data[part], (*where, part)
     return where

@@ -203,8 +203,8 @@ class Workspace:
         ownership.check_folder(self.partial)
         marker = ownership.read_marker(self.partial)
         if marker is not None:
-            self._files = {*marker["files"], ownership.RUN_FILE, MANIFEST}
-            self._left = marker["run"]
+            files, self._left = marker
+            self._files = {*files, ownership.RUN_FILE, MANIFEST}
             ownership.check_listed(self.partial, self._files)
         elif (self.partial / MANIFEST).exists():
             manifest = read_manifest(self.partial)

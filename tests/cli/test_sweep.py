@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,11 +15,17 @@ from safetensors.torch import load_file, save_file
 from sweeping import FORKED
 
 from blr.compressor.base.errors import OutputError, UsageError
-from blr.compressor.cli.options import Format, print_result
 from blr.compressor.commands.sweep import chain
 from blr.compressor.commands.sweep.chain import Command, run_chains
 from blr.compressor.commands.sweep.folder import Folder
-from blr.compressor.commands.sweep.page import MadePoint, frontier, over_seeds, share_of_plain, table
+from blr.compressor.commands.sweep.page import (
+    MadePoint,
+    SweepResult,
+    frontier,
+    over_seeds,
+    share_of_plain,
+    table,
+)
 from blr.compressor.commands.sweep.run import Grid, listed, points_of
 from blr.compressor.recipe.schema import Recipe
 
@@ -266,7 +272,7 @@ def test_the_grid_combines_what_belongs_together() -> None:
     assert by_name["svd-cf2"].group is None and by_name["blast-cf2"].rounds == 9
 
 
-def test_points_of_several_seeds_are_one_with_its_spread(capsys: pytest.CaptureFixture[str]) -> None:
+def test_points_of_several_seeds_are_one_with_its_spread() -> None:
     points = points_of(Grid(("svd",), (2.0,), seeds=(0, 7)), {}, calibrated=False)
     assert [(point.name, point.setting) for point in points] == [
         ("svd-cf2-seed0", "svd-cf2"),
@@ -279,11 +285,9 @@ def test_points_of_several_seeds_are_one_with_its_spread(capsys: pytest.CaptureF
     one = over_seeds(made, "a")
     assert one.losses == pytest.approx((0.15, 0.5)) and one.spread == pytest.approx((0.1, 0.0))
     assert (one.name, one.commands) == ("a", ("blr 0", "blr 1"))
-    shown = {"texts": ["t", "u"], "dense": [1.0, 1.0], "frontier": ["a"], "failed": []}
-    rows = [{**asdict(one), "of_plain": [None, None]}]
-    print_result({**shown, "points": rows}, table, Format.text)
-    said = capsys.readouterr().out
-    assert "0.1500 (0.1000)" in said and said.endswith("\n  a: blr 0\n  a: blr 1\n")
+    rows = [replace(one, of_plain=(None, None))]
+    said = table(SweepResult("m", ["t", "u"], [1.0, 1.0], "h200", rows, [], ["a"]))
+    assert "0.1500 (0.1000)" in said and said.endswith("\n  a: blr 0\n  a: blr 1")
 
 
 @pytest.mark.parametrize("text", ["1.5,x", "2;3"])

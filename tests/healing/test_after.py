@@ -40,8 +40,8 @@ def run(dense: Path, output: Path, **settings: object) -> Summary:
 
 def test_the_output_is_healed_and_says_both(dense: Path, tmp_path: Path) -> None:
     summary = run(dense, tmp_path / "out")
-    assert summary.healed is not None and summary.healed["best_step"] > 0
-    assert summary.healed["after"]["self"]["kl"] < 0.9 * summary.healed["before"]["self"]["kl"]
+    assert summary.healed is not None and summary.healed.best_step > 0
+    assert summary.healed.after["self"]["kl"] < 0.9 * summary.healed.before["self"]["kl"]
     assert summary.check is not None and summary.check["distance"] > 0
     output = tmp_path / "out"
     assert verify_files(output, read_manifest(output)) == []
@@ -64,7 +64,7 @@ def test_a_draft_is_healed_for_what_is_accepted(
     summary = compress(dense, Recipe(seq_len=16, samples=8), tmp_path / "out", settings, QUIET)
     assert summary is not None and "int2" in summary.became
     assert summary.healed is not None
-    before, found = (summary.healed[when]["self"]["variation"] for when in ("before", "after"))
+    before, found = (part["self"]["variation"] for part in (summary.healed.before, summary.healed.after))
     assert 0 < found < before < 1
     assert "total variation" in (tmp_path / "out" / "README.md").read_text()
 

@@ -36,9 +36,9 @@ QUICK = ("--device", "cpu", "-q", "--format", "json")
 def judged(folder: Path, text: Path, found: dict[str, Any]) -> float:
     """Perplexity by `blr eval` of the tokens of a text on which a loss was measured."""
     model = load_model(folder, "AutoModelForCausalLM", dtype="float32", device="cpu")
-    part = (found["tokens"], found["first"])
+    part = slice(found["first"], found["first"] + found["tokens"])
     tokenizer, window = load_tokenizer(folder), found["window"]
-    ids = evaluate.read_tokens(text, tokenizer, *part)
+    ids = evaluate.read_tokens(text, tokenizer)[part]
     beginning = beginning_of(tokenizer)
     scored = text_scores(model, ids, window, window, 4, Progress(quiet=True), beginning)
     return evaluate.perplexity(scored, window, beginning).perplexity

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -46,7 +46,7 @@ class SweepNote(Told):
     """``sweep.json``: what all points have in common, and the digests of all points."""
 
     about: Literal["sweep of blr"]
-    common: dict[str, Any]
+    common: dict[str, object]
     made: dict[Annotated[str, Field(pattern=r"^\w[\w.+-]*$")], str] = Field(default_factory=dict)
 
 

@@ -5,22 +5,23 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from blr.compressor.base.quoting import printable_all
+from blr.compressor.base.quoting import printable
 from blr.compressor.base.tables import aligned
 from blr.compressor.output.page import PAGE, STYLE, html_table
 from blr.compressor.output.svg import Series, chart, legend
 
+Axis = Literal["bits", "speed"]
 DENSE_COLOUR = 7  # the grey of the palette
 CODE = "\npre{white-space:pre-wrap;overflow-wrap:anywhere}\n"
 
 
 @dataclass(frozen=True)
 class MadePoint:
-    """A finished point: `bits` a weight, `losses` in nats over the dense model and mean divergences from
-    it (`kl`) by text, predicted tokens a second (`speed`), `commands` by seed. Over seeds figures are
-    means, `seconds` sums, `spread` ranges of losses."""
+    """A finished point: `bits` a weight, by text `losses` in nats over the dense model, mean divergences
+    from it (`kl`) and losses over those of plain quantization (`of_plain`), predicted tokens a second
+    (`speed`), `commands` by seed. Over seeds figures are means, `seconds` sums, `spread` ranges."""
 
     name: str
     kind: str
@@ -34,6 +35,31 @@ class MadePoint:
     seconds: float = 0.0
     spread: tuple[float, ...] | None = None
     kl: tuple[float, ...] = ()
+    of_plain: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class FailedPoint:
+    """A point that could not be made: why, with which exit code, and the command to try again."""
+
+    name: str
+    why: str
+    code: int
+    command: str
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What came of a sweep of `model`: perplexities of the dense model by text, points with speeds
+    predicted for `gpu`, and the names of those that no other beats."""
+
+    model: str
+    texts: list[str]
+    dense: list[float]
+    gpu: str
+    points: list[MadePoint]
+    failed: list[FailedPoint]
+    frontier: list[str]
 
 
 def over_seeds(found: Sequence[MadePoint], setting: str) -> MadePoint:
@@ -82,46 +108,48 @@ def share_of_plain(found: Sequence[MadePoint], point: MadePoint, text: int) -> f
     return None if line is None or line <= 0 else point.losses[text] / line
 
 
-def page(result: dict[str, Any]) -> str:
+def page(result: SweepResult) -> str:
     """Well-formed XHTML: charts of losses against bits and against predicted speed, and the commands."""
-    result = printable_all(result)
-    kinds = list(dict.fromkeys(point["kind"] for point in result["points"]))
+    kinds = list(dict.fromkeys(point.kind for point in result.points))
     colours = {kind: n % 8 for n, kind in enumerate(kinds)}
     parts = [legend([*colours.items(), ("dense model", DENSE_COLOUR)])] if kinds else []
-    for n, text in enumerate(result["texts"]):
-        name = escape(Path(text).name)
+    for n, text in enumerate(result.texts):
         loss = "nats a token over dense"
-        parts.append(f"<h2>Loss in {name}</h2>")
+        parts.append(f"<h2>Loss in {escape(_name(text))}</h2>")
         parts.append(chart(_series(result, colours, "bits", n), "stored bits a weight", loss))
         series = _series(result, colours, "bits", n, "kl")
         parts.append(chart(series, "stored bits a weight", "mean KL to the dense model, nats a token"))
-        if len({point["speed"] for point in result["points"]} - {None}) > 1:  # else launches decide
-            title = f"tokens a second on {result['gpu']}, predicted from rooflines, not measured"
+        if len({point.speed for point in result.points} - {None}) > 1:  # else launches decide
+            title = f"tokens a second on {result.gpu}, predicted from rooflines, not measured"
             parts.append(chart(_series(result, colours, "speed", n), title, loss))
     points = f"<h2>All points</h2>{html_table(table_rows(result))}"
-    parts += [_commands(result, frontier=True), points, _commands(result, frontier=False)]
-    lost = [f"<li>{escape(p['name'])}: {escape(p['why'])}</li>" for p in result["failed"]]
+    best, others = _parted(result)
+    said = "<h2>The frontier</h2><p>Points that no other beats in bits and in every text.</p>"
+    parts += [said + _commands(best), points, "<h2>The others</h2>" * bool(others) + _commands(others)]
+    lost = [f"<li>{escape(printable(f'{p.name}: {p.why}'))}</li>" for p in result.failed]
     parts.append(f"<h2>Failed</h2><ul>{''.join(lost)}</ul>" if lost else "")
-    title = escape(f"{result['model']}: bits against loss, swept by blr")
+    title = escape(printable(f"{result.model}: bits against loss, swept by blr"))
     return PAGE.format(title=title, style=STYLE + CODE, body="\n".join(filter(None, parts)))
 
 
 def _series(
-    result: dict[str, Any], colours: dict[str, int], key: str, text: int, what: str = "losses"
+    result: SweepResult,
+    colours: dict[str, int],
+    axis: Axis,
+    text: int,
+    what: Literal["losses", "kl"] = "losses",
 ) -> list[Series]:
     """A series of points for every kind; plain quantization and the dense model as lines."""
     found = []
     for kind, colour in colours.items():
-        points = [p for p in result["points"] if p["kind"] == kind and p[key] is not None]
-        points.sort(key=lambda point: point[key])
-        places = [(float(point[key]), float(point[what][text])) for point in points]
-        titles = [f"{p['name']}: {p['bits']:.3f} bits, {p[what][text]:.4f}" for p in points]
-        plain = bool(points) and points[0]["plain"]
-        best = [
-            (*place, p["name"])
-            for place, p in zip(places, points, strict=True)
-            if p["name"] in result["frontier"]
-        ]
+        placed = [(getattr(p, axis), p) for p in result.points if p.kind == kind]
+        placed = sorted((one for one in placed if one[0] is not None), key=lambda one: one[0])
+        points = [point for _, point in placed]
+        places = [(float(x), float(getattr(p, what)[text])) for x, p in placed]
+        rows = list(zip(points, places, strict=True))
+        titles = [f"{p.name}: {p.bits:.3f} bits, {y:.4f}" for p, (_, y) in rows]
+        plain = bool(points) and points[0].plain
+        best = [(*place, p.name) for p, place in rows if p.name in result.frontier]
         drawn = Series(kind, places, joined=plain, colour=colour, marks=best, titles=titles, named=True)
         found.append(drawn)
     ends = sorted({place[0] for one in found for place in one.points})
@@ -132,58 +160,59 @@ def _series(
     return found
 
 
-def _commands(result: dict[str, Any], *, frontier: bool) -> str:
-    order = {name: n for n, name in enumerate(result["frontier"])}
-    points = [point for point in result["points"] if (point["name"] in order) == frontier]
-    points.sort(key=lambda point: order.get(point["name"], 0))
+def _parted(result: SweepResult) -> tuple[list[MadePoint], list[MadePoint]]:
+    """The points of the frontier in its order, and the others."""
+    by_name = {point.name: point for point in result.points}
+    best = [by_name[name] for name in result.frontier]
+    return best, [point for point in result.points if point.name not in result.frontier]
+
+
+def _commands(points: Sequence[MadePoint]) -> str:
     parts = [
-        f"<h3>{escape(point['name'])}, {point['bits']:.3f} bits</h3>"
-        + "".join(f"<pre>{escape(line)}</pre>" for line in point["commands"])
+        f"<h3>{escape(point.name)}, {point.bits:.3f} bits</h3>"
+        + "".join(f"<pre>{escape(printable(line))}</pre>" for line in point.commands)
         for point in points
     ]
-    said = "<h2>The frontier</h2><p>Points that no other beats in bits and in every text.</p>"
-    return (said if frontier else "<h2>The others</h2>" * bool(parts)) + "".join(parts)
+    return "".join(parts)
 
 
-def table_rows(result: dict[str, Any]) -> list[Sequence[str]]:
+def _name(text: str) -> str:
+    return printable(Path(text).name)
+
+
+def table_rows(result: SweepResult) -> list[Sequence[str]]:
     """A row a point, by rising bits, a head first."""
-    names = [Path(text).name for text in result["texts"]]
     head = ["", "point", "bits"]
-    for name in names:
+    for name in map(_name, result.texts):
         head += [f"loss in {name}", "of plain", "KL"]
-    paced = len({point["speed"] for point in result["points"]}) > 1  # else launches alone decide
+    paced = len({point.speed for point in result.points}) > 1  # else launches alone decide
     rows: list[Sequence[str]] = [[*head, *["tokens/s (predicted)"] * paced, "seconds"]]
-    for point in sorted(result["points"], key=lambda point: point["bits"]):
-        star = "*" if point["name"] in result["frontier"] else ""
-        cells = [star, point["name"], f"{point['bits']:.3f}"]
-        spreads = point["spread"] or [None] * len(point["losses"])
-        by_text = zip(point["losses"], spreads, point["of_plain"], point["kl"], strict=True)
+    for point in sorted(result.points, key=lambda point: point.bits):
+        cells = ["*" if point.name in result.frontier else "", point.name, f"{point.bits:.3f}"]
+        spreads = point.spread or [None] * len(point.losses)
+        by_text = zip(point.losses, spreads, point.of_plain, point.kl, strict=True)
         for loss, wide, share, kl in by_text:
             cells.append(f"{loss:.4f}" if wide is None else f"{loss:.4f} ({wide:.4f})")
             cells += ["" if share is None else f"{share:.2f}", f"{kl:.4f}"]
-        speed = "" if point["speed"] is None else f"{point['speed']:,.0f}"
-        rows.append([*cells, *[speed] * paced, f"{point['seconds']:.0f}"])
+        speed = "" if point.speed is None else f"{point.speed:,.0f}"
+        rows.append([*cells, *[speed] * paced, f"{point.seconds:.0f}"])
     return rows
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: SweepResult) -> str:
     """As plain text: what failed in a line each, and every point's command."""
-    rows, stars = table_rows(result), result["frontier"]
-    spread = "; in brackets how far seeds differ" * any(p["spread"] for p in result["points"])
-    others = [point["name"] for point in result["points"] if point["name"] not in stars]
-    lines = {point["name"]: point["commands"] for point in result["points"]}
-    dense = ", ".join(
-        f"{value:.3f} in {Path(text).name}"
-        for value, text in zip(result["dense"], result["texts"], strict=True)
-    )
+    rows, (best, others) = table_rows(result), _parted(result)
+    spread = "; in brackets how far seeds differ" * any(p.spread for p in result.points)
+    perplexities = zip(result.dense, map(_name, result.texts), strict=True)
+    dense = ", ".join(f"{value:.3f} in {name}" for value, name in perplexities)
     return "\n".join(
         [
             f"perplexity of the dense model: {dense}; losses below in nats a token over it{spread}",
             aligned(rows, numbers=range(2, len(rows[0]))),
-            *(f"failed: {point['name']}: {point['why']}" for point in result["failed"]),
+            *(printable(f"failed: {point.name}: {point.why}") for point in result.failed),
             "* the frontier: no other point is better in bits and in every text",
-            *(f"  {name}: {line}" for name in stars for line in lines[name]),
+            *(printable(f"  {point.name}: {line}") for point in best for line in point.commands),
             *["the others:"] * bool(others),
-            *(f"  {name}: {line}" for name in others for line in lines[name]),
+            *(printable(f"  {point.name}: {line}") for point in others for line in point.commands),
         ]
     )

@@ -2,11 +2,11 @@
 fails is said and left."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from blr.compressor import __version__
 from blr.compressor.base.disk import scratch_folder
@@ -17,7 +17,15 @@ from blr.compressor.checkpoint.regular import digest_of
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.commands.sweep.chain import PointChain, command_line, run_chains, slots
 from blr.compressor.commands.sweep.folder import PAGE, Folder, point_digest
-from blr.compressor.commands.sweep.page import MadePoint, frontier, over_seeds, page, share_of_plain
+from blr.compressor.commands.sweep.page import (
+    FailedPoint,
+    MadePoint,
+    SweepResult,
+    frontier,
+    over_seeds,
+    page,
+    share_of_plain,
+)
 from blr.compressor.loading.checked import open_checked
 from blr.compressor.output.loss_messages import MOST
 from blr.compressor.planning.roofline import chosen_gpu
@@ -28,6 +36,7 @@ from blr.compressor.text.reading import calibration_digest
 from blr.compressor.workspace.journal import headers_digest
 from blr.compressor.workspace.ownership import check_apart, check_outside
 
+T = TypeVar("T")
 NONE = "none"
 SWEEPING = "sweeping"  # the step behind the reading
 MODEL = "dense"  # the record of the model itself
@@ -152,7 +161,7 @@ def _varied(point: Point, minutes: float, seed: int | None) -> Point:
     return Point(name, kind, settings, minutes, seed)
 
 
-def listed(option: str, text: str, kind: type = str, *, least: int = 0) -> tuple[Any, ...]:
+def listed(option: str, text: str, kind: Callable[[str], T], *, least: int = 0) -> tuple[T, ...]:
     """``"1.5,2"`` -> (1.5, 2.0). Raises UsageError for no such list, or one of fewer than `least`."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if len(parts) < least:
@@ -183,7 +192,7 @@ class SweepSettings:
 
     model: str
     texts: tuple[Path, ...]
-    common: dict[str, Any] = field(default_factory=dict)
+    common: dict[str, object] = field(default_factory=dict)
     calibration: str | None = None
     evaluate: tuple[str, ...] = ()
     device: str = "auto"
@@ -196,8 +205,8 @@ class SweepSettings:
 
 def sweep(
     folder: Path, recipes: dict[Point, Recipe], output: Path, settings: SweepSettings, progress: Progress
-) -> dict[str, Any]:
-    """Make the points of `recipes` that `output` lacks; all losses, JSON-ready. Raises UsageError,
+) -> SweepResult:
+    """Make the points of `recipes` that `output` lacks; the losses of all. Raises UsageError,
     InputError or OutputError before anything is made, and the error of the dense model."""
     check_apart(output, folder)
     check_outside(output)
@@ -213,12 +222,12 @@ def sweep(
         calibrated = settings.calibration is not None
         speeds = {p: tokens_per_second(source, r, gpu, calibrated) for p, r in recipes.items()}
         result = _result(place, chains, speeds, settings)
-        place.finish(result)
+        place.finish(asdict(result))
         place.write(PAGE, page(result))
     return result
 
 
-def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict[str, Any]:
+def _common(source: Source, settings: SweepSettings, progress: Progress) -> dict[str, object]:
     """What all points share and another run must share: models and texts by their contents."""
     from blr.compressor.base.device import pick_device
     from blr.compressor.loading.load import load_tokenizer
@@ -289,19 +298,18 @@ def _result(
     chains: dict[str, PointChain],
     speeds: dict[Point, float | None],
     settings: SweepSettings,
-) -> dict[str, Any]:
+) -> SweepResult:
     dense = place.record(MODEL)
     assert dense is not None  # else the sweep has ended
     base = dense.perplexities
-    made, failed = dict[str, list[MadePoint]](), []
+    made, failed = dict[str, list[MadePoint]](), list[FailedPoint]()
     for point, speed in speeds.items():
         record = place.record(point.name)
         options = _options(point, settings)
         line = command_line(settings.model, options, point.name)
         if record is None:
             lost = chains[point.name]
-            why = {"why": lost.failure, "code": lost.code}
-            failed.append({"name": point.name, **why, "command": line})
+            failed.append(FailedPoint(point.name, lost.failure, lost.code, line))
             continue
         assert record.bits is not None and record.bytes is not None  # the dense model's alone has none
         losses = [math.log(p / d) for p, d in zip(record.perplexities, base, strict=True)]
@@ -313,16 +321,6 @@ def _result(
         made.setdefault(point.setting, []).append(one)
     found = [over_seeds(alike, setting) for setting, alike in made.items()]
     texts = range(len(settings.texts))
-    rows = [
-        {**asdict(one), "of_plain": [share_of_plain(found, one, text) for text in texts]}
-        for one in found
-    ]
-    return {
-        "model": settings.model,
-        "texts": [str(path) for path in settings.texts],
-        "dense": base,
-        "gpu": chosen_gpu(settings.gpu)[0].name,
-        "points": rows,
-        "failed": failed,
-        "frontier": [one.name for one in frontier(found)],
-    }
+    rows = [replace(p, of_plain=tuple(share_of_plain(found, p, text) for text in texts)) for p in found]
+    best, gpu = [one.name for one in frontier(found)], chosen_gpu(settings.gpu)[0].name
+    return SweepResult(settings.model, list(map(str, settings.texts)), base, gpu, rows, failed, best)
