@@ -159,7 +159,7 @@ class Engine:
     kind: Callable[[FewBits], str]
     adapter: str
     plan: Callable[[Begun, ExportOptions], dict[str, Any]]
-    load: Callable[[Path, Any], Any]
+    load: Callable[[Path, object], Any]
     commands: Callable[[str, ExportPlan], list[str]]
     otherwise: str = ""
     experts: Collection[str] = ()

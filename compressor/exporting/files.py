@@ -4,7 +4,7 @@ smaller model, the draft, which proposes tokens to the first one."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
@@ -267,7 +267,7 @@ def check_batch(batch: int) -> None:
         raise CapabilityError(f"--batch {batch}: {said}; lower it")
 
 
-def open_draft(folder: Path, checkpoint: Checkpoint, context: int, kept: Mapping[str, Any]) -> Draft:
+def open_draft(folder: Path, checkpoint: Checkpoint, context: int, kept: Collection[str]) -> Draft:
     """Open the draft in `folder` for an export of `checkpoint`, whose tensors `kept` stay as they are.
     Raises UsageError for a model that is no draft of this one."""
     source, config = _opened(folder)

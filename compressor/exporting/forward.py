@@ -17,7 +17,6 @@ from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from blr.compressor.output.files import Written
 EXAMPLE = (2, 16)  # sequences or images, tokens: what is traced, not what may be passed
 DRIFT = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of a compiled pass
 CHECKER, PIP = "onnxruntime", "pip install 'blr-compress[onnx]'"
-Free = dict[str, dict[int, Any]]  # axes of inputs to their `torch.export.Dim`
+Free = dict[str, dict[int, object]]  # axes of inputs to their `torch.export.Dim`
 ROWS, TOKENS = 3, 9  # of the check: other sizes than those traced
 COMPILERS = ("g++", "clang++", "c++")
 # Loads a package and runs it: package, inputs and outputs are the arguments.
@@ -153,8 +152,8 @@ def _trace(model: PreTrainedModel, path: Path) -> list[str]:
     forward = plain_forward(model)
     with traced(model, "onnx"), torch.no_grad(), _quiet():
         names = list(forward(**inputs))
-        options: dict[str, Any] = {"dynamic_shapes": free, "output_names": names, "verbose": False}
-        program: Any = torch.onnx.export(forward, (), kwargs=inputs, dynamo=True, **options)
+        options = {"dynamic_shapes": free, "output_names": names, "verbose": False}
+        program = torch.onnx.export(forward, (), kwargs=inputs, dynamo=True, **options)
         for node in program.model.graph.all_nodes():
             node.metadata_props.clear()  # stack traces, with the paths of this machine
         program.save(path, external_data=True)

@@ -315,7 +315,7 @@ def plain_config(dense: dict[str, object], pairs: dict[str, Spec]) -> dict[str, 
 
 
 def ordinary_files(
-    source: Source, config: Mapping[str, Any], card: str, name: str, more: Mapping[str, bytes]
+    source: Source, config: Mapping[str, object], card: str, name: str, more: Mapping[str, bytes]
 ) -> dict[str, bytes | Path]:
     """All files of an export for other tools but weights and manifest: `card` is the text of its model
     card, `name` that of the source."""

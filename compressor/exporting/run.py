@@ -36,6 +36,7 @@ from blr.compressor.workspace.shards import assign_shards
 from blr.compressor.workspace.workspace import Workspace
 
 REMEDY = "repair or compress the checkpoint again"  # for weights that are no numbers
+SAME = "kind", "batch", "dtype", "quantize", "quantize_head", "self_contained"  # in a summary
 STAGES = {"pt2": ("compiling",), "onnx": ("tracing",)}  # stages after the check, by kind of export
 
 
@@ -72,22 +73,17 @@ class ExportRun(FolderRun):
             stored = sum(each * sizes[module] for module, each in stored_bits(plan).items())
             bits = stored / sum(sizes.values())
         return ExportSummary(
+            **{name: getattr(options, name) for name in SAME},
             output=str(output),
-            kind=options.kind,
             gpu=options.target,
             gpu_chosen=chosen_gpu(options.gpu)[1],
-            batch=options.batch,
             context=plan.context,
             layers=len(specs),
             densified=len(plan.densified),
             bytes_before=source.nbytes,
             bytes_after=plan.nbytes,
-            dtype=options.dtype,
-            quantize=options.quantize,
-            quantize_head=options.quantize_head,
             untied_bytes=plan.untied_bytes,
             plain=plan.plain,
-            self_contained=options.self_contained,
             seconds=seconds,
             errors=read_manifest(output).get("quantization_errors", {}),
             check=self.checked,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.header import TORCH_NAMES
@@ -205,7 +206,7 @@ def adapter_config(corrected: Sequence[FewBits]) -> dict[str, object]:
     }
 
 
-def load(folder: Path, dtype: object = "auto") -> Any:
+def load(folder: Path, dtype: object = "auto") -> PreTrainedModel:
     """The model in a written folder, by transformers and peft alone."""
     from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 

@@ -81,7 +81,7 @@ def run_tasks(model: object, tokenizer: object, asked: Asked, batch: int = 8) ->
     subject: object = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
     options = {"num_fewshot": asked.shots, "limit": asked.limit, "log_samples": asked.items}
     try:
-        found: Any = lm_eval.simple_evaluate(
+        found = lm_eval.simple_evaluate(
             subject, tasks=names, task_manager=manager, bootstrap_iters=0, **options
         )
     except OSError as error:  # of the hub and of datasets too

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from peft import LoraConfig, PeftType
@@ -155,10 +155,11 @@ def stand_in(layer: Any) -> nn.Linear:
     return dense
 
 
-def takes_products(layer: Any) -> bool:
+def takes_products(layer: object) -> TypeGuard[StructuredLinear]:
     """Whether a layer holds the sum of itself and a product of low rank."""
-    sums = isinstance(layer, StructuredLinear) and layer.kernels.takes_sums
-    return sums and layer.has_own_layout and getattr(layer.spec, "groups", 1) == 1
+    if not isinstance(layer, StructuredLinear) or not layer.kernels.takes_sums:
+        return False
+    return layer.has_own_layout and getattr(layer.spec, "groups", 1) == 1
 
 
 def check_takes_products(layer: object) -> None:

@@ -131,7 +131,7 @@ def trial_inputs(model: Any) -> dict[str, object]:
         return torch.randn(*shape, generator=generator)
 
     side = min(int(config.sample_size), LATENT)
-    inputs: dict[str, Any] = {
+    inputs: dict[str, object] = {
         "hidden_states": random(1, config.in_channels, side, side),
         "timestep": torch.tensor([500]),
     }

@@ -184,7 +184,7 @@ class Keys:
     """The names in `model` of stored tensors. `transforms`: of transformers' loader."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.known: dict[str, Any] = model.state_dict()
+        self.known: dict[str, torch.Tensor] = model.state_dict()
         self.transforms: Any = get_model_conversion_mapping(model)
         self._prefix = model.base_model_prefix
         self._renamings = [t for t in self.transforms if isinstance(t, WeightRenaming)]

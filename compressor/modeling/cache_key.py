@@ -26,7 +26,7 @@ class Basis:
 
     def __init__(self, model: nn.Module, values: bool = False) -> None:
         modules = list(model.modules())
-        held: list[Any] = [d for m in modules for d in (m._modules, m._parameters, m._buffers)]
+        held = [vars(m)[name] for m in modules for name in ("_modules", "_parameters", "_buffers")]
         self.holders = [found for found in held for _ in found]
         self.names = [name for found in held for name in found]
         self.values = [value for found in held for value in found.values()]

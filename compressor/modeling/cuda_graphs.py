@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from transformers import masking_utils
+from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.modeling.cache_key import held_for
 from blr.compressor.modeling.modeling_blr import Mixin
@@ -127,7 +128,7 @@ class ForwardGraphs:
             self.entries.popitem(last=False)
 
 
-def _capturable(model: Any) -> bool:
+def _capturable(model: PreTrainedModel) -> bool:
     if getattr(model, "_is_replica", False):  # of DataParallel, its weights are there for one call
         return False
     if model.device.type != "cuda" or model.training or torch.is_grad_enabled():
@@ -257,7 +258,7 @@ def _answering(name: str, answer: object) -> Iterator[None]:
         return
     me = threading.get_ident()
     with _answering_lock:
-        found: Any = getattr(masking_utils, name)
+        found = getattr(masking_utils, name)
         if not isinstance(found, _Answered):
             found = _Answered(found, answer)
             setattr(masking_utils, name, found)

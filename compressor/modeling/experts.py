@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from blr.compressor.modeling.float8 import is_float8
 from blr.compressor.modeling.layers import CorrectedLinear, QuantizedLinear, StructuredLinear
@@ -64,7 +64,7 @@ def marks_of(first: Tensor, made_of: list[Tensor]) -> list[int]:
 class KernelExperts(Experts):
     """Experts whose layers are in few bits, dense or with a correction, or of any other kind."""
 
-    def __init__(self, native: Any, parts: dict[str, list[str]]) -> None:
+    def __init__(self, native: nn.Module, parts: dict[str, list[str]]) -> None:
         super().__init__(native, parts)
         self.tables: dict[tuple[str, torch.dtype], Table] = {}
 
@@ -158,7 +158,7 @@ class KernelExperts(Experts):
 
     def _table(self, name: str, x: Tensor) -> Table:
         parts = [getattr(self, part) for part in self.parts.get(name, ())]
-        layers: list[list[Any]] = [list(each) for each in zip(*parts, strict=True)]
+        layers = [list(each) for each in zip(*parts, strict=True)]
         flat = [layer for each in layers for layer in each]
         forms = {form_of(layer, x) for layer in flat}
         corrected = [layer for layer in flat if isinstance(layer, CorrectedLinear)]

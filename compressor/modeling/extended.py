@@ -48,7 +48,7 @@ def extended_class(native: Any, mixins: tuple[Any, ...]) -> type[nn.Module]:
     return type(native.__name__, (*mixins, native), body)
 
 
-def _empty(native: object, mixins: tuple[object, ...]) -> nn.Module:
+def _empty(native: Any, mixins: tuple[type[Extension], ...]) -> nn.Module:
     made = extended_class(native, mixins)
     return made.__new__(made)
 

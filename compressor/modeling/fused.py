@@ -33,6 +33,7 @@ from blr.kernels.fused.launch import activated, gated, is_faster, layer_norm, ro
 from blr.kernels.fused.reference import rotate
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
+Forward = Callable[..., object]
 
 
 def fuse(model: nn.Module) -> None:
@@ -87,7 +88,7 @@ class FusedNorm(Extension):
 
 
 def _trained_norm(
-    norm: Any, native: Callable[..., object], eps: float, x: Tensor, *args: object, **kwargs: object
+    norm: Any, native: Forward, eps: float, x: Tensor, *args: object, **kwargs: object
 ) -> object:
     if args or kwargs:  # a gated norm with its gate
         return native(norm, x, *args, **kwargs)
@@ -203,7 +204,7 @@ def is_renamed(inner: FunctionType, kwargs: Mapping[str, object]) -> bool:
 
 
 @cache
-def rotating(forward: Any, change: Callable[[Rotation], Rotation]) -> Callable[..., object]:
+def rotating(forward: Forward, change: Callable[[Rotation], Rotation]) -> Callable[..., object]:
     """`forward` with ``change(rotation)`` in the place of the rotation that its file defines."""
     native = getattr(forward, "__globals__", {}).get(ROTATION)
     if native is None:

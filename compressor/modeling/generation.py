@@ -122,7 +122,7 @@ def _left_padded(mask: Tensor) -> bool:
     return bool((ones | mask.eq(0)).all() & ones[:, -1].all() & (ones[:, 1:] >= ones[:, :-1]).all())
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _ids(value: Tensor | list[int] | int | None) -> tuple[int, ...]:
     listed = value.tolist() if isinstance(value, Tensor) else value
     return () if listed is None else tuple(listed if isinstance(listed, list | tuple) else [int(listed)])
 
@@ -137,7 +137,7 @@ class FusedGeneration(Mixin):
         generation_config: GenerationConfig | None = None,
         *rest: object,
         **kwargs: Any,
-    ) -> Any:
+    ) -> object:
         """Generate with the arguments and the result of `transformers.GenerationMixin.generate`. Raises
         ValueError when prompt and new tokens exceed the model's own maximum."""
         settings = export_settings(self.config)
@@ -150,7 +150,7 @@ class FusedGeneration(Mixin):
         return _decode(decoder, request, kwargs.get("streamer"))
 
 
-def find_decoder(model: PreTrainedModel, settings: ExportSettings, request: Request | str) -> object:
+def find_decoder(model: PreTrainedModel, settings: ExportSettings, request: Request | str) -> Any:
     """The runtime for `request`; None when transformers is to answer, of which a warning says once why.
     Raises ValueError for more tokens than the model has positions."""
     if isinstance(request, Request):
@@ -212,7 +212,7 @@ def _excess(settings: ExportSettings, request: Request | str) -> str | None:
 
 def _make_decoder(model: PreTrainedModel, settings: ExportSettings) -> object:
     assert settings.context is not None  # as every export that generates has it
-    options: dict[str, Any] = {n: getattr(settings, n) for n in ("batch", "context", "cache")}
+    options = {n: getattr(settings, n) for n in ("batch", "context", "cache")}
     if settings.draft is None:
         from blr.compressor.runtime.decoder import Decoder
 

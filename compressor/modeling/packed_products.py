@@ -2,9 +2,11 @@
 never plain. A CPU holds them a second time from the first such product on, as
 `kernels/layers/packed/cpu.py` says."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -21,6 +23,9 @@ from blr.kernels.layers.packed.cpu import (
     takes_input,
 )
 from blr.kernels.layers.packed.op import packed_linear
+
+if TYPE_CHECKING:
+    from blr.compressor.modeling.layers import KernelLinear
 
 LEAST = 32  # the operator's smallest group
 
@@ -42,7 +47,9 @@ def packed_product(
     return x
 
 
-def cpu_product(layer: Any, names: Sequence[str], x: Tensor, bias: Tensor | None) -> Tensor | None:
+def cpu_product(
+    layer: KernelLinear, names: Sequence[str], x: Tensor, bias: Tensor | None
+) -> Tensor | None:
     """``x Wᵀ + bias`` by the operator of a CPU, where W is the product of the layer's factors `names`,
     in the order in which x meets them; None where the operator does not take x or the factors."""
     if not takes_input(x, layer.out_features) or (weights := _held(layer, names)) is None:
@@ -54,7 +61,7 @@ def cpu_product(layer: Any, names: Sequence[str], x: Tensor, bias: Tensor | None
     return y if bias is None else y + bias
 
 
-def _held(layer: Any, names: Sequence[str]) -> list[CpuWeight] | None:
+def _held(layer: KernelLinear, names: Sequence[str]) -> list[CpuWeight] | None:
     """The factors as the operator reads them, made again where what is stored has changed."""
     stored = [layer._buffers.get(f"{name}{end}") for name in names for end in ("_q", "_scale")]
     versions = [t is not None and not t.is_inference() and t._version for t in stored]

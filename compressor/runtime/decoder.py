@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial, wraps
 from time import perf_counter
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from blr.kernels.common.placing import on_gpu
 from blr.kernels.decode.gemv.segments import Run, in_turn
 
 MAX_BATCH = 16  # rows, up to which stages were measured
-Method = TypeVar("Method", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., object])
 
 
 def _on_own_gpu(method: Method) -> Method:

@@ -276,7 +276,7 @@ def accept(
     return tokens, count
 
 
-def make_drafted(model: Any, name: str, options: dict[str, Any]) -> Decoder:
+def make_drafted(model: PreTrainedModel, name: str, options: dict[str, Any]) -> Decoder:
     """The decoder of an export with the draft of class `name` in its folder, or with n-gram lookup; one
     without a draft if that is gone."""
     if name == NGRAM:
@@ -285,7 +285,7 @@ def make_drafted(model: Any, name: str, options: dict[str, Any]) -> Decoder:
     return Decoder(model, **options) if draft is None else DraftedDecoder(model, draft, **options)
 
 
-def load_draft(model: Any, name: str) -> PreTrainedModel | None:
+def load_draft(model: PreTrainedModel, name: str) -> PreTrainedModel | None:
     """The draft of class `name` in the folder of `model`, on its device and in its dtype; None, with a
     warning, where the folder has none any more. Ends that it lacks are those of `model`."""
     cls, folder = type(model).make_model(name), model.config._name_or_path

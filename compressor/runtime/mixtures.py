@@ -18,7 +18,7 @@ from blr.kernels.layers.routing.launch import Routing, routed, routed_reference
 
 
 def add_experts(
-    plan: TokenPlan, prefix: str, mlp: Any, x: Columns, norm: Any, add_modules: Callable[..., None]
+    plan: TokenPlan, prefix: str, mlp: Any, x: Columns, norm: nn.Module, add_modules: Callable[..., None]
 ) -> None:
     """Add the router and the experts that it chooses, or a block that has more than these as a whole."""
     children = dict(mlp.named_children())

@@ -136,7 +136,12 @@ class _Block:
         self.layers("down", {"down": (mlp.down_proj, x)}, inner, add=True)
 
     def layers(
-        self, name: str, targets: Targets, source: Columns, norm: Any = None, add: bool = False
+        self,
+        name: str,
+        targets: Targets,
+        source: Columns,
+        norm: nn.Module | None = None,
+        add: bool = False,
     ) -> None:
         """Add layers that share an input, in common launches if their numbers of stages agree."""
         found = {key: stages_of(module) for key, (module, _) in targets.items()}
@@ -150,7 +155,7 @@ class _Block:
         else:
             self.modules(targets, source, norm, add)
 
-    def modules(self, targets: Targets, source: Columns, norm: Any, add: bool) -> None:
+    def modules(self, targets: Targets, source: Columns, norm: nn.Module | None, add: bool) -> None:
         """Add layers that only their own forward computes, with their norm as a phase before."""
         if norm is not None:
             normed = Columns("normed", source.width)
@@ -166,7 +171,7 @@ class _Block:
         stages: Sequence[Sequence[LayerStage]],
         source: Columns,
         targets: Sequence[Columns],
-        norm: Any,
+        norm: nn.Module | None,
         order: tuple[int, int] | None = None,
         **fields: Any,
     ) -> None:
@@ -229,5 +234,5 @@ def _number(stages: Sequence[LayerStage] | None) -> int:
     return 0 if stages is None else len(stages)
 
 
-def _gain(norm: Any) -> dict[str, Any]:
+def _gain(norm: nn.Module | None) -> dict[str, Any]:
     return {} if norm is None else {"gain": norm.weight, "eps": norm.variance_epsilon}
