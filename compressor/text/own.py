@@ -86,9 +86,8 @@ def write_own_text(
         progress.say(f"the model writes {wanted.tokens:,} tokens of its own first")
         shelf, under = Shelf(shelf_folder(), fits), _surroundings(model, tokenizer)
         with reading, progress.layers(len(mine), OWN) as advance:
-            for n in mine:
-                advance("")
-                ids = shelf.batch(layer_key(text=keys[n], **under), partial(written, n))
+            named = {n: layer_key(text=keys[n], **under) for n in mine}
+            for n, ids in shelf.batches(named, written, lambda: advance(""), progress.say):
                 journal.store(keys[n], {"ids": ids}, {})
         if shelf.read:
             progress.say(f"{shelf.read} of {len(mine)} batches as it wrote them before ({shelf.folder})")
