@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from blr.compressor.checkpoint.header import read_header
-from blr.compressor.workspace.manifest import DIGEST, HEADER, MANIFEST, read_manifest
+from blr.compressor.workspace.manifest import DIGEST, MANIFEST, read_manifest
 
 SHARD = "model.safetensors"
 LAYER = "model.layers.0.mlp.up_proj"
@@ -214,7 +214,7 @@ def test_outputs_of_the_format_before_are_read(
     manifest = read_manifest(folder)
     del manifest[DIGEST]
     for listing in manifest["files"].values():
-        listing.pop(HEADER, None)
+        listing.pop("header_sha256", None)
     (folder / MANIFEST).write_text(json.dumps({**manifest, "format": 1}, indent=2))
     assert call(invoke, command, folder, text)[0] == 0
     shutil.rmtree(tmp_path / "exported", ignore_errors=True)
