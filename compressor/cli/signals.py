@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ DONE = b"\0"  # tells the watching thread that it is not needed any more
 NOTHING = "nothing was written"
 SETTLING = 1.0  # seconds that taking or giving up a lock may hold up a stop
 ERROR = "blr: error: "
+LAST_LINES = 50  # of what a process said
 LEAVING = 10.0  # seconds that processes take to end, or their end to be noticed
 
 
@@ -227,11 +229,16 @@ class Crew:
 
     def _watch(self, number: int, member: subprocess.Popen[str]) -> None:
         """End the run if this process fails."""
-        _, said = member.communicate()
-        code, lines = member.returncode, said.splitlines()
+        last: deque[str] = deque(maxlen=LAST_LINES)
+        assert member.stderr is not None
+        for line in member.stderr:
+            last.append(line)
+            if os.environ.get("BLR_DEBUG") == "1":
+                sys.stderr.write(f"[{number}] {line}")
+        code = member.wait()
         with self.lock:  # held for ever by who ends the run
             if code and not self.over:
-                reports = [line.removeprefix("blr: ") for line in lines if line.startswith(ERROR)]
+                reports = [line.removeprefix("blr: ") for line in last if line.startswith(ERROR)]
                 if reports and code > 0:
                     leave_at_once(reports[-1], code)
                 leave_at_once(
