@@ -88,8 +88,8 @@ class KernelExperts(Experts):
         return expert_sums(self._biased("down_proj", down, chosen), None, weights)
 
     def adding(self, like: Tensor, count: int) -> Adding | None:
-        """What adds to a stream what `count` experts of each of few tokens give, by kernels alone; None
-        where nothing does for inputs like these."""
+        """A function that adds the outputs of `count` experts of each token to the residual stream, by
+        our kernels alone; None where these do not take inputs [n, K] such as `like`."""
         stacks = self._stacks(like) if len(like) * count <= FEW and self.is_gated else []
         if not stacks or not all(stack.bits for stack in stacks) or not mixes(stacks[1], count):
             return None
@@ -102,7 +102,7 @@ class KernelExperts(Experts):
 
     @property
     def is_gated(self) -> bool:
-        """Whether a kernel of products computes the gate, too."""
+        """Whether the kernel of the first product also computes ``act(gate) ⊙ up``."""
         return self.gate_kind is not None and not self.has_bias
 
     @cached_property

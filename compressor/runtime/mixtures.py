@@ -37,8 +37,8 @@ def add_experts(
 def bound(
     phase: Phase, logits: Tensor, x: Tensor, dtype: torch.dtype, triton: bool, pdl: bool
 ) -> tuple[Run, bool]:
-    """What adds to `x` what the experts make of it that `logits` choose: the choice and the norm by one
-    kernel, then those of the experts, or their own forward. Besides, whether all are kernels of ours."""
+    """A function that routes by `logits` [B, experts] and adds the outputs of the chosen experts to `x`
+    [B, D]; and whether it launches kernels of ours alone. Norm and choice are one kernel."""
     experts, gain, routing = phase.module, phase.gain, phase.routing
     assert experts is not None and routing is not None and gain is not None
     given = x, gain, phase.eps, logits, Routing(*routing), dtype

@@ -92,7 +92,8 @@ def chosen(rules: str, bits: int, group: int, tokens: int, weights: int, K: int,
 
 
 def kernels_for(segments: Sequence[AnySegment], like: int = 1) -> str:
-    """Those of `STAGES` for stages of a launch, each of whose tokens has the sums of one of `like`."""
+    """The kernels of `STAGES` that run the stages of one launch. like: a token's sums are those of a
+    pass of so many tokens, bit for bit."""
     one, weights = segments[0], sum(prod(s.shape) for s in segments)
     tokens = max(len(one.x), like) if like >= SEVERAL else 1
     without = () if _in_bytes(segments) else ("integer",)
@@ -140,7 +141,7 @@ def grouped(segments: Sequence[AnySegment], how: How = USUAL) -> None:
 
 
 def bytewise(segments: Sequence[QuantizedSegment], how: How) -> Run:
-    """What runs stages by products of bytes."""
+    """A function that runs stages of one token by products of bytes, their corrections included."""
     from blr.kernels.decode.integer.launch import byte_stages, takes_first
 
     firsts = [s.correction.first for s in segments if s.correction is not None]

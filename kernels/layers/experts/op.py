@@ -104,14 +104,15 @@ def expert_products(
 
 def expert_mixed(x: Tensor, chosen: Tensor, weights: Tensor, stack: Stack) -> Tensor:
     """The sums [n, R] of the products of x [n · k, K] with the experts `chosen` [n · k] times `weights`
-    [n, k]; `chosen` and `weights` as `early` says."""
+    [n, k]. No kernel may write the last two while the one ahead of this runs."""
     if not mixes(stack, weights.shape[-1]):
         return expert_sums(expert_products(x, chosen, stack, early=True), None, weights)
     return apply(_MIXED, x, chosen, weights, *stack)
 
 
 def add_mixed(x: Tensor, chosen: Tensor, weights: Tensor, stack: Stack, y: Tensor) -> None:
-    """Add `expert_mixed` to y [n, R] of stride 1 in any dtype, by one kernel. Of what `mixes`."""
+    """Add `expert_mixed` to y [n, R] of stride 1 in any dtype, by one kernel. Only where `mixes` allows
+    it."""
     _mix(x, chosen, weights, stack, y, True)
 
 
