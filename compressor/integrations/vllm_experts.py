@@ -33,7 +33,7 @@ class ServedExperts(FusedMoEMethodBase):
         split = self.moe.moe_parallel_config
         if (count := max(split.tp_size, split.ep_size, split.dp_size)) > 1:
             found = f"{layer.layer_name}: compressed experts over {count} processes"
-            raise CapabilityError(f"{found}; serve it in one process")
+            raise CapabilityError(f"{found}, expected one; serve it in one process")
         gate_up = [layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name]
         stacks = {"gate_up_proj": gate_up, "down_proj": [layer.ckpt_down_proj_name]}
         layer.parts = make_experts(native_experts(options["params_dtype"]), stacks, self.specs)
