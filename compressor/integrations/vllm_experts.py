@@ -45,13 +45,15 @@ class ServedExperts(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Lay factors as the kernels read them. Raises ValueError where any is missing."""
         if missing := layer.parts.state_dict().keys() - layer.loaded:
-            raise ValueError(f"{layer.layer_name}: no {', '.join(sorted(missing))} in the checkpoint")
+            lacks = f"the checkpoint lacks {', '.join(sorted(missing))}"
+            raise ValueError(f"{layer.layer_name}: {lacks}; copy or compress it again")
         prepare_layers(layer.parts)
         prepare_float8(layer.parts)
 
     def apply(
         self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, **_: object
     ) -> Tensor:
+        """The outputs [n, h] of tokens x [n, h] by their k experts and weights [n, k]."""
         found: Tensor = layer.parts(x, topk_ids.long(), topk_weights)
         return found
 
@@ -68,7 +70,7 @@ def native_experts(dtype: torch.dtype) -> nn.Module:
 
 
 def load_weights(layer: RoutedExperts, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
-    """Take the tensors of a checkpoint; their names, as vLLM asks for them."""
+    """Take the tensors of a checkpoint. Gives the names of those taken, which vLLM counts."""
     for name in load_experts(layer.parts, weights):
         layer.loaded.add(name)
         yield f"parts.{name}"

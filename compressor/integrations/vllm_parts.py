@@ -149,8 +149,8 @@ class PackedPart(Part):
 def make_experts(
     native: nn.Module, stacks: dict[str, list[str]], specs: Mapping[str, Spec]
 ) -> KernelExperts:
-    """Empty experts in the dtype of `native`, which are transformers' own on the meta device. All their
-    `stacks` are apart: layers by `specs` ("gate_proj.3"), else dense ones."""
+    """Empty experts in the place of `native`, those of transformers on the meta device, in its dtype.
+    Each of the `stacks` becomes a list of layers: of `specs` ("gate_proj.3") or dense."""
     made = KernelExperts(native, stacks)
     replace_layers(made, {name: spec.to_dict() for name, spec in specs.items()})
     return made.to_empty(device=torch.get_default_device()).requires_grad_(False)
@@ -158,7 +158,7 @@ def make_experts(
 
 def load_experts(experts: KernelExperts, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
     """Take tensors by their names on disk: "gate_proj.3.U", of dense layers "3.gate_proj.weight". Gives
-    those in `experts`. Raises ValueError for an unknown one or a wrong shape."""
+    their names in `experts`. Raises ValueError for an unknown name or a wrong shape."""
     stored = experts.state_dict(keep_vars=True)
     for name, tensor in weights:
         first, *rest = name.split(".")
