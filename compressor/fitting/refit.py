@@ -87,7 +87,8 @@ class Refitting(TrainingLoop):
         self.consider()
         before = self.state.best
         self.train()
-        self.block.requires_grad_(False)
+        for parameter in self.parameters:
+            parameter.requires_grad_(False)
         return before, self.state.best
 
     def is_over(self) -> bool:

@@ -23,7 +23,7 @@ from blr.compressor.fitting.factorize import (
     layer_seed,
     metric_for,
 )
-from blr.compressor.fitting.moments import Moments, Sums, expert_moments, products, routed
+from blr.compressor.fitting.moments import Moments, expert_moments, products, routed
 from blr.compressor.fitting.refit import Errors, Refitting
 from blr.compressor.fitting.sensitivity import HIDDEN
 from blr.compressor.fitting.student import FitRun, Student, train_and_keep
@@ -86,6 +86,7 @@ class BlockFit:
             self._fit(units, keys, group)
         for name, module in members.items():
             self.student.install(name, keys[module])
+        self.student.join(members)
         run.prefix = layer_key(prefix=run.prefix, done=sorted(found))
 
     def _units(self, modules: Iterable[str], group: Group) -> list[list[str]]:
@@ -155,19 +156,19 @@ class BlockFit:
         return {self.student.module(name): each for names, each in pairs for name in names}
 
     def _expert_moments(self, group: Group) -> list[Moments]:
-        run, heads = self.run, [names[0] for names in group.inputs]
+        run, (home, part, _) = self.run, group.modules[0].rsplit(".", 2)
         sequential, to = run.work.recipe.sequential, run.model.device
         student = self.student.block if sequential else self.dense
 
-        def parts(n: int) -> Sums:
+        def parts(n: int) -> dict[str, Tensor]:
             batch = run.batches[n]
             batch = batch if sequential else replace(batch, student=batch.hidden)
-            return routed(student, self.dense, heads, batch, to)
+            return routed(student, self.dense, home, part, batch, to)
 
-        kinds = [(kind, name) for kind in ("gram", "cross", "tokens") for name in heads]
+        kinds = ["gram", "cross", "tokens"]
         with tensor_cores(to):
             sums = sum_in_order(run.work.processes, len(run.batches), parts, kinds, torch.float64)
-        return expert_moments(sums, heads)
+        return expert_moments(sums)
 
     def _shared_moments(self, group: Group) -> Moments:
         run, sequential = self.run, self.run.work.recipe.sequential
