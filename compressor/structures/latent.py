@@ -166,6 +166,10 @@ class LatentStack(Latent):
             own.hold(*held)
 
 
+class PlainStack(Plain):
+    """Parameters that are trained as they are, as one, [n, ...]."""
+
+
 def stacked(members: Sequence[Trained]) -> nn.Parameter:
     """The parameters of `members` as one [n, ...], of which they become views."""
     found = torch.stack([member.parameter.detach() for member in members])
@@ -177,7 +181,7 @@ def stacked(members: Sequence[Trained]) -> nn.Parameter:
 def joined(members: Sequence[Trained]) -> Trained:
     """What is trained in place of `members`, of one kind and shape."""
     latents = [member for member in members if isinstance(member, Latent)]
-    return LatentStack(latents) if latents else Plain(stacked(members))
+    return LatentStack(latents) if latents else PlainStack(stacked(members))
 
 
 class Bank:
