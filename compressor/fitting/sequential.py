@@ -84,9 +84,7 @@ class BlockFit:
             advance(*keys, there=[module for module in keys if module not in missing])
         if units := [unit for unit in self._units(keys, group) if missing.intersection(unit)]:
             self._fit(units, keys, group)
-        for name, module in members.items():
-            self.student.install(name, keys[module])
-        self.student.join(members)
+        self.student.install({name: keys[module] for name, module in members.items()})
         run.prefix = layer_key(prefix=run.prefix, done=sorted(found))
 
     def _units(self, modules: Iterable[str], group: Group) -> list[list[str]]:

@@ -6,6 +6,7 @@ Those in few bits are trained as full numbers, others by their dense weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -224,10 +225,13 @@ class Student:
                 found.setdefault((twin.spec, kind), {})[n] = twin
         return [*found.values()]
 
-    def install(self, name: str, key: str) -> None:
-        """Put a layer's fit, which the journal has under `key`, into the block and the results."""
-        entries, record, found = self._read(key)
-        self._put(name, entries, record, found, "")
+    def install(self, keys: Mapping[str, str]) -> None:
+        """Put fits, which the journal has under `keys` by the layers' names in the block, into the block
+        and the results."""
+        with ThreadPoolExecutor() as pool:  # there may be hundreds of experts
+            for name, found in zip(keys, pool.map(self._read, keys.values()), strict=True):
+                self._put(name, *found, "")
+        self.join(keys)
 
     def _read(self, key: str) -> tuple[dict[str, TensorEntry], Any, dict[str, Tensor]]:
         known = self.run.work.journal.load(key)
