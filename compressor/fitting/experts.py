@@ -99,8 +99,8 @@ class StackedExperts(Experts):
     def weight(self, name: str) -> Tensor:
         """The weights [E, o, i] of a list of layers; differentiable."""
         groups = self.joined.get(name, [])
-        if [numbers for numbers, _ in groups] == [[*range(self.count)]]:
-            return groups[0][1].weight()
+        if [n for numbers, _ in groups for n in numbers] == [*range(self.count)]:
+            return torch.cat([one.weight() for _, one in groups])
         found = {n: w for ns, one in groups for n, w in zip(ns, one.weight().unbind(), strict=True)}
         layers = enumerate(getattr(self, name))
         return torch.stack([found[n] if n in found else dense_weight(layer) for n, layer in layers])

@@ -42,7 +42,7 @@ from blr.compressor.modeling.fused import fuse_trained
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.training_sizes import WIDEST
-from blr.compressor.structures.latent import GroupPlace, Latent, Plain, RoundedGrid, Trained
+from blr.compressor.structures.latent import MOST, GroupPlace, Latent, Plain, RoundedGrid, Trained
 from blr.compressor.structures.packing import factors_of, from_matrix, part_of, to_matrix
 from blr.compressor.structures.specs import DenseSpec, Spec, stored_names
 from blr.kernels.decode.quantized.reference import pack
@@ -217,12 +217,14 @@ class Student:
                 ]
 
     def _kinds(self, name: str, count: int) -> list[dict[int, Twin]]:
-        """The twins of a list of experts' layers by their number, those that can be joined together."""
+        """The twins of a list of experts' layers by their number, those that can be joined together: of
+        one kind, and `MOST` numbers at most."""
         found: dict[object, dict[int, Twin]] = {}
         twins = {n: self.twins[f"{name}.{n}"] for n in range(count) if f"{name}.{n}" in self.twins}
         for n, twin in twins.items():
             if (kind := kind_of(twin.parts)) is not None:
-                found.setdefault((twin.spec, kind), {})[n] = twin
+                together = max(MOST // twin.spec.dense_parameters, 1)
+                found.setdefault((twin.spec, kind, n // together), {})[n] = twin
         return [*found.values()]
 
     def install(self, keys: Mapping[str, str]) -> None:
