@@ -46,7 +46,7 @@ from blr.compressor.workspace.journal import canonical_json, layer_key
 
 SWEEP = 8  # to be raised when measured sensitivities change
 NAMED = 6  # layers that a note names at most
-ENOUGH = 4  # tokens for each number of an expert's input, with which a calibration gains
+ENOUGH = 4  # tokens for each number of an expert's input: with fewer a calibration may lose
 
 Replan = Callable[[dict[str, list[float]] | None], Plan]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from exporting import compress_to, export_to, tokens_without_blr
 from fresh import blr
 from heal_models import save_characters, write_text
+from killing import killed_after
 from pico import MORE, save_model, save_pico
 from safetensors.torch import load_file, save_file
 
@@ -25,7 +25,6 @@ from blr.compressor.planning.plan import make_plan
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.runtime.phases import supports
-from blr.compressor.workspace.journal import Journal
 from blr.kernels.common.available import has_triton
 
 register()
@@ -235,33 +234,20 @@ def test_sinks_biases_and_clamped_gates_are_decoded(way: str, tmp_path: Path) ->
         assert by_kernels == [expected[0][:8]]
 
 
-def test_a_run_that_is_killed_amid_experts_ends_with_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_killed_amid_experts_ends_with_the_same_bytes(tmp_path: Path) -> None:
     source = save_pico("mixtral", tmp_path / "dense")
     save_characters(source)
     text = write_text(tmp_path / "text.txt", 6000)
     sizes = ("--cf", "1.5", "--seq-len", 32, "--samples", 8, "--refit", 1, "--force")
     asked = ("compress", source, "--text", text, "--method", "svd", *sizes)
     blr(*asked, "-o", tmp_path / "whole")
-    for stores in (8, 17):  # among experts of the first block, and of the second
-        output, left = tmp_path / f"killed-{stores}", iter(range(stores))
-        with monkeypatch.context() as patched:
-            patched.setattr(Journal, "store", _killed(Journal.store, left))
-            with pytest.raises(RuntimeError):
-                blr(*asked, "-o", output)
+    for stores in (8, 17, 33):  # among experts of the first block, of the second, and behind these
+        output = tmp_path / f"killed-{stores}"
+        with killed_after(stores):
+            blr(*asked, "-o", output)
         assert "resumed with" in blr(*asked, "-o", output).err
         name = "model.safetensors"
         assert (output / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
-def _killed(store: Any, left: Iterator[int]) -> Any:
-    def stored(journal: Journal, *arguments: Any) -> None:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        store(journal, *arguments)
-
-    return stored
 
 
 @pytest.mark.parametrize("kind", ["gguf", "mlx"])

@@ -105,7 +105,7 @@ def awq(task: Task) -> Found:
     from llmcompressor.modifiers.awq import AWQModifier
 
     if not torch.cuda.is_available():  # 0.14 pins its inputs for a GPU, also where there is none
-        torch.Tensor.pin_memory = lambda self, *_: self
+        torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     return _llmcompressor(task, AWQModifier, symmetric=False)
 
 
