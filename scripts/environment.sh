@@ -8,8 +8,7 @@ trap 'rm -rf "$work"' EXIT
 bash scripts/copy_tracked.sh "$work/source"
 [ -x "$1/bin/python" ] || python3 -m venv "$1"
 pip() { "$1/bin/python" -m pip "${@:2}"; }
-pip "$1" install --quiet --constraint tests/constraints.txt build
-"$1/bin/python" -m build --quiet --wheel --outdir "$work" "$work/source"
+pip "$1" wheel --quiet --no-deps --wheel-dir "$work" "$work/source"
 pip "$1" install --quiet --no-compile --constraint tests/constraints.txt "$(echo "$work"/*.whl)[$2]"
 pip "$1" install --quiet --no-compile --no-deps --force-reinstall "$work"/*.whl # of the same version, another build
 rarely='/(tests|test|models|pipelines|datasets|tasks|_vendor)/' # compiled when they are imported

@@ -13,13 +13,17 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from warm import Warm, in_fork, serve
 
 MAIN = "from blr.compressor.cli import main; main()"
+APART = ("scipy.optimize", "numpy.f2py", "pydantic", "rich.progress", "typer", "jinja2", "PIL.Image")
+APART += ("httpx2", "ruamel.yaml", "safetensors.torch", "torch.distributed.checkpoint")
 REFUSING = """
 import sys
 class Refuse:
@@ -77,13 +81,16 @@ def _executed(code: str, argv: list[str]) -> int:
 
 
 def import_torch() -> None:
-    """And what of it transformers imports."""
+    """And what of it, and beside it, transformers imports."""
     import torch
     import torch._dynamo
     import torch._refs
     import torch.distributed.tensor
 
     torch.set_num_threads(1)
+    for name in APART:
+        with suppress(ModuleNotFoundError):
+            import_module(name)
     ours = {"blr", "transformers", "huggingface_hub"}
     assert not ours & {name.partition(".")[0] for name in sys.modules}
 
