@@ -101,7 +101,8 @@ class Module:
 
     def uses(self, name: str) -> Iterator[int]:
         """The bytes where the global `name` stands. BundleError for another meaning, a string."""
-        fields = {id(part.target) for part in self._class_parts() if isinstance(part, ast.AnnAssign)}
+        parts = (part for node in self.nodes if isinstance(node, ast.ClassDef) for part in node.body)
+        fields = {id(part.target) for part in parts if isinstance(part, ast.AnnAssign)}
         for node in self.nodes:
             if self._is_other(node, name):
                 raise BundleError(f"{self.name}: {name} has two meanings; rename one of them")
@@ -115,9 +116,6 @@ class Module:
             if not self.data.startswith(name.encode(), start):
                 raise BundleError(f"{self.name}: {name} cannot be renamed inside a string")
             yield start
-
-    def _class_parts(self) -> Iterator[ast.stmt]:
-        return (part for node in self.nodes if isinstance(node, ast.ClassDef) for part in node.body)
 
     def _is_other(self, node: ast.AST, name: str) -> bool:
         """Whether a node gives `name` another meaning; fields of classes may have it."""

@@ -23,7 +23,7 @@ from blr.compressor.output.files import FolderContents, slots_of, small_files, w
 from blr.compressor.output.folder_run import FolderRun
 from blr.compressor.output.loss import calibration_text
 from blr.compressor.output.loss_messages import advice, better_fit
-from blr.compressor.output.report import as_recorded, by_type, is_layer, read_records, tensor_bytes
+from blr.compressor.output.report import as_recorded, by_type, read_records, tensor_bytes
 from blr.compressor.planning.forecast import Compression, disk_bytes
 from blr.compressor.planning.forecast_healing import kept_bytes
 from blr.compressor.planning.layers import what_became
@@ -87,7 +87,7 @@ class CompressRun(FolderRun):
     def prepare(self, first: bool) -> None:
         """Announce what is there already, and check that the output will load and can be healed."""
         if first:
-            if kept := self.workspace.journal.count(is_layer):
+            if kept := self.workspace.journal.count(lambda record: "spec" in record):  # of layers
                 self.progress.say(f"resumed with {kept} of {len(self.plan.layers)} layers")
             device = pick_device(self.settings.device).type
             fits = expected(self.recipe, self.settings.calibration, device)

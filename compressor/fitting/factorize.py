@@ -29,7 +29,7 @@ from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.structures import lowrank
 from blr.compressor.structures.base import FitOptions, relative_error
-from blr.compressor.structures.blast import is_shared
+from blr.compressor.structures.blast import SHARES, rows_at_once
 from blr.compressor.structures.linalg import (
     add_ridge,
     balance,
@@ -353,7 +353,7 @@ def fitted_together(job: LayerJob) -> bool:
     spec = job.planned.spec.fitted()
     if not isinstance(spec, BlastSpec) or job.planned.solver == "precgd":
         return False
-    return is_shared(spec, fitting_dtype(job.device).itemsize)
+    return spec.blocks >= SHARES * rows_at_once(spec, fitting_dtype(job.device).itemsize, True)
 
 
 def fitting_dtype(device: torch.device) -> torch.dtype:

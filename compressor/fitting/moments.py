@@ -12,13 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.fitting.block_passes import (
-    Arguments,
-    Batch,
-    Reached,
-    parted,
-    run_block,
-)
+from blr.compressor.fitting.block_passes import Arguments, Batch, Reached, parted, run_block
 from blr.compressor.fitting.experts import STACKS, StackedExperts, seats_of
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.structures.linalg import add_ridge, cholesky, solve_factored

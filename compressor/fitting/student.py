@@ -19,13 +19,7 @@ from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, run_block
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.composed import Sum, compose_layers
-from blr.compressor.fitting.experts import (
-    Joined,
-    StackedExperts,
-    experts_of,
-    kind_of,
-    watched_experts,
-)
+from blr.compressor.fitting.experts import Joined, StackedExperts, experts_of, kind_of, watched_experts
 from blr.compressor.fitting.factorize import (
     LayerJob,
     Result,

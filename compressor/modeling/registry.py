@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,12 @@ def register(model_type: str) -> type:
     for mapping in mappings:
         if native in mapping and (names := _known(mapping[native])):
             classes = tuple(model_class(PREFIX + name) for name in names)
-            for found in classes:
-                _name_in_transformers(found)
+            # `transformers serve`, pipelines and TRL look there for the name that config.json has. To
+            # import pipelines makes transformers a second time; who imported it before keeps the first
+            for found, module in product(classes, (transformers, sys.modules["transformers"])):
+                setattr(module, found.__name__, found)
             mapping.register(config, classes[0] if len(classes) == 1 else classes, exist_ok=True)
     return config
-
-
-def _name_in_transformers(found: type) -> None:
-    """Let `transformers serve`, pipelines and TRL find a class by the name that config.json has.
-    Importing pipelines makes transformers a second time; who imported it before keeps the first."""
-    for module in (transformers, sys.modules["transformers"]):
-        setattr(module, found.__name__, found)
 
 
 class _OnDemand(dict[str, type]):

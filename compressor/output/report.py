@@ -152,11 +152,6 @@ def _read(path: Path) -> dict[str, Any]:
     return read_json(path, MAX_BYTES, constants=True)
 
 
-def is_layer(record: dict[str, object]) -> bool:
-    """Whether a journal's record is of a fitted layer; others are of blocks, texts and statistics."""
-    return "spec" in record
-
-
 def as_recorded(plan: Plan, records: Records) -> Plan:
     """`plan` with the specs of an output, as a run that found it finished measured nothing."""
     made = {module: spec_from_dict(record["spec"]) for module, record in records.items()}

@@ -13,7 +13,7 @@ from blr.compressor.base.device import Card, installed_card
 from blr.compressor.base.errors import UsageError
 from blr.compressor.recipe.architectures import read_config_table
 from blr.compressor.structures.spec import Spec
-from blr.compressor.structures.specs import BlastSpec, DenseSpec, KroneckerSpec, LowRankSpec, MonarchSpec
+from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, MonarchSpec
 
 USUAL = "h200"  # the GPU that times are predicted for if nothing else is known
 ASKED = "asked for"
@@ -85,10 +85,6 @@ def find_gpu(name: str) -> Gpu:
 @cache
 def gpus() -> dict[str, Gpu]:
     return {name: Gpu(name, **fields) for name, fields in read_config_table("gpus.yaml").items()}
-
-
-def dense_time(in_features: int, out_features: int, tokens: int, gpu: Gpu, launch: bool = True) -> float:
-    return layer_time(DenseSpec(in_features, out_features), tokens, gpu, launch)
 
 
 def layer_time(spec: Spec, tokens: int, gpu: Gpu, launch: bool = True) -> float:

@@ -6,8 +6,9 @@ from typing import Any
 
 from blr.compressor.base.tables import aligned
 from blr.compressor.planning.plan import Plan, PlannedLayer
-from blr.compressor.planning.roofline import ASKED, DECODE, PREFILL, Gpu, dense_time, layer_time
+from blr.compressor.planning.roofline import ASKED, DECODE, PREFILL, Gpu, layer_time
 from blr.compressor.recipe.schema import Recipe
+from blr.compressor.structures.specs import DenseSpec
 
 EXPERT = re.compile(r"^(.+\.experts\.\w+\.)(\d+)$")  # the name of an expert's layer, its number behind
 SUMMED = (
@@ -68,7 +69,7 @@ def _whole(plan: Plan, layers: Sequence[dict[str, object]]) -> dict[str, object]
 def _row(entry: PlannedLayer, gpu: Gpu) -> dict[str, Any]:
     layer, spec = entry.layer, entry.spec
     o, i = layer.shape
-    dense = [dense_time(i, o, tokens, gpu) for tokens in (DECODE, PREFILL)]
+    dense = [layer_time(DenseSpec(i, o), tokens, gpu) for tokens in (DECODE, PREFILL)]
     times = [layer_time(spec, tokens, gpu) for tokens in (DECODE, PREFILL)]
     return {
         "module": layer.module,

@@ -93,11 +93,6 @@ def rows_at_once(spec: BlastSpec, item_bytes: int, calibrated: bool) -> int:
     return min(most, max(1, spec.blocks // SHARES))
 
 
-def is_shared(spec: BlastSpec, item_bytes: int) -> bool:
-    """Whether several processes fit a calibrated layer faster than one."""
-    return spec.blocks >= SHARES * rows_at_once(spec, item_bytes, True)
-
-
 Solve = Callable[[Tensor, Tensor], Tensor]
 Part = tuple[Tensor, Tensor, Tensor]  # of block rows: their loss, its gradient of S, and of V
 

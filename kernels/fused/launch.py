@@ -58,12 +58,8 @@ def _activated_plan(
     fits = 0 < k <= RANKS and x.numel() // k >= PRODUCTS and (bias is None or bias.stride() == (1,))
     fits = fits and kernels_on(x.device) and x.dtype == weight.dtype in HALF
     if not fits or not tma_ready(rows(x)[None], weight.mT[None]):
-        return partial(_activated_after, activation=activation)
+        return lambda x, weight, bias: OVER[activation](functional.linear(x, weight, bias))
     return Launches(partial(_activated, activation=activation))
-
-
-def _activated_after(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    return OVER[activation](functional.linear(x, weight, bias))
 
 
 def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -147,7 +143,7 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 def _rotated_plan(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Callable[..., Rotated]:
     """What rotates all tensors that lie like these."""
     if not kernels_on(q.device) or not fits(q, k, cos, sin):
-        return _rotated_plain
+        return lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin))
     order = by_token(q), by_token(k)
     launches = Launches(partial(_rotated, order=order))
     return lambda *given: _heads(launches(*given), order)
@@ -164,10 +160,6 @@ def turned_back(
     """
     q, k = (g if g.stride(-1) == 1 else g.contiguous() for g in (q, k))
     return _heads(_rotated(q, k, cos, sin, order, back=True), order)
-
-
-def _rotated_plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 def by_token(x: Tensor) -> bool:

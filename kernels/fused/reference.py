@@ -17,14 +17,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) ⊙ up``, [..., K]."""
-    return silu(gate) * up
-
-
-def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``gelu(gate) ⊙ up`` with the approximation by tanh, [..., K]."""
-    return gelu(gate, approximate="tanh") * up
-
-
-GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu}
+# Of gate and up [..., K], by name
+GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "swiglu": lambda gate, up: silu(gate) * up,
+    "geglu": lambda gate, up: gelu(gate, approximate="tanh") * up,
+}

@@ -36,7 +36,7 @@ def begun(tmp_path: Path) -> Path:
     place = Folder(tmp_path / "out", COMMON, POINTS)
     with place.held(restart=False):
         place.write("points/svd.json", {**RECORD, "digest": "1" * 64})
-        place.spend("svd", 4.0)
+        place.write("logs/svd.spent.json", {"seconds": 4.0})
         place.log("svd").write_text("said\n")
     return tmp_path / "out"
 

@@ -8,7 +8,6 @@ from blr.compressor.base.errors import UsageError
 from blr.compressor.planning.roofline import (
     DECODE,
     PREFILL,
-    dense_time,
     find_gpu,
     gpus,
     layer_time,
@@ -16,6 +15,7 @@ from blr.compressor.planning.roofline import (
 from blr.compressor.structures.patterns import two_factor_chain
 from blr.compressor.structures.specs import (
     BlastSpec,
+    DenseSpec,
     KroneckerSpec,
     LowRankSpec,
     MonarchSpec,
@@ -52,7 +52,7 @@ def at_cf_2(i: int, o: int) -> list[Spec]:
 @pytest.mark.parametrize(("i", "o", "n"), FLOORS)
 def test_table_of_floors(i: int, o: int, n: int) -> None:
     specs = at_cf_2(i, o)
-    found = [dense_time(i, o, n, H200, launch=False)]
+    found = [layer_time(DenseSpec(i, o), n, H200, launch=False)]
     found += [layer_time(spec, n, H200, launch=False) for spec in specs]
     assert found == pytest.approx(FLOORS[i, o, n], rel=0.05)
 
@@ -60,9 +60,9 @@ def test_table_of_floors(i: int, o: int, n: int) -> None:
 def test_small_layers_do_not_gain_for_one_token() -> None:
     """k and v of Llama-3.1-8B: the second launch costs more than half of the bytes save."""
     halved = LowRankSpec(4096, 1024, 408)
-    assert layer_time(halved, DECODE, H200) > dense_time(4096, 1024, DECODE, H200)
+    assert layer_time(halved, DECODE, H200) > layer_time(DenseSpec(4096, 1024), DECODE, H200)
     large = LowRankSpec(4096, 14336, 1568)
-    assert layer_time(large, DECODE, H200) < dense_time(4096, 14336, DECODE, H200)
+    assert layer_time(large, DECODE, H200) < layer_time(DenseSpec(4096, 14336), DECODE, H200)
 
 
 @pytest.mark.parametrize("side", ["out", "in"])
@@ -74,7 +74,7 @@ def test_groups_cost_what_their_factors_cost(side: str) -> None:
 
 
 def test_every_gpu_is_known_and_slower_cards_are_slower() -> None:
-    times = [dense_time(4096, 4096, DECODE, gpu) for gpu in gpus().values()]
+    times = [layer_time(DenseSpec(4096, 4096), DECODE, gpu) for gpu in gpus().values()]
     assert times[0] == min(times)
     assert {gpu.source for gpu in gpus().values()} == {"measured", "datasheet"}
     assert find_gpu("RTX-4090").copy_tbps < 1.1

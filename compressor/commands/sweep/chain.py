@@ -161,7 +161,7 @@ class PointChain:
     def stopped(self) -> None:
         """Note what the command took, which another run of the sweep may not take again."""
         self.spent += time.monotonic() - self.began
-        self.folder.spend(self.name, self.spent)
+        self.folder.write(f"logs/{self.name}.spent.json", {"seconds": self.spent})
 
     def tidy(self) -> None:
         """Remove the checkpoint of a point that is done, unless it was made to be kept."""

@@ -254,9 +254,6 @@ class Folder:
         found = read_kept(self.path / "logs" / f"{name}.spent.json", Spent, ANEW)
         return 0.0 if found is None else found.seconds
 
-    def spend(self, name: str, seconds: float) -> None:
-        self.write(f"logs/{name}.spent.json", {"seconds": seconds})
-
     def finish(self, result: dict[str, object]) -> None:
         """Write ``sweep.json``: whose the folder is, and the `result` of the sweep if there is one."""
         self.write(RESULT, {"about": ABOUT, "common": self.common, "made": self.made, **result})
