@@ -82,14 +82,6 @@ def write_stream(path: Path, chunks: Iterable[Bytes], new: bool = False) -> tupl
     return size, digest.hexdigest()
 
 
-def write_probe(folder: Path) -> None:
-    """Raise OSError unless a file can be made in `folder`."""
-    probe = scratch_for(folder / "probe")
-    with open(probe, "xb"):
-        pass
-    os.unlink(probe)
-
-
 def sha256_file(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

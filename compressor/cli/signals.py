@@ -67,7 +67,9 @@ def stop_on_signals(running: Running | None = None) -> Iterator[Running]:
     watcher = threading.Thread(target=_watch, args=(reader, running), daemon=True)
     watcher.start()
     before = signal.set_wakeup_fd(writer)
-    handlers = {number: signal.signal(number, _noted) for number in _stopping()}
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    taken = [number for number in SIGNALS if number is not signal.SIGHUP or hangs_up]
+    handlers = {number: signal.signal(number, _noted) for number in taken}
     try:
         yield running
     finally:
@@ -78,11 +80,6 @@ def stop_on_signals(running: Running | None = None) -> Iterator[Running]:
         watcher.join()
         os.close(writer)
         os.close(reader)
-
-
-def _stopping() -> list[signal.Signals]:
-    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    return [number for number in SIGNALS if number is not signal.SIGHUP or hangs_up]
 
 
 def _noted(number: int, frame: FrameType | None) -> None:

@@ -260,13 +260,6 @@ def elsewhere(name: str, draft: str) -> dict[str, str]:
     }
 
 
-def check_batch(batch: int) -> None:
-    """Raise CapabilityError for more sequences than are decoded with a draft."""
-    if batch > MOST_DRAFTED:
-        said = f"with --draft up to {MOST_DRAFTED} sequences are decoded at once"
-        raise CapabilityError(f"--batch {batch}: {said}; lower it")
-
-
 def open_draft(folder: Path, checkpoint: Checkpoint, context: int, kept: Collection[str]) -> Draft:
     """Open the draft in `folder` for an export of `checkpoint`, whose tensors `kept` stay as they are.
     Raises UsageError for a model that is no draft of this one."""

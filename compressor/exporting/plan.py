@@ -172,7 +172,9 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     tensors = plan_tensors(source, specs, options.dtype, quantizer)
     draft = None
     if options.draft is not None:
-        files.check_batch(options.batch)
+        if options.batch > files.MOST_DRAFTED:
+            said = f"with --draft up to {files.MOST_DRAFTED} sequences are decoded at once"
+            raise CapabilityError(f"--batch {options.batch}: {said}; lower it")
         packed |= {"draft": options.draft}
     if options.small is not None:
         draft = files.open_draft(Path(options.small), checkpoint, context or 0, tensors.shapes)

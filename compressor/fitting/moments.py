@@ -19,7 +19,6 @@ from blr.compressor.structures.linalg import add_ridge, cholesky, solve_factored
 
 RIDGE = 0.01  # added to H, relative to its mean diagonal: without it targets grow thirty-fold
 PRIOR = 0.25  # tokens of the layer's mean that an expert's moments get, a number of its input
-FLOOR = 0.05  # share of the layer's mean that an expert's sensitivities get
 
 
 @dataclass
@@ -109,8 +108,3 @@ def expert_moments(sums: Mapping[str, Tensor]) -> list[Moments]:
 
     pairs = zip(raised(sums["gram"]), raised(sums["cross"]), counts, strict=True)
     return [Moments(gram, cross, tokens=count) for gram, cross, count in pairs]
-
-
-def with_floor(sums: Tensor) -> Tensor:
-    """Sums [E, m, m] of a layer's experts with a small share of their mean added to each."""
-    return sums + FLOOR / len(sums) * sums.sum(0)

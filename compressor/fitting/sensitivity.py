@@ -21,13 +21,13 @@ from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, ru
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.experts import AT_ONCE, watched_experts
 from blr.compressor.fitting.factorize import Work, layer_seed
-from blr.compressor.fitting.moments import with_floor
 from blr.compressor.recipe.architectures import Group
 from blr.compressor.structures.linalg import cholesky, eigenvalues
 from blr.compressor.workspace.journal import layer_key
 
 BACKWARD = 4.4  # time of a block's backward pass with its sums, relative to its forward pass
 Sums = dict[tuple[str, str], Tensor]  # by layer or list of experts' layers, "in" or "out"
+FLOOR = 0.05  # share of the layer's mean that an expert's sensitivities get
 HIDDEN = "hidden"  # stands for a block's own output among the names of its layers
 
 
@@ -142,7 +142,7 @@ class SensitivitySweep:
             return found
 
         sums = sum_in_order(self.processes, len(self.batches), parts, kinds + apart, torch.float64)
-        sums |= {key: with_floor(sums[key]) for key in apart}
+        sums |= {key: sums[key] + FLOOR / len(sums[key]) * sums[key].sum(0) for key in apart}
         self._record(index, block, sums)
         return entering
 

@@ -164,7 +164,7 @@ def store_trained(
     merged = pair.places.parted(pair.masters, source)
     for entry in source.entries.values():
         name = pair.places.names[entry.name]
-        master = merged.get(entry.name, pair.master_of(name))
+        master = merged.get(entry.name, pair.masters.get(pair.first_names.get(name, name)))
         if master is None:
             master = _sum(pair, checkpoint, entry)
         if master is not None and entry.name not in tensors:

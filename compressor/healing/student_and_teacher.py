@@ -135,10 +135,6 @@ class TrainedPair(TrainedSet):
         """The masters; in place of slices the parameters that they are slices of."""
         return {**self.masters, **{name: part.parameter for name, part in self.slices.items()}}
 
-    def master_of(self, name: str) -> Tensor | None:
-        """The master of a parameter, by any of its names; None if it is not trained."""
-        return self.masters.get(self.first_names.get(name, name))
-
     def kinds(self) -> list[str]:
         """The kinds (`settings.KINDS`) of what is trained; additions have none."""
         parts, names = parts_of(self.twins), [n for n in self.masters if not is_addition(n)]

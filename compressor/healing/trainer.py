@@ -106,7 +106,8 @@ class Trainer(TrainingLoop):
         self.state, masters, moments = found
         self.pair.restore(masters)
         self.optimizer.load([moments.get(name, {}) for name in self.pair.masters])
-        self.meter.go_on(self.state.loss_sum, self.state.loss_steps)
+        self.meter.total += self.state.loss_sum
+        self.meter.steps = self.state.loss_steps
         self.progress.say(f"resumed at step {self.state.step}, trained for {self.state.seconds:.0f} s")
 
     def free(self) -> None:
@@ -233,11 +234,6 @@ class Meter:
     def _restart(self) -> None:
         self.total = torch.zeros((), device=self.device)
         self.steps, self.tokens, self.at = 0, 0, monotonic()
-
-    def go_on(self, total: float, steps: int) -> None:
-        """Count the `steps` of an earlier run, whose losses add up to `total`, in the next line."""
-        self.total += total
-        self.steps = steps
 
     def add(self, loss: Tensor, norm: Tensor, tokens: int) -> None:
         self.last.copy_(torch.stack([loss, norm.detach().float()]), non_blocking=True)

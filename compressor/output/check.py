@@ -124,7 +124,9 @@ class OutputCheck:
         if self.trial is not None:
             self.distance, self.loss = self._run(self.trial, folder)
         facts = None if self.loss is None else self.loss.facts
-        files = _card(folder / CARD, facts) | _report(folder / REPORT, facts)
+        files, report = _card(folder / CARD, facts), folder / REPORT
+        if facts is not None and report.is_file():
+            files |= report_pages(json.loads(report.read_bytes()) | {"loss": rounded(facts)})
         return written | {name: write_stream(folder / name, [data]) for name, data in files.items()}
 
     @property
@@ -156,12 +158,6 @@ def _card(path: Path, facts: LossFacts | None) -> dict[str, bytes]:
         return {}
     said = "" if facts is None else f"\nPerplexity {told(facts)}.\n"
     return {CARD: text.replace(MARK, said).encode()}
-
-
-def _report(path: Path, facts: LossFacts | None) -> dict[str, bytes]:
-    if facts is None or not path.is_file():
-        return {}
-    return report_pages(json.loads(path.read_bytes()) | {"loss": rounded(facts)})
 
 
 KEPT = {DIFFUSERS.kind, "_diffusers_version"}  # keys that sound like code and are none

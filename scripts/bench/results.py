@@ -12,11 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from math import isfinite
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from blr.bench.checks import WrongResult
 from blr.compressor import __version__
-from blr.compressor.base.disk import fsync_folder, write_probe, write_stream
+from blr.compressor.base.disk import fsync_folder, write_stream
 from blr.compressor.base.errors import BlrError, OutputError
 from blr.compressor.base.exhaustion import exhausted, storage_errors
 from blr.compressor.base.quoting import named_line
@@ -173,7 +174,7 @@ def check_output(folder: Path) -> None:
     check_outside(folder / NAME)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_probe(folder)
+        TemporaryFile(dir=folder).close()
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise OutputError(f"output {folder}: cannot be written to ({reason}); give another") from error

@@ -6,12 +6,13 @@ import os
 import stat
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
-from blr.compressor.base.disk import write_probe, write_stream
+from blr.compressor.base.disk import write_stream
 from blr.compressor.base.errors import OutputError, UsageError
 from blr.compressor.base.exhaustion import storage_errors
 from blr.compressor.recipe.tuned_table import TunedRule, TunedTable, read_table
@@ -40,7 +41,7 @@ def check_table(path: Path) -> None:
         raise OutputError(f"{path}: a folder; expected the name of a YAML file, give another --output")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_probe(path.parent)
+        TemporaryFile(dir=path.parent).close()
     except OSError as error:
         reason = (error.strerror or type(error).__name__).lower()
         raise OutputError(
