@@ -221,12 +221,11 @@ class Finishing(Refitting):
     compressed) of the next token, in nats. Dense logits follow from the final states `targets`."""
 
     def __init__(
-        self, run: FitRun, trained: list[Trained], starts: list[Batch], targets: dict[int, Tensor],
-        rate: float = FINISH_RATE,
-    ) -> None:  # fmt: skip
+        self, run: FitRun, trained: list[Trained], starts: list[Batch], targets: dict[int, Tensor]
+    ) -> None:
         self.model = run.model
         blocks = Blocks([student.block for student in run.students])
-        super().__init__(blocks, trained, run.work.processes, starts, targets, None, rate)
+        super().__init__(blocks, trained, run.work.processes, starts, targets, None, FINISH_RATE)
 
     def _parts(self, batch: Batch) -> int:
         """How many parts a batch is taken in, so that the logits of one fit in `LOGITS` bytes."""
