@@ -19,10 +19,11 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.regular import read_start
 from blr.compressor.loading.resolve import default_output, resolve_model
 from blr.compressor.recipe.chosen import asked_recipe
+from blr.compressor.recipe.option import check_limits
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.text.reading import OWN, check_text
 from blr.compressor.workspace.manifest import computing_digest
-from blr.compressor.workspace.ownership import check_output
+from blr.compressor.workspace.ownership import check_kept, check_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,6 +68,7 @@ def compress(
     resolved = asked_recipe(recipe, asked, text is not None, effort, own, apart=apart)
     heal = MINUTES if heal is None and drafts else heal
     options = Settings(str(model), calibration=text, heal=checked_minutes(heal), **settings)
+    check_limits(options)
     if text is not None:
         check_text(text, options.offline)
     progress.output = default_output(str(model), resolved) if output is None else Path(output)
@@ -142,8 +144,8 @@ def export(
 
     name, progress = str(checkpoint), progress or Progress(quiet=True)
     options = ExportOptions(name, **settings)
-    use_threads(options.threads)
     check_options(options)
+    use_threads(options.threads)
     progress.output = Path(output)
     check_output(progress.output, options.overwrite, [name, *filter(None, [options.small])])
     found = resolve_model(name, revision=options.revision, offline=options.offline)
@@ -217,6 +219,8 @@ def evaluate(
     found = resolve_model(str(checkpoint), offline=asked.offline)
     _check_files(*asked.text, asked.sts)
     dense = resolve_model(asked.against, offline=asked.offline) if asked.against else None
+    if asked.keep_dense:
+        check_kept(asked.keep_dense, [at.folder for at in (found, dense) if at])
     progress.loading()
     from blr.compressor.commands.evaluate import evaluate_folder
 

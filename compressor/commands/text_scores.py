@@ -179,9 +179,9 @@ def predicting(model: Replies, rows: Tensor, fresh: int) -> Tensor:
 
 def kept_at(folder: Path, checkpoint: Path, *key: object) -> Path:
     """Where the states of a dense checkpoint lie that depend on `key`, too. Its files are known by their
-    sizes and times."""
-    files = sorted(path for path in checkpoint.iterdir() if path.is_file())
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    places, sizes and times; the system sets st_ctime at each change, also of the other times."""
+    files = {path.name: path.stat() for path in sorted(checkpoint.iterdir()) if path.is_file()}
+    stats = [(n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in files.items()]
     by = (__version__, torch.__version__, transformers.__version__)
     return folder / f"{hashlib.sha256(canonical_json([stats, by, key])).hexdigest()}.safetensors"
 
@@ -223,7 +223,8 @@ class DenseStates:
             save_file(held, scratch)
             settle(scratch, self.path)
         except Exception as error:  # of the system, or of the library's own kind
-            progress.warn(f"the dense model's states are not kept ({first_line(error, 160)})")
+            said = f"{self.path.parent}: the dense model's states are not kept: {first_line(error, 160)}"
+            progress.warn(f"{said}; see that the folder can be written and has room")
         finally:
             with suppress(OSError):
                 scratch.unlink(missing_ok=True)

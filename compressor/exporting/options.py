@@ -8,6 +8,7 @@ from blr.compressor.base.errors import CapabilityError, UsageError
 from blr.compressor.base.exhaustion import check_packages
 from blr.compressor.checkpoint.context import NGRAM
 from blr.compressor.planning.roofline import chosen_gpu
+from blr.compressor.recipe.option import check_limits
 from blr.compressor.recipe.settings import RunSettings
 
 QUANTIZED = ("int8", "int4")
@@ -78,6 +79,7 @@ class ExportOptions(RunSettings):
 def check_options(options: ExportOptions) -> ExportOptions:
     """`options` with None for a kind "none". Raises UsageError; CapabilityError for more sequences than
     the kernels take, or packages that are not installed."""
+    check_limits(options)
     if not 1 <= options.batch <= MAX_BATCH:
         refusal = UsageError if options.batch < 1 else CapabilityError
         said = f"--batch {options.batch}: the decoding kernels take 1 to {MAX_BATCH} sequences"

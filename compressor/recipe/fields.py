@@ -26,7 +26,7 @@ def _checked_pattern(text: str) -> str:
     try:
         check_pattern(text)
     except UsageError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(str(error).removeprefix(f"pattern is {quote(text)}: ")) from None
     return text
 
 

@@ -20,6 +20,14 @@ from blr.compressor.base.errors import UsageError
 ENTRY = re.compile(r"(\w+)(?: \((-[\w, -]+)\))?: (.*?)(?: \[(.*)\])?")
 
 
+TYPES = {
+    bool: ((bool,), "True or False"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "text"),
+}
+
+
 class Limits(NamedTuple):
     """The least and the largest allowed number of a field, given in its annotation."""
 
@@ -57,14 +65,23 @@ def options_of(owner: object) -> dict[str, Option]:
 
 
 def check_limits(settings: object) -> None:
-    """Raise UsageError for a number outside of its `Limits`."""
+    """Raise UsageError for a value of another type than its field's, and a number outside of its
+    `Limits`."""
     owner: object = type(settings)
     for name, option in options_of(owner).items():
         value, (least, most) = getattr(settings, name), option.limits
+        _check_type(name, value, option.kind, getattr(owner, name, None) is None)
         low, high = -inf if least is None else least, inf if most is None else most
         if value is not None and option.limits != Limits() and not low <= value <= high:
             found = f"{option.names[0]} {value:g}"
             raise UsageError(f"{found}: expected a number from {low:g} to {high:g}")
+
+
+def _check_type(name: str, value: object, kind: object, optional: bool) -> None:
+    if kind in TYPES and not (value is None and optional):
+        types, expected = TYPES[kind]
+        if type(value) not in types:
+            raise UsageError(f"{name}={value!r}: expected {expected}")
 
 
 def plain_type(hint: object) -> object:

@@ -223,6 +223,8 @@ def healing_steps(options: HealOptions) -> list[str]:
 
 def checked_minutes(minutes: float | None) -> float | None:
     """`minutes` of healing, as an option of another command. Raises UsageError if out of range."""
+    if minutes is not None and type(minutes) not in (int, float):
+        raise UsageError(f"heal={minutes!r}: expected a number of minutes")
     if minutes is not None and not 0 < minutes <= LONGEST:
         raise UsageError(f"--heal {minutes:g}: expected minutes over 0, at most {LONGEST:g}")
     return minutes

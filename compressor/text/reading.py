@@ -157,10 +157,11 @@ def check_text(name: str, offline: bool = False) -> None:
 def _file(name: str, offline: bool = False) -> Path | None:
     """The path of a file that exists; None for a data set. Raises InputError for anything else."""
     path = Path(name)
-    if os.path.exists(path):
+    if name and os.path.exists(path):
         return path
     if path.suffix or not DATASET.fullmatch(name):
-        shown, lack = quote(name, 160)[1:-1], _lack(offline) if WORD.fullmatch(name) else ""
+        shown = quote(name, 160)[1:-1] or "an empty name"
+        lack = _lack(offline) if WORD.fullmatch(name) else ""
         expected = "expected a text file, .jsonl or OWNER/NAME, a hub data set"
         hint = f" ({lack})" if lack else ""
         raise InputError(f"{shown}: {absence(path, 'file')}; {expected}{hint}")

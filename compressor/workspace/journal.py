@@ -174,10 +174,14 @@ def changes(left: dict[str, object], now: dict[str, object], prefix: str = "") -
         if type(was) is dict and type(is_now) is dict:
             found += changes(was, is_now, f"{prefix}{key}.")
         elif was != is_now:
-            digests = is_digest(was) and is_digest(is_now)
+            digests = all(map(is_digest, [*_several(was), *_several(is_now)]))
             said = "has changed" if digests else f"was {_short(was)}, now {_short(is_now)}"
             found.append(f"{prefix}{key} {said}")
     return found
+
+
+def _several(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
 
 
 def _short(value: object) -> str:

@@ -230,7 +230,7 @@ def read_listed(folder: Path) -> dict[str, Listed]:
     try:
         files = read_manifest(folder)["files"]
     except OutputError as error:
-        raise InputError(f"{error}; {REMEDY}") from None
+        raise InputError(str(error)) from None
     return {name: found for name, found in files.items() if Path(name).suffix in READ}
 
 

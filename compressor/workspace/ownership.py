@@ -231,6 +231,9 @@ def check_output(output: Path, overwrite: bool = False, reads: Iterable[str] = (
             _refuse(place, f"a file, no folder to write {output.name} into")
         if not os.access(place, os.W_OK | os.X_OK):
             _refuse(place, "not writable", "choose an output folder you can write to")
+        for kind in KINDS:
+            with suppress(FileNotFoundError):
+                os.lstat(sibling(output, kind))
         if os.path.lexists(output):
             _check_occupied(output, overwrite)
 
@@ -245,6 +248,17 @@ def check_apart(output: Path, source: Path) -> None:
     for path in chain((place,), (sibling(place, kind) for kind in KINDS)):  # the root has no siblings
         if read.is_relative_to(path):
             _refuse(source, f"the checkpoint that is read lies in {path}, which this run replaces")
+
+
+def check_kept(folder: Path, reads: Iterable[Path]) -> None:
+    """Raise OutputError if files cannot be kept in `folder`: it is none, or lies in an output of blr or
+    in a folder in `reads`."""
+    place, remedy = Path(os.path.realpath(folder)), "choose another --keep-dense"
+    if os.path.lexists(place) and not place.is_dir():
+        _refuse(folder, "a file, no folder to keep states in", remedy)
+    for around in (place, *place.parents):
+        if os.path.isfile(around / MANIFEST) or around in (Path(os.path.realpath(r)) for r in reads):
+            _refuse(folder, f"in {around}, which must stay as it is", remedy)
 
 
 def check_outside(output: Path) -> None:

@@ -20,6 +20,7 @@ def test_what_a_digest_stands_for_is_said_to_have_changed() -> None:
     """Nobody knows a file by its digest."""
     one, other = "0" * 64, "1" * 64
     assert changes({"source": one}, {"source": other}) == ["source has changed"]
+    assert changes({"texts": [one, one]}, {"texts": [other]}) == ["texts has changed"]
     assert changes({"text": None}, {"text": one}) == ["text was none, now 000000000000..."]
 
 

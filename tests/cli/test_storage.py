@@ -145,6 +145,7 @@ def test_read_only_folder(killer: Killer, dense: Path, tmp_path: Path) -> None:
         ("full", "not empty"),
         ("/", "not a folder that can be made"),
         ("x" * 250, "file name too long"),
+        ("x" * 244, "file name too long"),  # of what lies beside it
     ],
 )
 def test_impossible_output(

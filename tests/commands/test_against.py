@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blr.compressor.commands import api, evaluate, text_scores
+from blr.compressor.commands.text_scores import kept_at
 from blr.compressor.healing import objective
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.text.reading import beginning_of
@@ -109,6 +111,28 @@ def test_a_folder_is_itself_and_what_is_kept_changes_nothing(
     kept.unlink()
     assert judge(invoke, small, dense, *given, "--keep-dense", tmp_path / "kept") == alone
     assert not kept.exists()
+
+
+def test_other_weights_of_the_same_times_are_told_apart(tmp_path: Path) -> None:
+    """A copy keeps the time at which weights were written; the system's own time of a change differs."""
+    dense = save_dense(tmp_path / "dense")
+    weights, before = dense / "model.safetensors", kept_at(tmp_path, dense, 1)
+    assert kept_at(tmp_path, dense, 1) == before != kept_at(tmp_path, dense, 2)
+    times = weights.stat().st_atime_ns, weights.stat().st_mtime_ns
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    os.utime(weights, ns=times)
+    assert kept_at(tmp_path, dense, 1) != before
+
+
+@pytest.mark.parametrize("place", ["small", "dense", "small/inside", "text.txt"])
+def test_states_are_kept_in_no_model(place: str, tmp_path: Path, invoke: Invoke) -> None:
+    """An output would no longer verify, and a file is no folder."""
+    dense, text = save_dense(tmp_path / "dense"), write_text(tmp_path / "text.txt", 300)
+    small = compress_pico(dense, tmp_path / "small", method="svd", rounds=None)
+    given = ("--against", dense, "--text", text, "--keep-dense", tmp_path / place)
+    code, _, err = invoke("eval", small, *given)
+    assert code == 5 and "choose another --keep-dense" in err and err.count("\n") == 1
+    assert invoke("verify", small)[0] == 0
 
 
 def test_the_interface_takes_paths_as_text(tmp_path: Path) -> None:

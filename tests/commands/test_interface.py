@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import bare
@@ -57,7 +58,31 @@ def test_what_is_wrong_is_an_error_of_its_kind(tmp_path: Path) -> None:
         heal(dense, tmp_path / "out", window=4)
     with pytest.raises(InputError, match="no such folder"):
         load(tmp_path / "nothing")
+    with pytest.raises(InputError, match="an empty name: no such file"):
+        compress(dense, tmp_path / "out", calibration="")
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+@pytest.mark.parametrize(
+    ("call", "found", "expected"),
+    [
+        (compress, {"threads": "2"}, "a whole number"),
+        (compress, {"threads": 0}, "a number from 1"),
+        (compress, {"device": torch.device("cpu")}, "text"),
+        (compress, {"overwrite": "no"}, "True or False"),
+        (compress, {"heal": "3"}, "a number of minutes"),
+        (heal, {"steps": True}, "a whole number"),
+        (heal, {"rate": "fast"}, "a number"),
+        (export, {"kind": None}, "text"),
+    ],
+)
+def test_values_of_another_type_are_refused(
+    call: Callable[..., object], found: dict[str, object], expected: str, tmp_path: Path
+) -> None:
+    """Before anything is read or written; what an option would refuse, too."""
+    with pytest.raises(UsageError, match=f"{next(iter(found))}.*: expected {expected}"):
+        call(tmp_path / "dense", tmp_path / "out", **found)
+    assert not any(tmp_path.iterdir())
 
 
 def test_an_encoder_loads_as_what_it_is(tmp_path: Path) -> None:
