@@ -27,9 +27,9 @@ DIGEST = "manifest_sha256"
 MAX_BYTES = 64 * 2**20
 TABLES = ("run", "source", "healed_from", "teacher", "compressed_from")  # facts that are tables
 _UNSET = "0" * 64
-# What the hub puts beside files that it gives, none of which a model is read from
+# What the hub and `git clone` put beside files that they give, none of which a model is read from
 _HUBS_OWN = re.compile(
-    r"\.gitattributes|\.cache/huggingface/(?:\.gitignore|CACHEDIR\.TAG|[^\n]+\.(?:metadata|lock|incomplete))"
+    r"\.gitattributes|\.git/[^\n]+|\.cache/huggingface/(?:\.gitignore|CACHEDIR\.TAG|[^\n]+\.(?:metadata|lock|incomplete))"
 )
 
 

@@ -132,7 +132,8 @@ def test_whole_output(output: Path, invoke: Invoke) -> None:
 
 def test_what_the_hub_puts_beside_files_is_no_damage(output: Path, invoke: Invoke) -> None:
     names = (".gitignore", "CACHEDIR.TAG", "download/config.json.metadata", "download/config.json.lock")
-    for name in (".gitattributes", *(f".cache/huggingface/{name}" for name in names)):
+    git = (".gitattributes", ".git/HEAD", ".git/objects/ab/cd")
+    for name in (*git, *(f".cache/huggingface/{name}" for name in names)):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).touch()
     code, _, err = invoke("verify", output)
