@@ -224,7 +224,7 @@ class DenseStates:
             settle(scratch, self.path)
         except Exception as error:  # of the system, or of the library's own kind
             said = f"{self.path.parent}: the dense model's states are not kept: {first_line(error, 160)}"
-            progress.warn(f"{said}; see that the folder can be written and has room")
+            progress.warn(f"{said}; free room there, or choose another folder")
         finally:
             with suppress(OSError):
                 scratch.unlink(missing_ok=True)

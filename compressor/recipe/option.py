@@ -20,7 +20,7 @@ from blr.compressor.base.errors import UsageError
 ENTRY = re.compile(r"(\w+)(?: \((-[\w, -]+)\))?: (.*?)(?: \[(.*)\])?")
 
 
-TYPES = {
+TYPES = {  # by a field's type: which types its values may have, and what is expected, in words
     bool: ((bool,), "True or False"),
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),

@@ -251,13 +251,14 @@ def check_apart(output: Path, source: Path) -> None:
 
 
 def check_kept(folder: Path, reads: Iterable[Path]) -> None:
-    """Raise OutputError if files cannot be kept in `folder`: it is none, or lies in an output of blr or
-    in a folder in `reads`."""
+    """Raise OutputError if `folder` is a file, or lies in an output of blr or in a folder of `reads`:
+    what is kept there would change these."""
     place, remedy = Path(os.path.realpath(folder)), "choose another --keep-dense"
+    apart = {Path(os.path.realpath(read)) for read in reads}
     if os.path.lexists(place) and not place.is_dir():
         _refuse(folder, "a file, no folder to keep states in", remedy)
     for around in (place, *place.parents):
-        if os.path.isfile(around / MANIFEST) or around in (Path(os.path.realpath(r)) for r in reads):
+        if os.path.isfile(around / MANIFEST) or around in apart:
             _refuse(folder, f"in {around}, which must stay as it is", remedy)
 
 
