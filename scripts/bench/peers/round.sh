@@ -4,14 +4,17 @@
 # Lanes run side by side: "dense" in every round, "healed" and "blast" with nothing else beside them:
 #   healed    2.45 bits in closed form, seeds 0 and 1, healed for the time that is left
 #   layers    3.45 bits, the same for all; bits by layer at 2.45, behind a refit and in closed form
-#   blast     CF 1.5, seed 1, healed for the time that is left
+#   blast-CF  as blast-1.5: seed 1, judged as fitted and healed; fit-blast-CF the fit alone, which
+#             a later round of the same RESULTS goes on from
 #   awq, gptqmodel, gptqmodel_eora   in 4, 3, 2 bits, by the packages in RESULTS/wheels, with RESULTS/ids.pt
 # RESULTS/code.txt is the third domain. Not a folder that is emptied: $OUT of a device's run is.
 set -uo pipefail
 : "${LIMIT:=400}" "${OWN:=1048576}" "${TOKENS:=32768}" "${SAMPLES:=64}" "${MORE:=}" "${PYTHON:=python3}"
+# of healing; without a number, the time that is left
+: "${MINUTES:=}"
 # seconds until a healing trains, and from its end to the last line
 : "${BEFORE:=100}" "${AFTER:=50}" "${START:=$(date +%s)}"
-export LIMIT OWN TOKENS SAMPLES MORE PYTHON BEFORE AFTER START
+export LIMIT OWN TOKENS SAMPLES MORE PYTHON BEFORE AFTER START MINUTES
 export BLR_TEXT_DIR=off HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${THREADS:-2}
 env=${1:?usage: round.sh ENV SMOLLM2 TEXTS RESULTS LANE…} model=${2:?} texts=${3:?} results=${4:?}
 self=$(realpath "$0")
@@ -30,12 +33,12 @@ job() { # NAME COMMAND…: its output in work/NAME.json, what it says in NAME.er
 compress() { # NAME OPTIONS…
   local name=$1
   shift
-  job "$name" "$env/bin/blr" compress "$model" --text "$texts/calibration.txt" --samples "$SAMPLES" "$@" \
+  [ -d "$work/$name" ] || job "$name" "$env/bin/blr" compress "$model" --text "$texts/calibration.txt" --samples "$SAMPLES" "$@" \
     --no-check --force --overwrite --quiet --format json -o "$work/$name"
 }
 heal() { # NAME FOLDER SEED
-  local minutes
-  minutes=$(awk "BEGIN { m = ($LIMIT - $(now) - $BEFORE - $AFTER) / 60; print m < .5 ? .5 : m }")
+  local minutes=$MINUTES
+  [ "$minutes" ] || minutes=$(awk "BEGIN { m = ($LIMIT - $(now) - $BEFORE - $AFTER) / 60; print m < .5 ? .5 : m }")
   # shellcheck disable=SC2086
   job "$1" "$env/bin/blr" heal "$work/$2" --teacher "$model" --text "$train" --lr 0.005 \
     --minutes "$minutes" --own-tokens "$OWN" --seed "$3" $MORE --save-minutes 60 --no-check --force \
@@ -56,7 +59,9 @@ lane() { # NAME SEED
   case $1 in
     dense) judge dense "$model" && touch "$work/kept.ok" ;;
     healed) healed "$name" "$2" "${packed[@]}" --base int2 --rank 16 "${plain[@]}" ;;
-    blast) healed "$name" "$2" --method blast --blocks 16 --cf 1.5 --seed "$2" ;;
+    blast-*) healed "$name" "$2" --method blast --blocks 16 --cf "${1#*-}" --seed "$2"
+      judge "$name.fit" "$work/$name.fit" ;;
+    fit-blast-*) compress "${name#fit-}.fit" --method blast --blocks 16 --cf "${1##*-}" --seed "$2" ;;
     layers)
       fitted "all3-$2" "${packed[@]}" --base int3 --grid curved --rank 16
       fitted "layer2-$2" "${packed[@]}" --base int2 --bpw 2.4456
@@ -78,7 +83,7 @@ mkdir -p "$work"
 unpack='import lzma, sys; open(sys.argv[2], "wb").write(lzma.open(sys.argv[1]).read())'
 "$env/bin/python" -c "$unpack" "$texts/train-prose.txt.xz" "$train"
 for name in "${@:5}"; do
-  case $name in healed | layers) seeds="0 1" ;; blast) seeds=1 ;; *) seeds=0 ;; esac
+  case $name in healed | layers) seeds="0 1" ;; *blast*) seeds=1 ;; *) seeds=0 ;; esac
   if [[ $name = awq || $name = gptqmodel* ]] && [ ! -e "$work/site.ok" ]; then
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" \
       "$results"/wheels/*.whl && touch "$work/site.ok"
