@@ -10,7 +10,8 @@ from blr.kernels.decode.quantized.formats import CURVE, OFFSET, grid_of
 
 BEND = tl.constexpr(CURVE[3])
 WHOLE = tl.constexpr(0x4B000000)  # 2^23 in float32, whose last bit is worth 1
-CURVED_MIDDLE, MIDDLE = (tl.constexpr(grid_of(3, curved).offset) for curved in (True, False))
+# offsets of the grids: of three bits, curved or not, of four, of two
+CURVED_THREE, THREE = (tl.constexpr(grid_of(3, curved).offset) for curved in (True, False))
 FOUR, TWO = tl.constexpr(OFFSET[4]), tl.constexpr(OFFSET[2])
 AT_ONCE = tl.constexpr(512)  # weights: few registers, since fast sums are in the same kernel
 
@@ -43,27 +44,20 @@ def level_of(words, inside, there, BITS: tl.constexpr, GROUP: tl.constexpr, LOW:
 
 
 @triton.jit
-def middle_of(BITS: tl.constexpr, CURVED: tl.constexpr):
-    """`formats.LevelGrid.offset` of a format."""
-    if BITS == 3:
-        return CURVED_MIDDLE if CURVED else MIDDLE
-    else:
-        return FOUR if BITS == 4 else TWO
-
-
-@triton.jit
 def plain_sums(w, scale, x, there, K, T: tl.constexpr):
     """Products [rows] of rows with inputs. w, scale, x: where the words, the scales and the K inputs of
     each begin. there: which rows there are."""
     ROWS: tl.constexpr = w.shape[0]
     LANES: tl.constexpr = AT_ONCE // ROWS if ROWS < AT_ONCE else 1
+    ODD: tl.constexpr = CURVED_THREE if T.CURVED else THREE
+    MIDDLE: tl.constexpr = ODD if T.BITS == 3 else (FOUR if T.BITS == 4 else TWO)
     sums = tl.zeros([ROWS, LANES], tl.float32)
     for start in range(0, K, LANES):
         column = (start + tl.arange(0, LANES))[None, :]
         ok, group = there[:, None] & (column < K), column // T.GROUP
         level = level_of(
             w[:, None] + group * T.STEP, column % T.GROUP, ok, T.BITS, T.GROUP, 32 // T.FIELDS,
-            middle_of(T.BITS, T.CURVED), T.CURVED,
+            MIDDLE, T.CURVED,
         )  # fmt: skip
         factor = tl.load(scale[:, None] + group, mask=ok, other=0.0).to(tl.float32)
         sums += level * factor * tl.load(x[:, None] + column, mask=ok, other=0.0).to(tl.float32)

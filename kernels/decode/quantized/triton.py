@@ -24,7 +24,7 @@ from blr.kernels.decode.quantized.words import (
 
 
 @triton.jit
-def chunk_products(chunk, inputs, start, EXACT: tl.constexpr, T: tl.constexpr):
+def chunk_products(chunk, inputs, start, T: tl.constexpr):
     """[RT, lanes, 1] products of a chunk and [1, lanes, 4] squares of its inputs."""
     tile, factor = chunk
     x, gain, past = inputs
@@ -32,13 +32,7 @@ def chunk_products(chunk, inputs, start, EXACT: tl.constexpr, T: tl.constexpr):
     if T.BYTES > 0:
         return byte_sums(tile, factor, x, gain, past, column, T)
     else:
-        return quad_sums(tile, factor, x, gain, past, column, EXACT, T)
-
-
-@triton.jit
-def is_exact(scale, T: tl.constexpr):
-    """Whether offsets are taken from each level, of weights with such scales."""
-    return T.CURVED or (T.BITS < 8 and scale.dtype.element_ty == tl.float32)
+        return quad_sums(tile, factor, x, gain, past, column, T)
 
 
 @triton.jit
@@ -50,9 +44,8 @@ def rows_by_fma(chunk, words, scales, inputs, end, T: tl.constexpr):
     [lanes·4] to those for field 0 and to their gain (used if T.NORM), and how far each is past the end
     of the row (valid if negative). end: quads of the row.
     """
-    EXACT: tl.constexpr = is_exact(scales[0], T)
     if T.ONE:
-        sums, square = chunk_products(chunk, inputs, 0, EXACT, T)
+        sums, square = chunk_products(chunk, inputs, 0, T)
     else:
         tile, factor = chunk
         lanes: tl.constexpr = factor.shape[1]
@@ -60,7 +53,7 @@ def rows_by_fma(chunk, words, scales, inputs, end, T: tl.constexpr):
         square = tl.zeros([1, lanes, 4], tl.float32)
         for start in range(0, end, T.BQ):
             following, next_factor = load_chunk(words, scales, start + T.BQ, T, lanes)
-            found, squares = chunk_products((tile, factor), inputs, start, EXACT, T)
+            found, squares = chunk_products((tile, factor), inputs, start, T)
             sums += found
             square += squares
             tile = following
@@ -182,7 +175,7 @@ def mixed_rows(chunk, words, scales, tile, s, gain, eps, mix, L: tl.constexpr, T
     inputs = x_at, gain + (block * K + at), tl.where(block < blocks, at - K, at)
     sums, square = rows_by_fma(chunk, words, scales, inputs, row_quads(K, T), T)
     z = tl.sum(tl.reshape(sums, (sums.shape[0], L, T.BQ)), 2)
-    if T.NORM == 0 and not is_exact(s.scale, T):
+    if T.NORM == 0 and not T.EXACT:
         z = mended_mix(z, tile, s, L, T)
     mixed = tl.sum(mix * z[:, None, :], 2)
     if T.NORM:
@@ -266,7 +259,7 @@ def run_segment(tile, s, gain, eps, T: tl.constexpr, ADD: tl.constexpr, WAIT: tl
         if ADD:
             more += tl.load(s.y + out, mask=ok, other=0.0).to(tl.float32)
         store_rows(s.y, found + more, out, ok, False)
-        if T.NORM == 0 and not is_exact(s.scale, T):  # noqa: SIM102 (known when compiled)
+        if T.NORM == 0 and not T.EXACT:  # noqa: SIM102 (known when compiled)
             if spoiled(found):
                 store_rows(s.y, plain_tile(tile, s, T) + more, out, ok, False)
 
@@ -306,7 +299,7 @@ def dual_kernel(
     gate, one, out, ok = stage_rows(stage_products(started0, s0, gain, T0), started0, s0, eps, T0)
     up, two, out, ok = stage_rows(stage_products(started1, s1, gain, T1), started1, s1, eps, T1)
     store_rows(s1.y, activate(gate + one, ACT) * (up + two), out, ok, False)
-    if T1.NORM == 0 and not is_exact(s1.scale, T1):  # noqa: SIM102 (known when compiled)
+    if T1.NORM == 0 and not T1.EXACT:  # noqa: SIM102 (known when compiled)
         if spoiled(up):
             found = activate(plain_tile(program, s0, T0) + one, ACT)
             store_rows(s1.y, found * (plain_tile(program, s1, T1) + two), out, ok, False)

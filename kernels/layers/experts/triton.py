@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.decode.gemv.triton import activate
 from blr.kernels.decode.quantized.plain import plain_rows, spoiled
-from blr.kernels.decode.quantized.triton import is_exact, row_sums, rows_by_fma
+from blr.kernels.decode.quantized.triton import row_sums, rows_by_fma
 from blr.kernels.decode.quantized.words import lane_columns, load_chunk, row_quads, tile_places
 from blr.kernels.layers.packed.triton import group_numbers
 
@@ -158,7 +158,7 @@ def products_kernel(x, x_row, each, table, chosen, z, y, rows, K, w_row, scale_r
     row = start + tl.arange(0, T.BR)
     out = y + (pair.to(tl.int64) * width + part * rows + row)
     tl.store(out, total.to(y.dtype.element_ty), mask=row < half)
-    if not is_exact(left[2][0], T):  # noqa: SIM102 (known when compiled)
+    if not T.EXACT:  # noqa: SIM102 (known when compiled)
         if spoiled(total):
             steps = w_row, scale_row, inputs
             total = plain_layer(table, n + part, start, 0, half, *steps, z, K, T)
@@ -194,9 +194,10 @@ def mixed_kernel(
     out, there = y + tl.program_id(1).to(tl.int64) * y_row + row, row < rows
     held = tl.load(out, mask=there, other=0.0).to(tl.float32) if ADD else 0.0
     tl.store(out, (total + held).to(y.dtype.element_ty), mask=there)
-    if not is_exact(started[0][2][0], T):  # noqa: SIM102 (known when compiled)
+    if not T.EXACT:  # noqa: SIM102 (known when compiled)
         if spoiled(total):
-            total = tl.zeros([T.BR], tl.float32)
+            BR: tl.constexpr = T.BR
+            total = tl.zeros([BR], tl.float32)
             for at in range(pair, pair + COUNT):
                 n, given = tl.load(chosen + at), (x + at * K, z + at * T.RANKS)
                 found = plain_layer(table, n, start, 0, rows, w_row, scale_row, *given, K, T)
