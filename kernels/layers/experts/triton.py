@@ -9,7 +9,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.decode.gemv.triton import activate
-from blr.kernels.decode.quantized.plain import plain_rows, spoiled
 from blr.kernels.decode.quantized.triton import row_sums, rows_by_fma
 from blr.kernels.decode.quantized.words import lane_columns, load_chunk, row_quads, tile_places
 from blr.kernels.layers.packed.triton import group_numbers
@@ -45,8 +44,7 @@ def factor_kernel(
     row, lane = tl.program_id(0) % tiles * BR + tl.arange(0, BR), tl.arange(0, BK)
     width = K if KIND == 3 else ranks
     edge = (width + 7) // 8 * 8 if EVEN else width  # inside a row, and known to the compiler
-    valid = row < (ranks if KIND == 3 else rows)
-    there = valid[:, None]
+    there = (row < (ranks if KIND == 3 else rows))[:, None]
     inputs = x + (pair // each if KIND == 3 else pair * PARTS + part) * x_row + lane
     factor = address(table, n, KIND, like.dtype) + row[:, None] * step + lane[None, :]
     held = tl.load(factor, mask=there & (lane < edge)[None, :], other=0.0)
@@ -60,39 +58,28 @@ def factor_kernel(
         given = tl.load(inputs + start, mask=start + lane < width, other=0.0).to(tl.float32)
         sums += held.to(tl.float32) * given[None, :]
         held = following
-    found = tl.where(valid, tl.sum(sums, 1), 0.0).to(y.dtype.element_ty)
+    found = tl.sum(sums, 1).to(y.dtype.element_ty)
     tl.store(y + (pair.to(tl.int64) * PARTS + part) * rows + row, found, mask=row < rows)
-
-
-@triton.jit
-def layer_weights(table, n, begin, w_row, scale_row, like, T: tl.constexpr):
-    """Where the words and scales of row `begin` of layer `n` are, and words from row to row."""
-    begin, row_words = begin.to(tl.int64), w_row * T.UNIT
-    w = address(table, n, 0, tl.pointer_type(tl.int32)) + begin * row_words
-    return w, address(table, n, 1, like.dtype) + begin * scale_row, row_words
 
 
 @triton.jit
 def layer_start(table, n, start, first, rows, w_row, scale_row, K, like, T: tl.constexpr):
     """What of T.BR rows of layer `n` depends on no input: the first chunk, where the words and scales
     are, and U of the rows in float32. start: the first row, of `rows` that begin with `first`."""
-    w, scale, row_words = layer_weights(table, n, first + start, w_row, scale_row, like, T)
+    row_words = w_row * T.UNIT
+    begin = (first + start).to(tl.int64)
+    w = address(table, n, 0, tl.pointer_type(tl.int32)) + begin * row_words
+    scale = address(table, n, 1, like.dtype) + begin * scale_row
     places, scales = tile_places(w, row_words, scale, scale_row, rows - start, K, T)
     chunk = load_chunk(places, scales, 0, T, T.T * T.BQ)
-    return chunk, places, scales, layer_factor(table, n, start, first, rows, like, T)
-
-
-@triton.jit
-def layer_factor(table, n, start, first, rows, like, T: tl.constexpr):
-    """U [BR, RANKS] of the rows of `layer_start` in float32, if there is one."""
     if T.RANKS > 0:
         u, held = address(table, n, 2, like.dtype), tl.load(table + n * COLUMNS + 4)
         row, rank = start + tl.arange(0, T.BR), tl.arange(0, T.RANKS)
         there = (row < rows)[:, None] & (rank < held)[None, :]
         u += (first + row)[:, None] * held + rank[None, :]
-        return tl.load(u, mask=there, other=0.0).to(tl.float32)
+        return chunk, places, scales, tl.load(u, mask=there, other=0.0).to(tl.float32)
     else:
-        return 0.0
+        return chunk, places, scales, 0.0
 
 
 @triton.jit
@@ -102,23 +89,10 @@ def layer_rows(started, x, z, K, T: tl.constexpr):
     at = lane_columns(T.T * T.BQ, T)
     inputs = x + at, x + at, at - K
     found, _ = rows_by_fma(chunk, places, scales, inputs, row_quads(K, T), T)
-    return corrected(row_sums(found, T.BQ), u, z, T)
-
-
-@triton.jit
-def corrected(found, u, z, T: tl.constexpr):
-    """Sums [BR] plus U z, if there is one."""
+    total = row_sums(found, T.BQ)
     if T.RANKS > 0:
-        found += tl.sum(u * tl.load(z + tl.arange(0, T.RANKS))[None, :], 1)
-    return found
-
-
-@triton.jit
-def plain_layer(table, n, start, first, rows, w_row, scale_row, x, z, K, T: tl.constexpr):
-    """`layer_rows` of any input (`quantized/plain.py`), of what `layer_start` takes."""
-    w, scale, row_words = layer_weights(table, n, first + start, w_row, scale_row, x, T)
-    found = plain_rows(w, row_words, scale, scale_row, x, rows - start, K, T)
-    return corrected(found, layer_factor(table, n, start, first, rows, x, T), z, T)
+        total += tl.sum(u * tl.load(z + tl.arange(0, T.RANKS))[None, :], 1)
+    return total
 
 
 @triton.jit
@@ -158,15 +132,6 @@ def products_kernel(x, x_row, each, table, chosen, z, y, rows, K, w_row, scale_r
     row = start + tl.arange(0, T.BR)
     out = y + (pair.to(tl.int64) * width + part * rows + row)
     tl.store(out, total.to(y.dtype.element_ty), mask=row < half)
-    if not T.EXACT:  # noqa: SIM102 (known when compiled)
-        if spoiled(total):
-            steps = w_row, scale_row, inputs
-            total = plain_layer(table, n + part, start, 0, half, *steps, z, K, T)
-            if ACT != "":
-                z += (PARTS - 1) * T.RANKS
-                beside = plain_layer(table, n + PARTS - 1, start, above, half, *steps, z, K, T)
-                total = activate(total, ACT) * beside
-            tl.store(out, total.to(y.dtype.element_ty), mask=row < half)
 
 
 @triton.jit
@@ -192,17 +157,9 @@ def mixed_kernel(
         total += tl.load(weights + pair + k).to(tl.float32) * found
     row = start + tl.arange(0, T.BR)
     out, there = y + tl.program_id(1).to(tl.int64) * y_row + row, row < rows
-    held = tl.load(out, mask=there, other=0.0).to(tl.float32) if ADD else 0.0
-    tl.store(out, (total + held).to(y.dtype.element_ty), mask=there)
-    if not T.EXACT:  # noqa: SIM102 (known when compiled)
-        if spoiled(total):
-            BR: tl.constexpr = T.BR
-            total = tl.zeros([BR], tl.float32)
-            for at in range(pair, pair + COUNT):
-                n, given = tl.load(chosen + at), (x + at * K, z + at * T.RANKS)
-                found = plain_layer(table, n, start, 0, rows, w_row, scale_row, *given, K, T)
-                total += tl.load(weights + at).to(tl.float32) * found
-            tl.store(out, (total + held).to(y.dtype.element_ty), mask=there)
+    if ADD:
+        total += tl.load(out, mask=there, other=0.0).to(tl.float32)
+    tl.store(out, total.to(y.dtype.element_ty), mask=there)
 
 
 @triton.jit
