@@ -1,0 +1,155 @@
+"""kernel.py on a CPU: the same text with plain Python in place of Gluon, programs and their copying warps as threads."""
+import os, random, re, sys, threading, time, types
+import torch
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+torch.set_num_threads(1)
+import ref, tables
+lock = threading.RLock(); cond = threading.Condition(lock)
+local = threading.local()
+T = torch.as_tensor
+class Ptr:
+    def __init__(s, m, o=0): s.m, s.o = m, o
+    def __add__(s, x): return Ptr(s.m, s.o + x)
+class Smem:
+    def __init__(s, m): s.m = m; s.shape = list(m.shape); s.layout = None
+    def index(s, i): return Smem(s.m[int(i)])
+    def load(s, layout): return s.m.clone()
+    def store(s, v): s.m.copy_(v)
+    def _reinterpret(s, dtype, shape, layout): return Smem(s.m.view(shape))
+def at(p, mask):
+    o = T(p.o)
+    ok = torch.ones_like(o, dtype=torch.bool) if mask is None else torch.broadcast_to(T(mask), o.shape)
+    bad = ok & ((o < 0) | (o >= p.m.numel()))
+    assert not bad.any(), ("out of bounds", o[bad][:4], p.m.numel())
+    return torch.where(ok, o, 0), ok
+def load(p, mask=None, other=None, cache_modifier=None, volatile=False):
+    o, ok = at(p, mask)
+    v = p.m[o.long()].clone()
+    return v if mask is None else torch.where(ok, v, T(other).to(v.dtype))
+def store(p, v, mask=None):
+    o, ok = at(p, mask)
+    v = torch.broadcast_to(T(v).to(p.m.dtype), o.shape)
+    with lock: p.m[o[ok].long()] = v[ok]
+def atomic_add(p, v, mask=None, sem=None, scope=None):
+    with cond:
+        o, ok = at(p, mask)
+        old = p.m[o.long()].clone()
+        p.m[o[ok].long()] += torch.broadcast_to(T(v).to(p.m.dtype), o.shape)[ok]
+        cond.notify_all()
+        return old
+def where(c, a, b): return torch.where(T(c), T(a), T(b))
+class Jit:
+    def __call__(s, f=None, **k): return f if f else (lambda f: f)
+def asm(text, c, args, dtype=None, is_pure=None, pack=None):
+    if "acquire" in text:
+        time.sleep(0)
+        return load(args[0])
+    at(args[0], None) if args else 0
+    return T(0)
+class Bar:
+    def __init__(s): s.ph = s.tx = 0; s.pending = 1
+    def check(s):
+        if s.pending == 0 and s.tx == 0:
+            s.ph += 1; s.pending = 1; cond.notify_all()
+        assert s.pending >= 0 and s.tx >= 0
+bars = {}
+def bar(x):
+    return bars[x.m.data_ptr()]
+def wait(x, parity):
+    b = bar(x)
+    with cond:
+        end = time.time() + 20
+        while (b.ph & 1) == int(parity):
+            cond.wait(1)
+            if time.time() > end: raise SystemExit("mbarrier waits for ever")
+def arrive(x, count=1):
+    with cond: b = bar(x); b.pending -= 1; b.check()
+def expect(x, n):
+    with cond: b = bar(x); b.tx += n; b.pending -= 1; b.check()
+def init(x, count):
+    with lock: bars[x.m.data_ptr()] = Bar()
+flying = []
+flight = {"most": 0}
+def copy(w, coords, b, dst):
+    with cond: flying.append((w.m, int(coords[0]), int(coords[1]), b, dst)); flight["most"] = max(flight["most"], len(flying)); cond.notify_all()
+def dma():
+    while True:
+        with cond:
+            while not flying: cond.wait(1)
+            w, r, c, b, dst = flying.pop(random.randrange(len(flying)))
+            assert 0 <= r < w.shape[0] and 0 <= c < w.shape[1], ("tile outside", r, c, w.shape)
+            out = torch.zeros(64, 128, dtype=w.dtype); part = w[r:r + 64, c:c + 128]
+            out[:part.shape[0], :part.shape[1]] = part
+            dst.m.copy_(out)
+            x = bar(b); x.tx -= 16384; x.check()
+def specialize(parts, warps, regs):
+    ctx = local.pid
+    def work(f, a):
+        local.pid = ctx
+        try: f(*a)
+        except BaseException as e: fail(e)
+    th = [threading.Thread(target=work, args=p, daemon=True) for p in parts[1:]]
+    [t.start() for t in th]; parts[0][0](*parts[0][1]); [t.join() for t in th]
+def fail(e):
+    import traceback; traceback.print_exc(); sys.stdout.flush(); os._exit(1)
+gl = types.SimpleNamespace(
+    constexpr=lambda x: x, program_id=lambda i: local.pid, load=load, store=store, atomic_add=atomic_add, where=where,
+    arange=lambda a, b, l=None: torch.arange(a, b), expand_dims=lambda x, d: x.unsqueeze(d), full=lambda s, v, d, l=None: torch.full(s, v, dtype=d),
+    zeros=lambda s, d, l=None: torch.zeros(s, dtype=d), maximum=lambda a, b: torch.maximum(T(a), T(b)), minimum=lambda a, b: torch.minimum(T(a), T(b)),
+    exp=torch.exp, exp2=torch.exp2, rsqrt=torch.rsqrt, sum=lambda x, a: x.sum(a), max=lambda x, a: x.max(a).values,
+    permute=lambda x, d: x.permute(d), reshape=lambda x, s: x.reshape(s), convert_layout=lambda x, l, assert_trivial=False: x,
+    broadcast=lambda a, b: torch.broadcast_tensors(a, b), inline_asm_elementwise=asm, static_range=range, num_warps=lambda: 4,
+    allocate_shared_memory=lambda d, s, l: Smem(torch.full(s, float("nan")).to(d) if d.is_floating_point else torch.zeros(s, dtype=d)),
+    warp_specialize=specialize, thread_barrier=lambda: None, bfloat16=torch.bfloat16, float32=torch.float32, int32=torch.int32, int64=torch.int64,
+    BlockedLayout=lambda *a: a, SliceLayout=lambda *a: a, SwizzledSharedLayout=lambda *a: a, DistributedLinearLayout=lambda *a: a,
+    NVMMADistributedLayout=lambda *a: a, DotOperandLayout=lambda *a: a)
+def mma_v2(a, b, c): return c + a.float() @ b.float()
+text = open(os.path.join(os.path.dirname(tables.__file__), "kernel.py")).read()
+text = re.sub(r"^(from|import) .*$", "", text, flags=re.M)
+text = re.sub(r"(\w+): gl\.constexpr = ", r"\1 = ", text)
+space = dict(gl=gl, gluon=types.SimpleNamespace(jit=Jit()), mma_v2=mma_v2, fence_async_shared=lambda: None,
+             mbarrier=types.SimpleNamespace(wait=wait, arrive=arrive, expect=expect, init=init, MBarrierLayout=lambda: None),
+             tma=types.SimpleNamespace(async_copy_global_to_shared=copy))
+exec(compile(text, "kernel.py", "exec"), space)
+def launch(*args, **kw):
+    kw = {k: v for k, v in kw.items() if k.isupper()}
+    args = [Ptr(a.view(-1)) if isinstance(a, torch.Tensor) else a for a in args]
+    def one(pid):
+        local.pid = pid
+        try: space["token_kernel"](*args, **kw)
+        except BaseException as e: fail(e)
+    th = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(args[18])]
+    [t.start() for t in th]; [t.join() for t in th]
+    assert not flying
+    return types.SimpleNamespace(n_regs=0, n_spills=0, metadata=types.SimpleNamespace(shared=0))
+def main():
+    threading.Thread(target=dma, daemon=True).start()
+    for name, layers, programs, split, packed, ring, caps in (("s", 2, 5, 2, False, 4, (2, 4)), ("s-lr4", 2, 7, 3, False, 5, (1, 3)), ("s-lr", 2, 9, 4, True, 6, (2, 6)), ("s-cut", 2, 6, 3, False, 5, (2, 4)), ("s-wide", 1, 37, 2, False, 5, (12, 12)), ("s-wide", 1, 37, 4, True, 5, (2, 4))):
+        hidden, ff, heads, kv, ranks, _ = ref.SHAPES[name]
+        context = 64
+        plan = tables.Plan(hidden, ff, heads, kv, ranks, programs, split)
+        W = ref.stores(plan, layers, "cpu")
+        gains = torch.rand(layers * 2 * hidden) + .5
+        rope = ref.rope_table(context, "cpu")
+        t = tables.Token(plan, ref.packed(plan, W, layers) if packed else W, layers, gains, rope, context, packed, ring, "cpu", Smem)
+        t.keys.normal_(); t.values.normal_()
+        worst = []
+        for pos in (0, 1, 2, 40, 63, 3):
+            h = torch.randn(hidden)
+            t.position.fill_(pos); t.h().copy_(h)
+            K, V = t.keys.clone(), t.values.clone()
+            want = ref.llama(plan, W, gains, rope, h, K, V, pos, layers, context)
+            near = []
+            if pos in (2, 40):
+                for it in range(t.steps):
+                    at, y = ref.phase(t, W, it)
+                    t.run(launch, it, it + 1, *caps)
+                    near.append(ref.error(ref.got(t, it), y))
+                if max(near) > 1e-4: print([f"{plan.phases[i % len(plan.phases)].name} {e:.1e}" for i, e in enumerate(near)])
+            else:
+                t.run(launch, 0, None, *caps, both=pos != 63)
+            worst.append((pos, f"{ref.error(t.h(), want):.1e}", f"{max(near, default=0):.1e}", f"{(K.float() - t.keys.float()).abs().max():.1e}"))
+        assert t.counter.sum() == 0 and t.state[1:].sum() == 0
+        print(name, layers, programs, split, packed, ring, caps, "phases", [(f.name, len(f.pieces)) for f in plan.phases], worst, "most in flight", flight["most"], flush=True)
+if __name__ == "__main__":
+    main()
