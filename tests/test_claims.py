@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import yaml
@@ -35,7 +36,7 @@ def sentences(page: str) -> Iterator[str]:
         yield from prose.END.split(passage)
 
 
-def plugin(name: str) -> object:
+def plugin(name: str) -> Any:
     """A constant of the plugin, which only vLLM can import."""
     path = ROOT / "compressor/integrations/vllm_plugin.py"
     for node in ast.parse(path.read_text("utf-8")).body:
@@ -62,6 +63,11 @@ def test_guides_name_the_families_that_vllm_serves() -> None:
     told = [sentence for page in GUIDES for sentence in sentences(page)]
     (said,) = (s for s in told if "The plugin takes" in s)
     assert tuple(re.findall(r"\b[A-Z]\w+", said.partition(" takes ")[2])) == plugin("FAMILIES")
+    (experts,) = (s for s in told if "It also takes the experts of" in s)
+    mixtures = re.findall(r"\b[A-Z]\w+", experts.partition(" takes ")[2])
+    assert [each.lower() for each in mixtures] == [
+        each.removesuffix("Moe").lower() for each in plugin("MIXTURES")
+    ]
     (split,) = (s for s in told if "are split over GPUs" in s)
     assert {"Low rank": "svd", "BLAST": "blast", "Monarch": "monarch"}.keys() == set(
         re.split(", | and ", split.partition(" are ")[0])

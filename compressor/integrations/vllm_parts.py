@@ -5,7 +5,7 @@ blocks. Inputs leave a sum over the processes, for plain low rank behind V: r nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from blr.compressor.base.errors import CapabilityError
+from blr.compressor.modeling.experts import KernelExperts
 from blr.compressor.modeling.float8 import is_float8, prepare_layer
 from blr.compressor.modeling.layers import KERNELS, layer_of
 from blr.compressor.modeling.modeling_blr import STRUCTURES
+from blr.compressor.modeling.models import replace_layers
 from blr.compressor.modeling.splitting import AXES
 from blr.compressor.structures.specs import LowRankSpec, Shape, Spec
 from blr.kernels.common.layout import relaid
@@ -142,6 +144,30 @@ class PackedPart(Part):
         """[..., i] -> [..., o] without bias; nothing is left to `reduce`."""
         found: Tensor = self.layer(x)
         return found
+
+
+def make_experts(
+    native: nn.Module, stacks: dict[str, list[str]], specs: Mapping[str, Spec]
+) -> KernelExperts:
+    """Empty experts in the place of `native`, those of transformers on the meta device, in its dtype.
+    Each of the `stacks` becomes a list of layers: of `specs` ("gate_proj.3") or dense."""
+    made = KernelExperts(native, stacks)
+    replace_layers(made, {name: spec.to_dict() for name, spec in specs.items()})
+    return made.to_empty(device=torch.get_default_device()).requires_grad_(False)
+
+
+def load_experts(experts: KernelExperts, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    """Take tensors by their names on disk: "gate_proj.3.U", of dense layers "3.gate_proj.weight". Gives
+    their names in `experts`. Raises ValueError for an unknown name or a wrong shape."""
+    stored = experts.state_dict(keep_vars=True)
+    for name, tensor in weights:
+        first, *rest = name.split(".")
+        mine = ".".join([rest[0], first, *rest[1:]]) if first.isdigit() else name
+        if mine not in stored or stored[mine].shape != tensor.shape:
+            expected = list(stored[mine].shape) if mine in stored else "no such tensor"
+            raise ValueError(f"expert {name}: {list(tensor.shape)}, expected {expected}")
+        stored[mine].data.copy_(tensor)
+        yield mine
 
 
 def make_part(name: str, spec: Spec | None, shape: Shape, share: Share, dtype: torch.dtype) -> Part:

@@ -1,4 +1,4 @@
-"""vLLM serves compressed Llama, Mistral, Qwen2 and Qwen3 checkpoints by its own models.
+"""vLLM serves compressed checkpoints of some families by its own models.
 
 A layer of theirs (one for q, k and v, one for gate and up) holds a part for every layer on disk. Written
 against vLLM 0.32: its registry, `QuantizationConfig`, `LinearMethodBase`, parallel linear layers and
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -26,10 +27,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.exporting.origin import EXPORTED
+from blr.compressor.integrations.vllm_experts import ServedExperts
 from blr.compressor.integrations.vllm_parts import Share, make_part, pack, product, shares_input
 from blr.compressor.structures.specs import Spec, spec_from_dict
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+MIXTURES = ("Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe")
 INSTEAD = "serve it with --model-impl transformers"
 
 
@@ -39,7 +42,7 @@ def register() -> None:
     from blr.compressor.modeling import register as register_configurations
 
     register_configurations()
-    for family in FAMILIES:
+    for family in (*FAMILIES, *MIXTURES):
         name = f"Blr{family}ForCausalLM"
         ModelRegistry.register_model(name, f"{__name__}:{name}")
 
@@ -63,11 +66,12 @@ class ServedModel:
 
 @cache
 def __getattr__(name: str) -> type:
-    """vLLM's model of one of `FAMILIES` with structured layers, made when vLLM asks for its name."""
+    """vLLM's model of a family with structured layers, made when vLLM asks for its name."""
     family = name.removeprefix("Blr").removesuffix("ForCausalLM")
-    if family not in FAMILIES:
+    if family not in (*FAMILIES, *MIXTURES):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    native = getattr(import_module(f"vllm.model_executor.models.{family.lower()}"), name[3:])
+    module = family.replace("Moe", "_moe").lower()
+    native = getattr(import_module(f"vllm.model_executor.models.{module}"), name[3:])
     return type(name, (ServedModel, native), {"__module__": __name__})
 
 
@@ -77,7 +81,8 @@ class ServedConfig(QuantizationConfig):
     def __init__(self, layers: dict[str, dict[str, object]], merged: dict[str, list[str]]) -> None:
         super().__init__()
         self.specs = {name: spec_from_dict(fields) for name, fields in layers.items()}
-        self.packed_modules_mapping = dict(merged)
+        # some mixtures name gate and up only as they are made
+        self.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"], **merged}
 
     def get_name(self) -> str:
         return "blr"
@@ -98,13 +103,18 @@ class ServedConfig(QuantizationConfig):
         return cls(config["layers"], {})
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> object:
-        """Ours for a layer with a structured member. Raises CapabilityError for no linear layer."""
+        """Ours for a layer with a structured member. Raises CapabilityError for one that is neither a
+        linear layer nor experts."""
         if isinstance(layer, LinearBase):
             parent, _, merged = prefix.rpartition(".")
             members = [f"{parent}.{name}" for name in self.packed_modules_mapping.get(merged, [merged])]
             if any(name in self.specs for name in members):
                 return ServedMethod({name: self.specs.get(name) for name in members})
             return UnquantizedLinearMethod()
+        if isinstance(layer, RoutedExperts):
+            start = f"{prefix}."
+            mine = {n.removeprefix(start): s for n, s in self.specs.items() if n.startswith(start)}
+            return ServedExperts(layer, mine) if mine else None
         if prefix in self.specs:
             raise CapabilityError(f"{prefix}: found a structured {type(layer).__name__}; {INSTEAD}")
         return None

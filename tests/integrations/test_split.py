@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
 
 import pytest
 import torch
+from exporting import compress_to
+from pico import save_pico
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.integrations.vllm_parts import (
@@ -16,11 +21,14 @@ from blr.compressor.integrations.vllm_parts import (
     Part,
     Share,
     Side,
+    load_experts,
+    make_experts,
     make_part,
     pack,
     product,
     shares_input,
 )
+from blr.compressor.loading.loader import load_written
 from blr.compressor.modeling.layers import layer_of, make_layer
 from blr.compressor.structures.specs import (
     BlastSpec,
@@ -31,6 +39,7 @@ from blr.compressor.structures.specs import (
     MonarchSpec,
     QuantizedSpec,
     Spec,
+    spec_from_dict,
 )
 
 I, O = 24, 32  # noqa: E741
@@ -179,3 +188,25 @@ def test_layers_in_few_bits_are_held_whole(name: str) -> None:
         make_part("x", spec, (O, I), Share("out", 0, 2), torch.float32)
     with pytest.raises(ValueError, match=r"expected one of"):
         part.load("nothing", x)
+
+
+@pytest.mark.parametrize("excluded", [[], ["*.experts.down_proj.*"]])
+def test_experts_of_a_server_are_those_of_the_model(excluded: list[str], tmp_path: Path) -> None:
+    """Of stacks that are compressed, and beside one that is dense."""
+    source = save_pico("qwen3-moe", tmp_path / "dense")
+    output = compress_to(source, tmp_path / "out", method="svd", cf=1.5, exclude=excluded)
+    model, start = load_written(output), "model.layers.1.mlp.experts."
+    table = {n.removeprefix(start): e for n, e in model.config.blr["layers"].items() if start in n}
+    assert len(table) == (8 if excluded else 12)
+    with torch.device("meta"):
+        native = Qwen3MoeExperts(model.config)
+    stacks = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
+    made = make_experts(native, stacks, {name: spec_from_dict(entry) for name, entry in table.items()})
+    tensors = load_file(output / "model.safetensors")
+    mine = {n.removeprefix(start): t for n, t in tensors.items() if start in n}
+    assert set(load_experts(made, mine.items())) == made.state_dict().keys()
+    with pytest.raises(ValueError, match=r"expert gate_proj.0.U: \[1\], expected \[16, 7\]"):
+        [*load_experts(made, [("gate_proj.0.U", torch.ones(1))])]
+    x, (weights, chosen) = torch.randn(5, 32), torch.rand(5, 4).topk(2)
+    expected = model.get_submodule(start[:-1])(x, chosen, weights)
+    torch.testing.assert_close(made(x, chosen, weights), expected)

@@ -24,6 +24,7 @@ MODELS = {
 _EXPERTS = {**SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_experts": 4}
 MIXTURES = {
     "mixtral": ("MixtralConfig", {**_EXPERTS, "num_local_experts": 4}, "MixtralForCausalLM"),
+    "olmoe": ("OlmoeConfig", _EXPERTS, "OlmoeForCausalLM"),
     "qwen2-moe": (
         "Qwen2MoeConfig",
         {**_EXPERTS, "shared_expert_intermediate_size": 64},

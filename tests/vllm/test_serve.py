@@ -15,7 +15,7 @@ import torch
 from exporting import compress_to, export_to
 from patience import PATIENCE
 from pico import save_model
-from served import MODELS, PROMPT
+from served import MIXTURES, MODELS, PROMPT
 from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
@@ -33,6 +33,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "int4": {"quantize": "int4", "group": 32},
     "corrected": {"base": "int2", "rank": 8, "group": 32},
 }
+EXPERTS = {"svd": {}, "int4": METHODS["int4"], "corrected": METHODS["corrected"]}
+EXPERTS["mixed"] = {"exclude": ["*.experts.[dw][o2]*", "*.0.self_attn.*"]}  # down_proj or w2
 PACKED = "int4", "corrected"
 # arguments: folder, --model-impl, processes, prompt, a file for the log-probabilities of the prompt's
 # tokens and for the tokens generated (standard output is vLLM's own)
@@ -53,6 +55,7 @@ if __name__ == "__main__":
 CASES = [
     *((f"llama-{method}", "auto", 1) for method in METHODS),
     *((f"{family}-svd", "auto", 1) for family in ("mistral", "qwen2", "qwen3")),
+    *((f"{family}-{method}", "auto", 1) for family in MIXTURES for method in EXPERTS),
     *((f"llama-{method}", "auto", 2) for method in METHODS if method not in ("ks", *PACKED)),
     ("qwen2-svd", "auto", 2),
     *((f"llama-{method}", "transformers", 1) for method in ("blast", "ks")),
@@ -64,13 +67,11 @@ CASES = [
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By family and method."""
     folder, found = tmp_path_factory.mktemp("checkpoints"), {}
-    for family, (config, settings, cls) in MODELS.items():
+    methods = {"llama": METHODS, **dict.fromkeys(MIXTURES, EXPERTS)}
+    for family, (config, settings, cls) in {**MODELS, **MIXTURES}.items():
         save_model(config, settings, cls, folder / family)
-        for method in METHODS if family == "llama" else ("svd",):
-            options = {
-                "method": method if method in ("monarch", "blast", "ks") else "svd",
-                **METHODS[method],
-            }
+        for method, named in methods.get(family, {"svd": {}}).items():
+            options = {"method": method if method in ("monarch", "blast", "ks") else "svd", **named}
             output = folder / f"{family}-{method}"
             size = {} if "base" in options else {"cf": 1.5}
             found[output.name] = compress_to(folder / family, output, **size, **options)
@@ -110,6 +111,6 @@ def test_the_same_as_transformers(
 def test_what_is_not_served_says_so(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     done = serve(export_to(checkpoints["llama-svd"], tmp_path / "export"), "auto", 1, tmp_path / "out")
     assert done.returncode != 0 and "found an export of blr" in done.stdout + done.stderr
-    for name in ("llama-ks", "llama-int4"):
+    for name in ("llama-ks", "llama-int4", "mixtral-svd"):
         done = serve(checkpoints[name], "auto", 2, tmp_path / "out")
         assert done.returncode != 0 and "serve it in one process" in done.stdout + done.stderr
