@@ -1,9 +1,10 @@
-"""A whole token of a Llama in one kernel: a program a multiprocessor, one warp that copies weights, four that multiply.
+"""All layers of one token in one kernel: a program a multiprocessor, one warp that copies weights, eight that multiply.
 
-Work is a table: for each phase of a layer and each program a row of words (`words`), the same for all layers. A phase
-begins when all programs have ended the one before (a counter in memory), its weights are on their way before that.
+Work is a table: for each phase of a layer and each program a row of words (`tables.py`), the same for all layers. A phase
+begins when all programs have ended the one before (a counter in memory); its weights are on their way before that. Results
+are sums of integers of 2^-32, so that they do not depend on who comes first.
 
-In the table's loops no bound is carried from step to step: Triton 3.6 loses such a value. Bounds are loaded in each step.
+Triton 3.6 loses a value that a loop carries and that only bounds an inner loop: the copying warp loads its words anew.
 """
 
 from triton.experimental import gluon
@@ -13,28 +14,33 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
-WORDS = gl.constexpr(24)  # of a table's row
-HEAD = gl.constexpr(128)  # size of a head, which is the width of a tile
-WARPS = gl.constexpr(4)
+WORDS = gl.constexpr(20)  # of a table's row
+ROWS = gl.constexpr(128)  # of a tile, and its columns
+WARPS = gl.constexpr(8)
 NORM = gl.constexpr(1)  # flags: the input is normed, gated, put together from parts of attention
 GATE = gl.constexpr(2)
 PARTS = gl.constexpr(4)
 LOW = gl.constexpr(-1e30)
+ONE = gl.constexpr(4294967296.0)
+LARGEST = gl.constexpr(67108864.0)  # of a sum
 
 # Inputs lie in shared memory as the instruction takes them, 32 columns after another: of its columns
-# 16 i + 8 h + 2 t + b thread t has those of 8 t + 4 i + 2 h + b, 16 bytes in a row.
+# 16 i + 8 h + 2 t + b thread t has those of 8 t + 4 i + 2 h + b, 16 bytes in a row; behind 128 the low parts.
 PLACES = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[1], [2], [4], [32], [64]], [[8], [16], [0], [0], [0]], [[0], [0]], [], [128]
+        [[1], [2], [4], [32], [64]], [[8], [16], [0], [0], [128]], [[0], [0], [0]], [], [256]
     )
 )
-
-
-@gluon.jit
-def seen(counter):
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
+# [column, high or low part, four columns of the instruction]
+WIDENED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1, 0, 0], [8, 0, 0], [16, 0, 0], [32, 0, 0], [64, 0, 0]],
+        [[2, 0, 0], [4, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0]],
+        [[0, 0, 0], [0, 0, 0], [0, 0, 0]],
+        [],
+        [128, 2, 4],
     )
+)
 
 
 @gluon.jit
@@ -44,37 +50,62 @@ def clock():
 
 @gluon.jit
 def wait_for(counter, target, state, code):
-    """Until `target` programs have arrived. After state[0] looks: writes the code and lets nobody wait any more."""
-    patience = gl.load(state, volatile=True)
-    tries = 0
-    v = seen(counter)
-    while (v - target < 0) & (tries < patience):
-        v = seen(counter)
-        tries += 1
-    if v - target < 0:
-        gl.store(state, 0)
-        if gl.load(state + 1 + gl.program_id(0), volatile=True) == 0:
-            gl.store(state + 1 + gl.program_id(0), code)
+    """Until `target` programs have arrived. One thread looks; after 1024 · state[0] times it gives up for all that follow,
+    and leaves a code."""
+    lost = gl.inline_asm_elementwise(
+        """{
+        .reg .pred q;
+        .reg .b32 v, n, rounds, most;
+        mov.u32 $0, 0;
+        mov.u32 v, %tid.x;
+        setp.ne.u32 q, v, 0;
+        @q bra done;
+        mov.u32 rounds, 0;
+        more:
+        mov.u32 n, 1024;
+        look:
+        ld.acquire.gpu.global.b32 v, [$1];
+        sub.s32 v, v, $2;
+        setp.ge.s32 q, v, 0;
+        @q bra done;
+        sub.s32 n, n, 1;
+        setp.gt.s32 q, n, 0;
+        @q bra look;
+        add.s32 rounds, rounds, 1;
+        ld.volatile.global.b32 most, [$3];
+        setp.lt.s32 q, rounds, most;
+        @q bra more;
+        mov.u32 $0, 1;
+        done:
+        }""",
+        "=r,l,r,l",
+        [counter, target, state],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    gl.store(state, 0, mask=lost != 0)
+    gl.atomic_max(state + 2 + gl.program_id(0), code, mask=lost != 0, sem="relaxed", scope="gpu")
+    thread_barrier()
 
 
 @gluon.jit
-def ask(keys, values, start, most):
-    """Keys and values from row `start` on, 64 of them but none behind row `most`, on their way to the L2."""
-    i = gl.arange(0, 128, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    at = gl.minimum(start + i // 2, most).to(gl.int64) * 128 + i % 2 * 64
-    for p in gl.static_range(2):
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(values if p else keys) + at], dtype=gl.int32, is_pure=False, pack=1
-        )
+def number(pointer, mask=None):
+    """Sums, or plain numbers, in float32."""
+    if mask is None:
+        v = gl.load(pointer, cache_modifier=".cg")
+    else:
+        v = gl.load(pointer, mask=mask, other=0, cache_modifier=".cg")
+    return v.to(gl.float32) * (1 / ONE) if v.dtype == gl.int64 else v
 
 
 @gluon.jit
-def operand(x, slot, ZERO, RHS: gl.constexpr):
-    """[128, 8]: the inputs of a tile, the same in all columns."""
-    v = gl.permute(gl.reshape(x.index(slot).load(PLACES), [4, 4, 2, 2, 2]), (0, 2, 3, 1, 4))
-    v = gl.convert_layout(gl.reshape(v, [128]), gl.SliceLayout(1, RHS), assert_trivial=True)
-    b, _ = gl.broadcast(gl.expand_dims(v, 1), ZERO)
-    return b
+def operand(inputs, slot, ZERO, RHS: gl.constexpr):
+    """[128, 8]: the inputs of a tile, high parts in four columns and low parts in four."""
+    v = gl.permute(gl.reshape(inputs.index(slot).load(PLACES), [2, 4, 4, 2, 2, 2]), (1, 3, 4, 2, 5, 0))
+    v = gl.convert_layout(gl.reshape(v, [128, 2]), gl.SliceLayout(2, WIDENED), assert_trivial=True)
+    b, _ = gl.broadcast(gl.expand_dims(v, 2), ZERO)
+    return gl.convert_layout(gl.reshape(b, [128, 8]), RHS, assert_trivial=True)
 
 
 @gluon.jit
@@ -84,171 +115,234 @@ def place(a):
 
 
 @gluon.jit
-def stage(high, low, act, gains, gain, xo, xu, kc, nK, K, nx, flags, SPLIT: gl.constexpr):
-    """Inputs of nx chunks of 128 columns from chunk kc on, which begins again behind chunk nK, in two half-precision parts."""
+def stage(inputs, sums, parts, gains, gain, xo, xu, kc, nK, K, nx, flags, D: gl.constexpr, SPLIT: gl.constexpr):
+    """Inputs of nx chunks of 128 columns from chunk kc on, which begins again behind chunk nK, in two half-precision parts.
+    The last chunk ends with the row: what others have of it is zero."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    HALF: gl.constexpr = inputs.dtype
     row = gl.arange(0, 16, gl.SliceLayout(1, L))
     c = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, L)), 0)
     for i0 in range(0, nx, 16):
         k = kc + i0 + row
-        k = gl.where(k >= nK, k - nK, k)
-        at = gl.expand_dims(k, 1) * 128 + c
-        inside = gl.expand_dims(i0 + row < nx, 1) & (at < K)
+        k = gl.expand_dims(gl.where(k >= nK, k - nK, k), 1)
+        at = gl.minimum(k * 128, K - 128) + c
+        inside = gl.expand_dims(i0 + row < nx, 1) & (at >= k * 128)
         if flags & PARTS:
-            head = gl.where(i0 + row < nx, k, 0) * SPLIT
-            most = gl.full([16], LOW, gl.float32, gl.SliceLayout(1, L))
-            for s in gl.static_range(SPLIT):
-                most = gl.maximum(most, gl.load(act + xu + (head + s) * 2, cache_modifier=".cg"))
-            sums = gl.zeros([16], gl.float32, gl.SliceLayout(1, L))
-            a = gl.zeros([16, 128], gl.float32, L)
-            for s in gl.static_range(SPLIT):
-                m = gl.exp2(gl.load(act + xu + (head + s) * 2, cache_modifier=".cg") - most)
-                sums += m * gl.load(act + xu + (head + s) * 2 + 1, cache_modifier=".cg")
-                part = gl.load(act + xo + gl.expand_dims(head + s, 1) * 128 + c, mask=inside, other=0.0, cache_modifier=".cg")
-                a += gl.expand_dims(m, 1) * part
-            a = a / gl.expand_dims(sums, 1)
+            head = (gl.where(gl.expand_dims(i0 + row < nx, 1), k, 0) * 128 + (c if D < 128 else 0)) // D * SPLIT
+            lane = c % D
+            m0 = gl.load(parts + xu + head * 2, cache_modifier=".cg")
+            n0 = gl.load(parts + xu + head * 2 + 1, cache_modifier=".cg")
+            a = gl.load(parts + xo + head * D + lane, mask=inside, other=0.0, cache_modifier=".cg")
+            for s in gl.static_range(1, SPLIT):
+                m = gl.load(parts + xu + (head + s) * 2, cache_modifier=".cg")
+                n = gl.load(parts + xu + (head + s) * 2 + 1, cache_modifier=".cg")
+                part = gl.load(parts + xo + (head + s) * D + lane, mask=inside, other=0.0, cache_modifier=".cg")
+                most = gl.maximum(m0, m)
+                old = gl.exp2(m0 - most)
+                new = gl.exp2(m - most)
+                n0 = n0 * old + n * new
+                a = a * old + part * new
+                m0 = most
+            a = a / n0
         else:
-            a = gl.load(act + xo + at, mask=inside, other=0.0, cache_modifier=".cg")
+            a = number(sums + xo + at, inside)
             if flags & NORM:
                 a *= gl.load(gains + gain + at, mask=inside, other=0.0)
             if flags & GATE:
-                u = gl.load(act + xu + at, mask=inside, other=0.0, cache_modifier=".cg")
-                a = a / (1 + gl.exp(-a)) * u
-        h = a.to(gl.bfloat16)
-        high.index(i0 // 16).store(place(h))
-        low.index(i0 // 16).store(place((a - h.to(gl.float32)).to(gl.bfloat16)))
+                a = a / (1 + gl.exp(-a)) * number(sums + xu + at, inside)
+        h = a.to(HALF)
+        inputs.index(i0 // 16).slice(0, 128, dim=1).store(place(h))
+        inputs.index(i0 // 16).slice(128, 128, dim=1).store(place((a - h.to(gl.float32)).to(HALF)))
 
 
 @gluon.jit
-def attend(act, keys, values, rope, layer, pos, context, xo, yo, mo, head, split, heads, kv_heads, scale,
-           SPLIT: gl.constexpr, BK: gl.constexpr):  # fmt: skip
-    """A part of a head's attention: sums that are not divided yet, their largest exponent and the sum of weights."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    d = gl.arange(0, 128, gl.SliceLayout(0, L))
+def turned(sums, bias, gain, d, cos, sin, eps, D: gl.constexpr, BIAS: gl.constexpr, NORMED: gl.constexpr):
+    """A head's query or key: biased, normed, rotated."""
+    a = number(sums + d)
+    b = number(sums + (d ^ (D // 2)))
+    if BIAS:
+        a += gl.load(bias + d)
+        b += gl.load(bias + (d ^ (D // 2)))
+    if NORMED:
+        factor = gl.rsqrt(gl.sum(a * a, 0) / D + eps)
+        a *= factor * gl.load(gain + d)
+        b *= factor * gl.load(gain + (d ^ (D // 2)))
+    return a * cos + b * sin
+
+
+@gluon.jit
+def attend(sums, parts, bias, gain, keys, values, cos, sin, pos, start, window, context, xo, yo, mo, head, split, heads,
+           kv_heads, scale, eps, counter, target, state, code, D: gl.constexpr, SPLIT: gl.constexpr, BK: gl.constexpr,
+           BIAS: gl.constexpr, NORMED: gl.constexpr):  # fmt: skip
+    """A part of a head's attention: sums that are not divided yet, their largest exponent and the sum of weights. Keys of
+    earlier tokens are on their way before the wait. keys, values: of the layer."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    d = gl.arange(0, D, gl.SliceLayout(0, L))
     row = gl.arange(0, BK, gl.SliceLayout(1, L))
-    group = heads // kv_heads
-    kv = head // group
-    per = (pos + SPLIT) // SPLIT
-    first = split * per
+    kv = head // (heads // kv_heads)
+    begin = gl.maximum(start, pos - window + 1)
+    per = (pos - begin + SPLIT) // SPLIT
+    first = begin + split * per
     end = gl.minimum(first + per, pos)
-    base = (layer * kv_heads + kv) * context
-    cos = gl.load(rope + pos * 128 + (d & 63))
-    sin = gl.load(rope + pos * 128 + 64 + (d & 63))
-    sin = gl.where(d < 64, -sin, sin)
-    q = gl.load(act + xo + head * 128 + d, cache_modifier=".cg")
-    q2 = gl.load(act + xo + head * 128 + (d ^ 64), cache_modifier=".cg")
-    k0 = gl.load(act + xo + (heads + kv) * 128 + d, cache_modifier=".cg")
-    k2 = gl.load(act + xo + (heads + kv) * 128 + (d ^ 64), cache_modifier=".cg")
-    v0 = gl.load(act + xo + (heads + kv_heads + kv) * 128 + d, cache_modifier=".cg").to(gl.bfloat16)
-    q = (q * cos + q2 * sin) * scale
-    k0 = (k0 * cos + k2 * sin).to(gl.bfloat16)
+    base = kv.to(gl.int64) * context * D
+    at = base + gl.expand_dims(first + row, 1) * D + gl.expand_dims(d, 0)
+    inside = gl.expand_dims(first + row < end, 1) & (gl.expand_dims(d, 0) < D)
+    k = gl.load(keys + at, mask=inside, other=0.0)
+    v = gl.load(values + at, mask=inside, other=0.0)
+    c = gl.load(cos + (pos - start) * D + d)
+    s = gl.load(sin + (pos - start) * D + d)
+    s = gl.where(d < D // 2, -s, s)
+    wait_for(counter, target, state, code)
+    q = turned(sums + xo + head * D, bias + head * D, gain, d, c, s, eps, D, BIAS, NORMED) * scale
+    own = (heads + kv) * D
+    k0 = turned(sums + xo + own, bias + own, gain + D, d, c, s, eps, D, BIAS, NORMED).to(k.dtype)
+    v0 = number(sums + xo + own + kv_heads * D + d)
+    if BIAS:
+        v0 += gl.load(bias + own + kv_heads * D + d)
+    v0 = v0.to(k.dtype)
     most = gl.full([BK], LOW, gl.float32, gl.SliceLayout(1, L))
     total = gl.zeros([BK], gl.float32, gl.SliceLayout(1, L))
-    acc = gl.zeros([BK, 128], gl.float32, L)
+    acc = gl.zeros([BK, D], gl.float32, L)
     for b in range(first, end, BK):
-        at = (base + b).to(gl.int64) * 128 + (gl.expand_dims(row, 1) * 128 + gl.expand_dims(d, 0))
-        inside = gl.expand_dims(b + row < end, 1) & (gl.expand_dims(d, 0) < 128)
-        k = gl.load(keys + at, mask=inside, other=0.0)
-        v = gl.load(values + at, mask=inside, other=0.0)
-        s = gl.where(b + row < end, gl.sum(k.to(gl.float32) * gl.expand_dims(q, 0), 1), LOW)
-        m = gl.maximum(most, s)
+        at += BK * D
+        inside = gl.expand_dims(b + BK + row < end, 1) & (gl.expand_dims(d, 0) < D)
+        next_k = gl.load(keys + at, mask=inside, other=0.0)
+        next_v = gl.load(values + at, mask=inside, other=0.0)
+        score = gl.where(b + row < end, gl.sum(k.to(gl.float32) * gl.expand_dims(q, 0), 1), LOW)
+        m = gl.maximum(most, score)
         old = gl.exp2(most - m)
-        p = gl.where(b + row < end, gl.exp2(s - m), 0.0)
+        p = gl.where(b + row < end, gl.exp2(score - m), 0.0)
         total = total * old + p
         acc = acc * gl.expand_dims(old, 1) + gl.expand_dims(p, 1) * v.to(gl.float32)
         most = m
-    own = (pos >= first) & (pos < first + per)
-    s = gl.where(own, gl.sum(q * k0.to(gl.float32), 0), LOW)
-    m = gl.maximum(gl.max(most, 0), s)
+        k = next_k
+        v = next_v
+    mine = (pos >= first) & (pos < first + per)
+    score = gl.where(mine, gl.sum(q * k0.to(gl.float32), 0), LOW)
+    m = gl.maximum(gl.max(most, 0), score)
     w = gl.exp2(most - m)
-    p = gl.where(own, gl.exp2(s - m), 0.0)
+    p = gl.where(mine, gl.exp2(score - m), 0.0)
     y = gl.sum(acc * gl.expand_dims(w, 1), 0) + p * v0.to(gl.float32)
     part = head * SPLIT + split
-    gl.store(act + yo + part * 128 + d, y)
-    gl.store(act + mo + part * 2, m)
-    gl.store(act + mo + part * 2 + 1, gl.sum(total * w, 0) + p)
-    if own:
-        if head % group == 0:
-            new = (base + pos).to(gl.int64) * 128
+    gl.store(parts + yo + part * D + d, y)
+    gl.store(parts + mo + part * 2, m)
+    gl.store(parts + mo + part * 2 + 1, gl.sum(total * w, 0) + p)
+    if mine:
+        if head % (heads // kv_heads) == 0:
+            new = base + pos * D
             gl.store(keys + new + d, k0)
             gl.store(values + new + d, v0)
 
 
 @gluon.jit
-def consume(ring, full, empty, begun, high, low, table, act, gains, keys, values, rope, position, counter, state, marks, clocks,
-            first, last, phases, programs, context, heads, kv_heads, scale, eps,
-            NS: gl.constexpr, HIDDEN: gl.constexpr, WIDE: gl.constexpr, SPLIT: gl.constexpr, BK: gl.constexpr, BOTH: gl.constexpr,
-            MARK: gl.constexpr, CLOCK: gl.constexpr):  # fmt: skip
+def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin, position,
+            starts, counter, state, clocks, first, last, phases, programs, context, layer_stride, window, heads, kv_heads,
+            scale, eps, head_eps, NS: gl.constexpr, HIDDEN: gl.constexpr, WIDE: gl.constexpr, D: gl.constexpr,
+            SPLIT: gl.constexpr, BK: gl.constexpr, BIAS: gl.constexpr, NORMED: gl.constexpr, AHEAD: gl.constexpr,
+            CLOCK: gl.constexpr):  # fmt: skip
     pid = gl.program_id(0)
+    HALF: gl.constexpr = ring.dtype
+    FIXED: gl.constexpr = sums.dtype.element_ty == gl.int64
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LHS: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RHS: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    L1: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
-    LN: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
-    zero = gl.zeros([128, 8], gl.bfloat16, RHS)
-    rows = gl.arange(0, 64, gl.SliceLayout(1, MMA))
+    L1: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    LN: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
+    zero = gl.zeros([128, 2, 4], HALF, WIDENED)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
     share = gl.arange(0, 256, L1)
     wide = gl.arange(0, WIDE, LN)
-    by_row = high._reinterpret(gl.bfloat16, [high.shape[0] * 16, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    by_row_low = low._reinterpret(gl.bfloat16, [high.shape[0] * 16, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    by_row = inputs._reinterpret(HALF, [inputs.shape[0] * 16, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    pos = gl.load(position).to(gl.int32)
+    start = gl.load(starts).to(gl.int32)
+    per = (HIDDEN + programs - 1) // programs
+    mine = pid * per + share
+    h_mask = (share < per) & (mine < HIDDEN)
+    begin = 0
+    if first == 0:  # the residual stream and what the first phase adds to
+        h = gl.load(x + mine, mask=h_mask, other=0.0)
+        d = table + ((phases - 1) * programs + pid) * WORDS
+        if FIXED:
+            gl.store(sums + mine, (h * ONE).to(gl.int64), mask=h_mask)
+        else:
+            gl.store(sums + mine, h, mask=h_mask)
+        gl.store(sums + gl.load(d + 9) + share, gl.zeros([256], sums.dtype.element_ty, L1), mask=share < gl.load(d + 10))
+        thread_barrier()
+        gl.atomic_add(counter, 1, sem="release", scope="gpu")
+        begin = 1
+    layer = first // phases
+    p = first - layer * phases
+    d = table + (p * programs + pid) * WORDS
+    n = gl.load(d)
+    kc = gl.load(d + 1)
+    nK = gl.load(d + 2)
+    K = gl.load(d + 3)
+    xo = gl.load(d + 4) * 16
+    xu = gl.load(d + 5) * 16
+    yo = gl.load(d + 6)
+    row = gl.load(d + 7)
+    R = gl.load(d + 8)
+    zo = gl.load(d + 9)
+    zn = gl.load(d + 10)
+    flags = gl.load(d + 11)
+    gain = gl.load(d + 12)
+    head = gl.load(d + 13)
+    split = gl.load(d + 14)
     s = 0
     parity = 0
     for it in range(first, last):
-        layer = it // phases
-        d = table + ((it - layer * phases) * programs + pid) * WORDS
-        n = gl.load(d)
-        kc = gl.load(d + 1)
-        nK = gl.load(d + 2)
-        K = gl.load(d + 3) * 16
-        xo = gl.load(d + 4) * 16
-        xu = gl.load(d + 5) * 16
-        yo = gl.load(d + 6)
-        row = gl.load(d + 7)
-        R = gl.load(d + 8)
-        zo = gl.load(d + 9)
-        zn = gl.load(d + 10)
-        flags = gl.load(d + 11)
-        gain = (layer * 2 + gl.load(d + 12)) * HIDDEN
-        head = gl.load(d + 13)
-        split = gl.load(d + 14)
-        pos = gl.load(position)
-        if head >= 0:
-            cache = (layer * kv_heads + head // (heads // kv_heads)) * context
-            ask(keys, values, cache + split * ((pos + SPLIT) // SPLIT), cache + pos)
-        if MARK:
-            gl.store(marks + pid * 4, it * 8 + 1)
+        target = (it - first + begin) * programs
+        code = 1048576 - it
         if CLOCK:
             gl.store(clocks + (it * programs + pid) * 4, clock())
-        wait_for(counter, (it - first) * programs, state, it + 1)
+        if head >= 0:
+            cache = layer.to(gl.int64) * layer_stride
+            attend(sums, parts, bias + layer * (heads + 2 * kv_heads) * D, head_gains + layer * 2 * D, keys + cache, values + cache,
+                   cos, sin, pos, start, window, context, xo, yo, xu, head, split, heads, kv_heads, scale, head_eps,
+                   counter, target, state, code, D, SPLIT, BK, BIAS, NORMED)  # fmt: skip
+        else:
+            wait_for(counter, target, state, code)
         if CLOCK:
             gl.store(clocks + (it * programs + pid) * 4 + 1, clock())
-        if MARK:
-            gl.store(marks + pid * 4, it * 8 + 2)
         factor = 1.0
-        if head >= 0:
-            attend(act, keys, values, rope, layer, pos, context, xo, yo, xu, head, split, heads, kv_heads, scale, SPLIT, BK)
         nx = gl.minimum(n, nK)
-        h = gl.load(act + xo + wide, mask=(wide < HIDDEN) & ((flags & NORM) != 0), other=0.0, cache_modifier=".cg")
-        stage(high, low, act, gains, gain, xo, xu, kc, nK, K, nx, flags, SPLIT)
+        h = number(sums + wide, (wide < HIDDEN) & ((flags & NORM) != 0))
+        stage(inputs, sums, parts, gains, (layer * 2 + gain) * HIDDEN, xo, xu, kc, nK, K, nx, flags, D, SPLIT)
         if flags & NORM:  # a product is linear
             factor = gl.rsqrt(gl.sum(h * h, 0) / HIDDEN + eps)
         begun.store(gl.full([1], it, gl.int32, L1))
         thread_barrier()
         # results of the next phase are sums; the last that read them ended long ago
-        gl.store(act + zo + share, gl.zeros([256], gl.float32, L1), mask=share < zn)
-        if MARK:
-            gl.store(marks + pid * 4, it * 8 + 3)
+        gl.store(sums + zo + share, gl.zeros([256], sums.dtype.element_ty, L1), mask=share < zn)
+        p += 1
+        if p == phases:
+            p = 0
+            layer += 1
+        d = table + (p * programs + pid) * WORDS
+        if AHEAD:  # what the next phase is
+            n_ = gl.load(d)
+            kc_ = gl.load(d + 1)
+            nK_ = gl.load(d + 2)
+            K_ = gl.load(d + 3)
+            xo_ = gl.load(d + 4)
+            xu_ = gl.load(d + 5)
+            yo_ = gl.load(d + 6)
+            row_ = gl.load(d + 7)
+            R_ = gl.load(d + 8)
+            zo_ = gl.load(d + 9)
+            zn_ = gl.load(d + 10)
+            flags_ = gl.load(d + 11)
+            gain_ = gl.load(d + 12)
+            head_ = gl.load(d + 13)
+            split_ = gl.load(d + 14)
         if CLOCK:
             gl.store(clocks + (it * programs + pid) * 4 + 2, clock())
-        a = gl.zeros([64, 8], gl.float32, MMA)
-        b = gl.zeros([64, 8], gl.float32, MMA)
+        a = gl.zeros([ROWS, 8], gl.float32, MMA)
         slot = 0
         for j in range(n):
             mbarrier.wait(full.index(s), parity)
             w = ring.index(s).load(LHS)
             a = mma_v2(w, operand(by_row, slot, zero, RHS), a)
-            if BOTH:
-                b = mma_v2(w, operand(by_row_low, slot, zero, RHS), b)
             mbarrier.arrive(empty.index(s), count=1)
             s += 1
             if s == NS:
@@ -259,29 +353,70 @@ def consume(ring, full, empty, begun, high, low, table, act, gains, keys, values
                 slot = 0
             kc += 1
             if (kc == nK) | (j == n - 1):
-                y = gl.sum(a + b, 1) * (0.125 * factor)
-                gl.atomic_add(act + yo + row + rows, y, mask=row + rows < R, sem="relaxed", scope="gpu")
-                a = gl.zeros([64, 8], gl.float32, MMA)
-                b = gl.zeros([64, 8], gl.float32, MMA)
+                y = gl.sum(a, 1) * (0.25 * factor)
+                at = gl.minimum(row, R - ROWS) + rows
+                if FIXED:
+                    bad = (y > -LARGEST) & (y < LARGEST)
+                    gl.store(state + 1 + rows * 0, 1, mask=(at >= row) & (bad == 0))
+                    fixed = (y * ONE).to(gl.int64)
+                    gl.atomic_add(sums + yo + at, fixed, mask=(at >= row) & bad, sem="relaxed", scope="gpu")
+                else:
+                    gl.atomic_add(sums + yo + at, y, mask=at >= row, sem="relaxed", scope="gpu")
+                a = gl.zeros([ROWS, 8], gl.float32, MMA)
                 kc = 0
-                row += 64
+                row += ROWS
         if CLOCK:
             gl.store(clocks + (it * programs + pid) * 4 + 3, clock())
         thread_barrier()
         gl.atomic_add(counter, 1, sem="release", scope="gpu")
-        if MARK:
-            gl.store(marks + pid * 4, it * 8 + 4)
+        if AHEAD:
+            n = n_
+            kc = kc_
+            nK = nK_
+            K = K_
+            xo = xo_ * 16
+            xu = xu_ * 16
+            yo = yo_
+            row = row_
+            R = R_
+            zo = zo_
+            zn = zn_
+            flags = flags_
+            gain = gain_
+            head = head_
+            split = split_
+        else:
+            n = gl.load(d)
+            kc = gl.load(d + 1)
+            nK = gl.load(d + 2)
+            K = gl.load(d + 3)
+            xo = gl.load(d + 4) * 16
+            xu = gl.load(d + 5) * 16
+            yo = gl.load(d + 6)
+            row = gl.load(d + 7)
+            R = gl.load(d + 8)
+            zo = gl.load(d + 9)
+            zn = gl.load(d + 10)
+            flags = gl.load(d + 11)
+            gain = gl.load(d + 12)
+            head = gl.load(d + 13)
+            split = gl.load(d + 14)
+    if last % phases == 0:
+        wait_for(counter, (last - first + begin) * programs, state, 1048576 - last)
+        h = number(sums + mine, h_mask)
+        lost = gl.load(state + 1, volatile=True) + gl.load(state + 2 + pid, volatile=True)
+        gl.store(x + mine, gl.where(lost == 0, h, float("nan")), mask=h_mask)
     # the last to leave sets the counters back
+    thread_barrier()
     if gl.atomic_add(counter + 32, 1, sem="acq_rel", scope="gpu") == programs - 1:
         gl.store(counter, 0)
         gl.store(counter + 32, 0)
-    if MARK:
-        gl.store(marks + pid * 4, last * 8 + 5)
+        gl.store(state + 1, 0)
 
 
 @gluon.jit
-def produce(ring, full, empty, begun, w0, w1, w2, w3, table, marks, first, last, phases, programs, before, after,
-            NS: gl.constexpr, MARK: gl.constexpr):  # fmt: skip
+def produce(ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, places, first, last, phases, programs, matrices, before,
+            after, NS: gl.constexpr):  # fmt: skip
     """Copies tiles; under way are at most `before` while their phase has not begun here, `after` then."""
     pid = gl.program_id(0)
     L1: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -298,15 +433,14 @@ def produce(ring, full, empty, begun, w0, w1, w2, w3, table, marks, first, last,
         n = gl.load(d)
         k = gl.load(d + 1)
         nK = gl.load(d + 2)
+        K = gl.load(d + 3)
+        row = gl.load(d + 7)
+        R = gl.load(d + 8)
         which = gl.load(d + 15)
-        r = gl.load(d + 16) + layer * gl.load(d + 17)
-        c0 = gl.load(d + 18)
-        dr = gl.load(d + 19)  # rows from tile to tile, and to the next row of tiles
-        rr = gl.load(d + 20)
-        dc = gl.load(d + 21)
+        at = places + (layer * matrices + gl.load(d + 16)) * 2
+        r0 = gl.load(at)
+        c0 = gl.load(at + 1) + gl.load(d + 17)
         for j in range(n):
-            if MARK:
-                gl.store(marks + pid * 4 + 1, it * 4096 + j)
             mbarrier.wait(empty.index(s), parity)
             if g >= after:
                 mbarrier.wait(full.index(s4), parity4)
@@ -321,43 +455,51 @@ def produce(ring, full, empty, begun, w0, w1, w2, w3, table, marks, first, last,
                 if s2 == NS:
                     s2 = 0
                     parity2 = parity2 ^ 1
-            c = c0 + k * dc
-            mbarrier.expect(full.index(s), 16384)
+            # tiles end with their matrix
+            r = r0 + gl.minimum(row, R - ROWS)
+            c = c0 + gl.minimum(k * 128, K - 128)
+            mbarrier.expect(full.index(s), 32768)
             if which < 2:
                 if which == 0:
                     tma.async_copy_global_to_shared(w0, [r, c], full.index(s), ring.index(s))
                 else:
                     tma.async_copy_global_to_shared(w1, [r, c], full.index(s), ring.index(s))
             else:
-                if which == 2:
-                    tma.async_copy_global_to_shared(w2, [r, c], full.index(s), ring.index(s))
+                if which < 4:
+                    if which == 2:
+                        tma.async_copy_global_to_shared(w2, [r, c], full.index(s), ring.index(s))
+                    else:
+                        tma.async_copy_global_to_shared(w3, [r, c], full.index(s), ring.index(s))
                 else:
-                    tma.async_copy_global_to_shared(w3, [r, c], full.index(s), ring.index(s))
+                    if which == 4:
+                        tma.async_copy_global_to_shared(w4, [r, c], full.index(s), ring.index(s))
+                    else:
+                        tma.async_copy_global_to_shared(w5, [r, c], full.index(s), ring.index(s))
             g += 1
             s += 1
             if s == NS:
                 s = 0
                 parity = parity ^ 1
-            r += dr
             k += 1
             if k == nK:
                 k = 0
-                r += rr
+                row += ROWS
 
 
-@gluon.jit(do_not_specialize=["first", "last", "phases", "programs", "context", "heads", "kv_heads", "before", "after"])
-def token_kernel(w0, w1, w2, w3, table, act, gains, keys, values, rope, position, counter, state, marks, clocks,
-                 first, last, phases, programs, context, heads, kv_heads, before, after, scale, eps,
-                 NS: gl.constexpr, NX: gl.constexpr, HIDDEN: gl.constexpr, WIDE: gl.constexpr, SPLIT: gl.constexpr, BK: gl.constexpr,
-                 BOTH: gl.constexpr, MARK: gl.constexpr, CLOCK: gl.constexpr):  # fmt: skip
+@gluon.jit(do_not_specialize=["first", "last", "phases", "programs", "matrices", "context", "layer_stride", "window", "heads",
+                              "kv_heads", "before", "after"])  # fmt: skip
+def token_kernel(w0, w1, w2, w3, w4, w5, table, places, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin, position,
+                 starts, counter, state, clocks, first, last, phases, programs, matrices, context, layer_stride, window, heads,
+                 kv_heads, before, after, scale, eps, head_eps, NS: gl.constexpr, NX: gl.constexpr, HIDDEN: gl.constexpr,
+                 WIDE: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr, BK: gl.constexpr, BIAS: gl.constexpr,
+                 NORMED: gl.constexpr, AHEAD: gl.constexpr, CLOCK: gl.constexpr):  # fmt: skip
     """Phases `first` to `last` (counted through all layers) of a token.
 
-    NS: tiles in the ring. NX: sixteens of chunks of inputs that a program has in a phase at most. counter: [64], zeros.
-    state: [1 + programs], how often to look at the counter, then codes of errors. BOTH: inputs in two parts, else one."""
-    ring = gl.allocate_shared_memory(gl.bfloat16, [NS, 64, 128], w0.layout)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    high = gl.allocate_shared_memory(gl.bfloat16, [NX, 16, 128], plain)
-    low = gl.allocate_shared_memory(gl.bfloat16, [NX, 16, 128], plain)
+    x: [hidden] in float32, in and out. NS: tiles in the ring. NX: sixteens of chunks of inputs that a program has in a phase
+    at most. counter: [64], zeros. state: [2 + programs]: how often to look at the counter, whether a number was not finite
+    or too large, codes of programs that waited in vain."""
+    ring = gl.allocate_shared_memory(keys.dtype.element_ty, [NS, ROWS, 128], w0.layout)
+    inputs = gl.allocate_shared_memory(keys.dtype.element_ty, [NX, 16, 256], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     full = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
     begun = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -368,9 +510,11 @@ def token_kernel(w0, w1, w2, w3, table, act, gains, keys, values, rope, position
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consume, (ring, full, empty, begun, high, low, table, act, gains, keys, values, rope, position, counter, state, marks, clocks,
-                       first, last, phases, programs, context, heads, kv_heads, scale, eps, NS, HIDDEN, WIDE, SPLIT, BK, BOTH, MARK, CLOCK)),
-            (produce, (ring, full, empty, begun, w0, w1, w2, w3, table, marks, first, last, phases, programs, before, after, NS, MARK)),
+            (consume, (ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin,
+                       position, starts, counter, state, clocks, first, last, phases, programs, context, layer_stride, window,
+                       heads, kv_heads, scale, eps, head_eps, NS, HIDDEN, WIDE, D, SPLIT, BK, BIAS, NORMED, AHEAD, CLOCK)),
+            (produce, (ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, places, first, last, phases, programs, matrices,
+                       before, after, NS)),
         ],
         [1],
         [24],
