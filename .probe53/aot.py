@@ -11,10 +11,10 @@ def build(**c):
     ty = c.pop("TYPE", "bf16")
     fixed = c.pop("FIXED", True)
     desc = f"tensordesc<{ty}[128, 128],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
-    types = {**{f"w{i}": desc for i in range(6)}, **{n: "*i32" for n in "table places counter state clocks".split()}, **{n: "*fp32" for n in "x parts gains bias head_gains cos sin".split()},
+    types = {**{f"w{i}": desc for i in range(6)}, **{n: "*i32" for n in "table counter state clocks".split()}, **{n: "*fp32" for n in "x parts gains bias head_gains cos sin".split()},
              **{n: "*i64" for n in "position starts".split()}, "sums": "*i64" if fixed else "*fp32", "keys": "*" + ty, "values": "*" + ty,
              **{n: "fp32" for n in "scale eps head_eps".split()},
-             **{n: "i32" for n in "first last phases programs matrices context layer_stride window heads kv_heads before after".split()}}
+             **{n: "i32" for n in "first last steps programs context layer_stride window heads kv_heads before after".split()}}
     c = dict(dict(NS=6, NX=2, HIDDEN=4096, WIDE=4096, D=128, SPLIT=4, BK=32, BIAS=False, NORMED=False, AHEAD=True, CLOCK=False), **c)
     sig = {n: types.get(n, "constexpr") for n in k.arg_names}
     src = GluonASTSource(k, signature=sig, constexprs=c, attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(k.arg_names) if sig[n][0] == "*"})

@@ -3,7 +3,7 @@ import os, sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch, triton, types
 from triton.backends.compiler import GPUTarget
-import ref, tables, kernel
+import ref, kernel
 calls = []
 class Utils:
     def load_binary(s, name, binary, shared, device): return (1, 1, 255, 0, 1024)
@@ -21,12 +21,10 @@ class Driver:
     def set_current_device(s, d): pass
     def map_python_to_cpp_type(s, t): return t
 triton.runtime.driver.set_active(Driver())
-for name in ("7b-lr", "8b"):
-    hidden, ff, heads, kv, ranks, _ = ref.SHAPES[name]
-    plan = tables.Plan(hidden, ff, heads, kv, ranks, 132, 4)
-    W = {k: torch.empty(rows, k, dtype=torch.bfloat16) for k, rows in plan.stores.items()}
-    t = tables.Token(plan, W, 1, torch.ones(2 * hidden), ref.rope_table(64, "cpu"), 64, device="cpu")
-    for o in (dict(), dict(first=0, last=1), dict(first=1, last=2), dict(first=16, last=17), dict(mark=True), dict(before=1, after=16)):
-        k = t.run(kernel.token_kernel[(132,)], **o, num_warps=4, launch_cooperative_grid=True)
-    print(name, [c[0] for c in calls]); n = sum(c[0] == "compiled" for c in calls)
+for name in ("7b-lr", "mini"):
+    m = ref.build(name, 1, "cpu", 64)
+    for o in (dict(), dict(first=1, last=2), dict(first=8, last=9), dict(before=1, after=3), dict(CLOCK=True)):
+        k = m.t.run(kernel.token_kernel[(132,)], **o, num_warps=8, launch_cooperative_grid=True)
+    k = m.make(fixed=False).run(kernel.token_kernel[(132,)], num_warps=8, launch_cooperative_grid=True)
+    print(name, [c[0] for c in calls])
 print({k: v for k, v in calls[0][1].items()}, calls[0][2].shared, calls[0][2].launch_cooperative_grid, k.n_regs)

@@ -1,114 +1,98 @@
-"""Whole token in one kernel (issue 53): right, then timed. `python3 .probe53/run.py`; each case in a process of 40 s at most."""
+"""Whole token in one kernel (issue 53): right, then timed. Each case in a process of its own."""
 import argparse, os, statistics, subprocess, sys, time
 here = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, here)
-CONTEXT, LIMIT = 2048, 40
+LIMIT = 45
+COOP = dict(num_warps=8, launch_cooperative_grid=True)
 say = lambda *a: print(*a, flush=True)
 
 
-def setup(name, layers, ways=("row",), ring=12, split=4):
-    import torch, ref, tables
-    hidden, ff, heads, kv, ranks, _ = ref.SHAPES[name]
-    programs = torch.cuda.get_device_properties(0).multi_processor_count
-    plan = tables.Plan(hidden, ff, heads, kv, ranks, programs, split)
-    W = ref.stores(plan, layers, "cuda")
-    g = torch.Generator("cuda").manual_seed(5)
-    gains = torch.rand(layers * 2 * hidden, device="cuda", generator=g) + .5
-    rope = ref.rope_table(CONTEXT, "cuda")
-    made = {}
-    for way in ways:
-        t = tables.Token(plan, ref.packed(plan, W, layers) if way == "packed" else W, layers, gains, rope, CONTEXT, way == "packed", ring)
-        t.keys.normal_(generator=g)
-        t.values.normal_(generator=g)
-        made[way] = t
-    return plan, W, made
-
-
-COOP = dict(num_warps=4, launch_cooperative_grid=True)
+def setup(name, L, **o):
+    import torch, ref, launch
+    torch.manual_seed(0)
+    together = os.environ.get("TOGETHER") == "1"
+    if together:
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+        launch.describe = lambda w, rows: TensorDescriptor(w, [rows, w.shape[1]], [w.shape[1], 1], [128, 128], gl.NVMMASharedLayout(128, 16, 2))
+    return ref.build(name, L, programs=torch.cuda.get_device_properties(0).multi_processor_count, together=together, **o)
 
 
 def go(t, first=0, last=None, limit=8.0, **o):
-    """One launch, watched: marks of where all programs are if it does not end."""
+    """One launch, watched."""
     import torch, kernel
-    k = t.run(kernel.token_kernel[(t.plan.programs,)], first, last, **o, **COOP)
+    k = t.run(kernel.token_kernel[(t.programs,)], first, last, **o, **COOP)
     e = torch.cuda.Event()
     e.record()
     end = time.time() + limit
     while not e.query():
         if time.time() > end:
-            m = t.marks.view(-1, 4)
-            P = len(t.plan.phases)
-            say(f"HANGS in phases {first}..{last}; consumers at (phase, 1 waits for programs, 2 stages, 3 multiplies, 4 arrived):",
-                {f"{v // 8}/{v % 8}": int((m[:, 0] == v).sum()) for v in m[:, 0].unique().tolist()},
-                "copies at (phase, tile):", {f"{v // 4096}/{v % 4096}": int((m[:, 1] == v).sum()) for v in m[:, 1].unique().tolist()})
+            with torch.cuda.stream(torch.cuda.Stream()):
+                say(f"HANGS in phases {first}..{last}: counter {t.counter[[0, 32]].tolist()} of {t.programs} programs, state {t.state[:6].tolist()}")
             os._exit(3)
-        time.sleep(.001)
+        time.sleep(.0005)
     s = t.state.cpu()
     if int((s[1:] != 0).sum()):
-        bad = s[1:].nonzero().flatten().tolist()
-        say(f"GAVE UP waiting: {len(bad)} programs, of them {[(b, 'before phase', int(s[1 + b]) - 1) for b in bad[:4]]}")
-        t.state[1:] = 0
-        t.state[0] = 1 << 20
-        t.counter.zero_()
+        bad = s[2:].nonzero().flatten().tolist()
+        say(f"GAVE UP waiting: {len(bad)} programs, before phases {sorted({(1 << 20) - int(s[2 + b]) for b in bad})[:8]}, flag {int(s[1])}")
+        reset(t)
     return k
+
+
+def reset(t):
+    import launch
+    t.state.zero_(); t.state[0] = launch.PATIENCE
+    t.counter.zero_(); t.sums.zero_()
 
 
 def check(name, L=2):
     import torch, ref
-    torch.manual_seed(0)
-    plan, W, made = setup(name, L, ("row", "packed"))
-    P = len(plan.phases)
-    t = made["row"]
-    t0 = time.time()
-    k = go(t, 0, 1, mark=True, limit=25)
-    say(f"{name}: {k.n_regs} registers, {k.n_spills} spills, {k.metadata.shared} B shared; first launch (compiled) {time.time() - t0:.1f} s")
-    wrong = 0
-    for way, t in made.items():
-        t.act.zero_()
-        t.position.fill_(37)
-        t.h().copy_(torch.randn(plan.hidden, device="cuda"))
-        es = []
-        for it in range(t.steps):
-            at, y = ref.phase(t, W, it)
-            go(t, it, it + 1, mark=True)
-            es.append(ref.error(ref.got(t, it), y))
-            if es[-1] > 1e-4:
-                g = ref.got(t, it)
-                rows = ((g - y).abs() > 1e-3 * y.abs().max()).nonzero().flatten().tolist()
-                say(f"WRONG {name} {way}: first wrong phase {it} = {plan.phases[it % P].name} of layer {it // P}: {es[-1]:.1e}; {len(rows)} of {y.numel()} rows, "
-                    f"{rows[:6]}..{rows[-3:]}; has {g[rows[:4]].tolist()} wants {y[rows[:4]].tolist()}")
-                wrong = 1
-                break
-        else:
-            say(f"phases {name} {way}: right, worst {max(es):.1e}: " + " ".join(f"{plan.phases[i].name} {es[i]:.0e}" for i in range(P)))
-    if wrong:
-        return 1
-    for way, t in made.items():  # whole launches
-        out = []
-        for pos in (0, 5, 127, 1000):
-            h = torch.randn(plan.hidden, device="cuda")
-            K, V = t.keys.clone(), t.values.clone()
-            want = ref.llama(plan, W, t.gains, t.rope, h, K, V, pos, L, CONTEXT)
-            t.position.fill_(pos)
-            got = []
-            for mark in (True, False):
-                t.h().copy_(h)
-                go(t, mark=mark)
-                got.append(t.h().clone())
-            out.append(f"{pos}: {ref.error(got[0], want):.1e} (cache {(K.float() - t.keys.float()).abs().max():.0e}), again {ref.error(got[1], got[0]):.0e}")
-            wrong |= ref.error(got[0], want) > 2e-3 or ref.error(got[1], got[0]) > 1e-3
-        say(f"{'WRONG' if wrong else 'whole'} {name} {way}, {L} layers, float32's error at position " + "; ".join(out))
-    t = made["row"]
-    K, V = t.keys.clone(), t.values.clone()
-    t.position.fill_(90)
+    m = setup(name, L)
+    t, wrong, t0 = m.t, 0, time.time()
+    m.pos.fill_(37); m.x.normal_()
+    k = go(t, 0, 1, limit=25)
+    say(f"{name}: {k.n_regs} registers, {k.n_spills} spills, {k.metadata.shared} B shared; first launch (compiled) {time.time() - t0:.1f} s; K {list(t.table[:, :, 16].unique())}")
     es = []
+    for it in range(len(m.steps)):
+        if it == 0:
+            t.sums[m.h:m.h + m.hidden] = (m.x.double() * 2 ** 32).long()
+        y = ref.phase(m, it)
+        go(t, it, it + 1)
+        g = ref.got(m, it)
+        es.append(ref.error(g, y))
+        if es[-1] > 1e-4:
+            rows = ((g - y).abs() > 1e-3 * y.abs().max()).nonzero().flatten().tolist()
+            say(f"WRONG {name}: first wrong phase {it} = {m.names[it % m.P]} of layer {it // m.P}: {es[-1]:.1e}; {len(rows)} of {y.numel()} rows, {rows[:6]}..{rows[-3:]}; has {g[rows[:4]].tolist()} wants {y[rows[:4]].tolist()}")
+            return 1
+    say(f"phases {name}: right, worst {max(es):.1e}: " + " ".join(f"{m.names[i]} {es[i]:.0e}" for i in range(m.P)))
+    out = []
+    for options in (dict(), dict(AHEAD=False), dict(BK=64)):
+        for pos, start in ((0, 0), (5, 2), (127, 0), (1000, 700), (2047, 0)):
+            h = torch.randn(m.hidden, device="cuda")
+            data = m.data.clone()
+            want = ref.llama(m, h, data, pos, start)
+            m.pos.fill_(pos); m.start.fill_(start)
+            got = []
+            for _ in range(2):
+                m.x.copy_(h)
+                go(t, **options)
+                got.append(m.x.clone())
+            e, again = ref.error(got[0], want), bool((got[0] == got[1]).all())
+            out.append(f"{pos}: {e:.0e} (cache {(data.float() - m.data.float()).abs().max():.0e}){'' if again else ' NOT THE SAME AGAIN'}")
+            wrong |= e > 2e-3 or not again
+    say(f"{'WRONG' if wrong else 'whole'} {name}, {L} layers: " + "; ".join(out))
+    data, es = m.data.clone(), []
     for i in range(64):
-        h = torch.randn(plan.hidden, device="cuda")
-        t.h().copy_(h)
+        h = torch.randn(m.hidden, device="cuda")
+        m.x.copy_(h); m.pos.fill_(90 + i); m.start.fill_(0)
         go(t)
-        es.append(ref.error(t.h(), ref.llama(plan, W, t.gains, t.rope, h, K, V, 90 + i, L, CONTEXT)))
-        t.position.add_(1)
+        es.append(ref.error(m.x, ref.llama(m, h, data, 90 + i)))
     say(f"{'WRONG' if max(es) > 2e-3 else 'steps'} {name}: 64 tokens from 90 on, error median {statistics.median(es):.1e} worst {max(es):.1e}")
+    t.state[0] = 1; t.counter[0] = -1000000
+    say("waiting in vain (expected to give up):"); t0 = time.time()
+    go(t); say(f"x all nan: {bool(m.x.isnan().all())}; {time.time() - t0:.2f} s")
+    m.x.copy_(h); go(t); again = m.x.clone(); m.x.copy_(h); go(t)
+    say(f"then right again: {bool((again == m.x).all() & m.x.isfinite().all())}")
     return wrong
 
 
@@ -124,141 +108,119 @@ def copy_speed():
     return 2 * a.nbytes / statistics.median(ts) * 1e3
 
 
-def timing(name, L=32, arms="row.2.4,row.3.6,row.4.8,row.12.12,packed.2.4,packed.3.6,row.2.4.half,launches"):
-    import torch, ref, kernel
-    torch.manual_seed(0)
-    arms = arms.split(",")
-    speed = copy_speed()
-    plan, W, made = setup(name, L, ("row", "packed") if any("packed" in a for a in arms) else ("row",))
-    P, vocabulary = len(plan.phases), ref.SHAPES[name][5]
-    x = torch.randn(plan.hidden, device="cuda")
-    total = sum(k * r * 2 for k, r in plan.stores.items()) * L
-    graphs, errors = {}, {}
-    for arm in arms:
-        if arm == "launches":
-            way, rest = "row", []
-            calls = [dict(first=i, last=i + 1) for i in range(L * P)]
-        else:
-            way, before, after, *rest = arm.split(".")
-            calls = [dict(before=int(before), after=int(after), both="half" not in rest)]
-        t = made[way]
-        t.position.fill_(127)
-        t.h().copy_(x)
-        for c in calls[:1]:
-            go(t, **c)  # compiles
-        if arm == "launches":
-            t.act.zero_()
-        global COOP
-        for coop in (True, False):
-            COOP = dict(num_warps=4, launch_cooperative_grid=True) if coop else dict(num_warps=4)
-            try:
-                g = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(g):
-                    t.h().copy_(x)
-                    for c in calls:
-                        t.run(kernel.token_kernel[(plan.programs,)], **c, **COOP)
-                break
-            except Exception as e:
-                say(f"no graph of {'cooperative' if coop else 'plain'} launches: {str(e)[:200]}")
-                torch.cuda.synchronize()
-        graphs[arm] = g
-        K, V = t.keys.clone(), t.values.clone()
+def timed(g):
+    import torch
+    g.replay()
+    s, e = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    s.record()
+    for _ in range(4):
         g.replay()
-        torch.cuda.synchronize()
-        errors[arm] = ref.error(t.h(), ref.llama(plan, W, t.gains, t.rope, x, K, V, 127, L, CONTEXT))
-    ts = {a: [] for a in arms}
-    for _ in range(9):
+    e.record(); torch.cuda.synchronize()
+    return s.elapsed_time(e) * 250
+
+
+def timing(name, L=32, arms=""):
+    import torch, ref, kernel
+    speed = copy_speed()
+    m = setup(name, L)
+    ts = {"fixed": m.t}
+    total = sum(w.nbytes for w in m.W.values())
+    x = torch.randn(m.hidden, device="cuda")
+    graphs, errors, times = {}, {}, {}
+    want = None
+    for arm in arms.split(","):
+        kind, before, after, *rest = arm.split(".")
+        if kind not in ts:
+            ts[kind] = m.make(fixed=False)
+        t, o = ts[kind], dict(before=int(before), after=int(after))
+        o |= dict(AHEAD="late" not in rest, BK=64 if "bk64" in rest else 32)
+        m.pos.fill_(127); m.x.copy_(x)
+        go(t, **o)
+        g = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(g):
+            m.x.copy_(x)
+            t.run(kernel.token_kernel[(t.programs,)], **o, **COOP)
+        g.replay(); torch.cuda.synchronize()
+        want = ref.llama(m, x, m.data.clone(), 127) if want is None else want
+        graphs[arm], errors[arm], times[arm] = g, ref.error(m.x, want), []
+    for _ in range(7):
         for a, g in graphs.items():
-            g.replay()
-            s, e = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            s.record()
-            for _ in range(4):
-                g.replay()
-            e.record(); torch.cuda.synchronize()
-            ts[a].append(s.elapsed_time(e) * 250)
-    gave = {w: int((t.state[1:] != 0).sum()) for w, t in made.items()}
-    floor, head = total / speed * 1e6, vocabulary * plan.hidden * 2 / speed * 1e6
-    say(f"{name}: {torch.cuda.get_device_name()}, copy {speed / 1e12:.3f} TB/s, {total / 1e9:.3f} GB, {L} layers of {P} phases, position 127; floor {floor:.0f} us, head at copy speed {head:.0f} us; gave up {gave}")
-    say("| arm | us | least | of copy | us a phase over floor | tokens/s without head; with head at copy speed | error at the end |")
-    for a in sorted(arms, key=lambda a: statistics.median(ts[a])):
-        m = statistics.median(ts[a])
-        say(f"| {a} | {m:.0f} | {min(ts[a]):.0f} | {floor / m:.1%} | {(m - floor) / L / P:.2f} | {1e6 / m:.0f}; {1e6 / (m + head):.0f} | {errors[a]:.1e} |")
-    best = min((a for a in arms if a.startswith("row") and "half" not in a), key=lambda a: statistics.median(ts[a]))
-    t = made["row"]
-    for pos in (0, 511, 2047):
-        t.position.fill_(pos)
-        s, e = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graphs[best].replay()
-        s.record()
-        for _ in range(4):
-            graphs[best].replay()
-        e.record(); torch.cuda.synchronize()
-        say(f"{best} at position {pos}: {s.elapsed_time(e) * 250:.0f} us")
-    t.position.fill_(127)
+            times[a].append(timed(g))
+    med = {a: statistics.median(v) for a, v in times.items()}
+    floor, head, n = total / speed * 1e6, m.vocab * m.hidden * 2 / speed * 1e6, len(m.steps)
+    say(f"{name}: {torch.cuda.get_device_name()}, copy {speed / 1e12:.3f} TB/s, {total / 1e9:.3f} GB, {L} layers of {m.P} phases, position 127; floor {floor:.0f} us, head at copy speed {head:.0f} us; state {[int((t.state[1:] != 0).sum()) for t in ts.values()]}")
+    say("| arm | us | least | of copy | us a phase over floor | tokens/s with head at copy speed | error | at 0, 511, 2047 |")
+    for a in sorted(med, key=med.get):
+        at = []
+        for pos in (0, 511, 2047):
+            m.pos.fill_(pos); at.append(f"{timed(graphs[a]):.0f}")
+        m.pos.fill_(127)
+        say(f"| {a} | {med[a]:.0f} | {min(times[a]):.0f} | {floor / med[a]:.1%} | {(med[a] - floor) / n:.2f} | {1e6 / (med[a] + head):.0f} | {errors[a]:.1e} | {', '.join(at)} |")
+    best = min((a for a in med if a.startswith("fixed")), key=med.get)
+    t = m.t
+    _, before, after, *rest = best.split(".")
+    t.clocks = torch.zeros(n * t.programs * 4, dtype=torch.int32, device="cuda")
     s, e = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(3):
-        t.h().copy_(x)
-        s.record(); go_fast(t, clock=True); e.record()
+        m.x.copy_(x); s.record()
+        t.run(kernel.token_kernel[(t.programs,)], before=int(before), after=int(after), CLOCK=True, AHEAD="late" not in rest, **COOP); e.record()
     torch.cuda.synchronize()
-    us = s.elapsed_time(e) * 1e3
-    c = t.clocks.view(L, P, plan.programs, 4).long().cpu()
+    us, P = s.elapsed_time(e) * 1e3, m.P
+    c = t.clocks.view(L, P, t.programs, 4).long().cpu()
     d = lambda a, b: (b - a) % 2 ** 32
     ghz = d(c[0, 0, :, 0], c[-1, -1, :, 3]).double().mean().item() / us / 1e3
-    n = t.table[:, :, 0].cpu()
-    say(f"clocks of {us:.0f} us launch ({ghz:.2f} GHz if it began at once); us, mean over programs and layers 1.. (largest of a program): waits | stages | multiplies (floor) | a tile | to the next")
-    flat = c.view(L * P, plan.programs, 4)
-    sums = [0.0] * 4
+    tiles = t.table[1:, :, 0].view(L, P, -1)[1].cpu()
+    say(f"clocks of {best}, {us:.0f} us, {ghz:.2f} GHz; us, mean (largest): waits | stages | multiplies (floor) | a tile of 32 KiB | to the next")
+    flat, sums = c.view(L * P, t.programs, 4), [0.0] * 4
     for p in range(P):
         r = c[1:, p]
         nxt = torch.stack([flat[min(l * P + p + 1, L * P - 1), :, 0] for l in range(1, L)])
-        parts = [d(r[..., 0], r[..., 1]), d(r[..., 1], r[..., 2]), d(r[..., 2], r[..., 3]), d(r[..., 3], nxt)[:-1]]
-        parts = [v.double() / ghz / 1e3 for v in parts]
-        for i in range(4):
-            sums[i] += parts[i].mean().item()
-        mean = [f"{v.mean():.2f} ({v.max(-1).values.median():.2f})" for v in parts]
-        say(f"  {plan.phases[p].name:10s} {mean[0]} | {mean[1]} | {mean[2]} floor {n[p].sum().item() * 16384 / speed * 1e6:.2f} | {(parts[2].mean() / max(n[p].double().mean().item(), 1)):.3f} | {mean[3]}")
+        v = [d(r[..., 0], r[..., 1]), d(r[..., 1], r[..., 2]), d(r[..., 2], r[..., 3]), d(r[..., 3], nxt)[:-1]]
+        v = [q.double() / ghz / 1e3 for q in v]
+        sums = [a + q.mean().item() for a, q in zip(sums, v)]
+        s4 = [f"{q.mean():.2f} ({q.max(-1).values.median():.2f})" for q in v]
+        size = sum(p.w.nbytes for p in m.steps[P + p].products)
+        say(f"  {m.names[p]:10s} {s4[0]} | {s4[1]} | {s4[2]} ({size / speed * 1e6:.2f}) | {v[2].mean() / max(tiles[p].double().mean().item(), 1):.3f} | {s4[3]}")
     say(f"  a layer    {sums[0]:.2f} | {sums[1]:.2f} | {sums[2]:.2f} floor {floor / L:.2f} | | {sums[3]:.2f}")
     return 0
-
-
-def go_fast(t, **o):
-    import kernel
-    t.run(kernel.token_kernel[(t.plan.programs,)], **o, **COOP)
 
 
 def main():
     a = argparse.ArgumentParser()
     a.add_argument("--child")
-    a.add_argument("--cases", default="check:7b-lr,check:8b,timing:7b-lr,timing:8b")
-    a.add_argument("--arms", default="")
-    a.add_argument("--layers", type=int, default=0)
+    a.add_argument("--cases", default="check:7b-lr,timing:7b-lr:fixed.1.2/fixed.1.3/fixed.2.3/fixed.2.4/fixed.3.6/fixed.1.2.late/fixed.1.2.bk64/float.1.2,check:8b,timing:8b:fixed.1.2/fixed.2.3/fixed.2.4,check:mini")
+    a.add_argument("--budget", type=float, default=75)
     a = a.parse_args()
     if a.child:
-        what, name = a.child.split(":")
-        o = {**({"arms": a.arms} if a.arms and what == "timing" else {}), **({"L": a.layers} if a.layers else {})}
+        what, name, *arms = a.child.split(":")
         t0 = time.time()
-        rc = (check if what == "check" else timing)(name, **o)
-        say(f"({a.child}: {time.time() - t0:.0f} s)")
+        rc = check(name) if what == "check" else timing(name, 32, arms[0].replace("/", ","))
+        say(f"({what} {name}: {time.time() - t0:.0f} s)")
         sys.exit(rc)
-    t0, bad = time.time(), set()
-    for case in a.cases.split(","):
-        name = case.split(":")[1]
-        if case.startswith("timing") and name in bad:
-            say(f"{case}: not run, its check did not end")
-            continue
-        cmd = [sys.executable, "-u", os.path.abspath(__file__), "--child", case, "--arms", a.arms, "--layers", str(a.layers)]
-        p = subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    t0 = time.time()
+
+    def child(case):
+        left = min(LIMIT, a.budget - (time.time() - t0))
+        if left < 4:
+            say(f"{case}: no time left"); return 9
+        p = subprocess.Popen([sys.executable, "-u", os.path.abspath(__file__), "--child", case], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
-            out, err = p.communicate(timeout=LIMIT)
+            out, err = p.communicate(timeout=left)
         except subprocess.TimeoutExpired:
-            p.kill()
-            out, err = p.communicate()
-            out += f"\n{case}: KILLED after {LIMIT} s\n"
-        say(f"== {case} rc {p.returncode} at {time.time() - t0:.0f} s\n" + out.strip()[-6000:])
+            p.kill(); out, err = p.communicate(); out += f"\n{case}: KILLED after {left:.0f} s\n"
+        say(f"== {case} rc {p.returncode} at {time.time() - t0:.0f} s\n" + out.strip()[-4500:])
         if p.returncode:
-            say("stderr: ..." + err.strip()[-1500:])
-            if case.startswith("check") and p.returncode != 1:
-                bad.add(name)
+            say("stderr: ..." + err.strip()[-1200:])
+        return p.returncode
+
+    cases = a.cases.split(",")
+    if child(cases[0]):
+        os.environ["TOGETHER"] = "1"
+        say("again with weights side by side and plain descriptors:")
+        if child(cases[0]):
+            return say(f"all {time.time() - t0:.0f} s: nothing timed")
+    for case in cases[1:]:
+        child(case)
     say(f"all {time.time() - t0:.0f} s")
 
 

@@ -1,6 +1,6 @@
 """All layers of one token in one kernel: a program a multiprocessor, one warp that copies weights, eight that multiply.
 
-Work is a table: for each phase of a layer and each program a row of words (`tables.py`), the same for all layers. A phase
+Work is a table: for each phase of a layer and each program a row of words (`tables.py`), A phase
 begins when all programs have ended the one before (a counter in memory); its weights are on their way before that. Results
 are sums of integers of 2^-32, so that they do not depend on who comes first.
 
@@ -236,7 +236,7 @@ def attend(sums, parts, bias, gain, keys, values, cos, sin, pos, start, window, 
 
 @gluon.jit
 def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin, position,
-            starts, counter, state, clocks, first, last, phases, programs, context, layer_stride, window, heads, kv_heads,
+            starts, counter, state, clocks, first, last, steps, programs, context, layer_stride, window, heads, kv_heads,
             scale, eps, head_eps, NS: gl.constexpr, HIDDEN: gl.constexpr, WIDE: gl.constexpr, D: gl.constexpr,
             SPLIT: gl.constexpr, BK: gl.constexpr, BIAS: gl.constexpr, NORMED: gl.constexpr, AHEAD: gl.constexpr,
             CLOCK: gl.constexpr):  # fmt: skip
@@ -261,22 +261,22 @@ def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias
     begin = 0
     if first == 0:  # the residual stream and what the first phase adds to
         h = gl.load(x + mine, mask=h_mask, other=0.0)
-        d = table + ((phases - 1) * programs + pid) * WORDS
+        d = table + pid * WORDS
         if FIXED:
-            gl.store(sums + mine, (h * ONE).to(gl.int64), mask=h_mask)
+            bad = ((h > -LARGEST) & (h < LARGEST)) == 0
+            gl.store(state + 1 + share * 0, 1, mask=h_mask & bad)
+            gl.store(sums + mine, gl.where(bad, 0.0, h * ONE).to(gl.int64), mask=h_mask)
         else:
             gl.store(sums + mine, h, mask=h_mask)
         gl.store(sums + gl.load(d + 9) + share, gl.zeros([256], sums.dtype.element_ty, L1), mask=share < gl.load(d + 10))
         thread_barrier()
         gl.atomic_add(counter, 1, sem="release", scope="gpu")
         begin = 1
-    layer = first // phases
-    p = first - layer * phases
-    d = table + (p * programs + pid) * WORDS
+    d = table + ((first + 1) * programs + pid) * WORDS
     n = gl.load(d)
     kc = gl.load(d + 1)
     nK = gl.load(d + 2)
-    K = gl.load(d + 3)
+    K = gl.load(d + 3) * 8
     xo = gl.load(d + 4) * 16
     xu = gl.load(d + 5) * 16
     yo = gl.load(d + 6)
@@ -288,6 +288,7 @@ def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias
     gain = gl.load(d + 12)
     head = gl.load(d + 13)
     split = gl.load(d + 14)
+    layer = gl.load(d + 15)
     s = 0
     parity = 0
     for it in range(first, last):
@@ -307,18 +308,14 @@ def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias
         factor = 1.0
         nx = gl.minimum(n, nK)
         h = number(sums + wide, (wide < HIDDEN) & ((flags & NORM) != 0))
-        stage(inputs, sums, parts, gains, (layer * 2 + gain) * HIDDEN, xo, xu, kc, nK, K, nx, flags, D, SPLIT)
+        stage(inputs, sums, parts, gains, gain * HIDDEN, xo, xu, kc, nK, K, nx, flags, D, SPLIT)
         if flags & NORM:  # a product is linear
             factor = gl.rsqrt(gl.sum(h * h, 0) / HIDDEN + eps)
         begun.store(gl.full([1], it, gl.int32, L1))
         thread_barrier()
         # results of the next phase are sums; the last that read them ended long ago
         gl.store(sums + zo + share, gl.zeros([256], sums.dtype.element_ty, L1), mask=share < zn)
-        p += 1
-        if p == phases:
-            p = 0
-            layer += 1
-        d = table + (p * programs + pid) * WORDS
+        d = table + (gl.minimum(it + 2, steps) * programs + pid) * WORDS
         if AHEAD:  # what the next phase is
             n_ = gl.load(d)
             kc_ = gl.load(d + 1)
@@ -335,6 +332,7 @@ def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias
             gain_ = gl.load(d + 12)
             head_ = gl.load(d + 13)
             split_ = gl.load(d + 14)
+            layer_ = gl.load(d + 15)
         if CLOCK:
             gl.store(clocks + (it * programs + pid) * 4 + 2, clock())
         a = gl.zeros([ROWS, 8], gl.float32, MMA)
@@ -356,10 +354,10 @@ def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias
                 y = gl.sum(a, 1) * (0.25 * factor)
                 at = gl.minimum(row, R - ROWS) + rows
                 if FIXED:
-                    bad = (y > -LARGEST) & (y < LARGEST)
-                    gl.store(state + 1 + rows * 0, 1, mask=(at >= row) & (bad == 0))
-                    fixed = (y * ONE).to(gl.int64)
-                    gl.atomic_add(sums + yo + at, fixed, mask=(at >= row) & bad, sem="relaxed", scope="gpu")
+                    bad = ((y > -LARGEST) & (y < LARGEST)) == 0
+                    gl.store(state + 1 + rows * 0, 1, mask=(at >= row) & bad)
+                    y = gl.where(bad, 0.0, y * ONE)
+                    gl.atomic_add(sums + yo + at, y.to(gl.int64), mask=at >= row, sem="relaxed", scope="gpu")
                 else:
                     gl.atomic_add(sums + yo + at, y, mask=at >= row, sem="relaxed", scope="gpu")
                 a = gl.zeros([ROWS, 8], gl.float32, MMA)
@@ -373,7 +371,7 @@ def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias
             n = n_
             kc = kc_
             nK = nK_
-            K = K_
+            K = K_ * 8
             xo = xo_ * 16
             xu = xu_ * 16
             yo = yo_
@@ -385,11 +383,12 @@ def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias
             gain = gain_
             head = head_
             split = split_
+            layer = layer_
         else:
             n = gl.load(d)
             kc = gl.load(d + 1)
             nK = gl.load(d + 2)
-            K = gl.load(d + 3)
+            K = gl.load(d + 3) * 8
             xo = gl.load(d + 4) * 16
             xu = gl.load(d + 5) * 16
             yo = gl.load(d + 6)
@@ -401,7 +400,8 @@ def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias
             gain = gl.load(d + 12)
             head = gl.load(d + 13)
             split = gl.load(d + 14)
-    if last % phases == 0:
+            layer = gl.load(d + 15)
+    if last == steps:
         wait_for(counter, (last - first + begin) * programs, state, 1048576 - last)
         h = number(sums + mine, h_mask)
         lost = gl.load(state + 1, volatile=True) + gl.load(state + 2 + pid, volatile=True)
@@ -415,7 +415,7 @@ def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias
 
 
 @gluon.jit
-def produce(ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, places, first, last, phases, programs, matrices, before,
+def produce(ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, first, last, steps, programs, before,
             after, NS: gl.constexpr):  # fmt: skip
     """Copies tiles; under way are at most `before` while their phase has not begun here, `after` then."""
     pid = gl.program_id(0)
@@ -428,18 +428,16 @@ def produce(ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, places, fir
     s4 = 0
     parity4 = 0
     for it in range(first, last):
-        layer = it // phases
-        d = table + ((it - layer * phases) * programs + pid) * WORDS
+        d = table + ((it + 1) * programs + pid) * WORDS
         n = gl.load(d)
         k = gl.load(d + 1)
         nK = gl.load(d + 2)
-        K = gl.load(d + 3)
+        K = gl.load(d + 3) * 8
         row = gl.load(d + 7)
         R = gl.load(d + 8)
-        which = gl.load(d + 15)
-        at = places + (layer * matrices + gl.load(d + 16)) * 2
-        r0 = gl.load(at)
-        c0 = gl.load(at + 1) + gl.load(d + 17)
+        which = gl.load(d + 16)
+        r0 = gl.load(d + 17)
+        c0 = gl.load(d + 18)
         for j in range(n):
             mbarrier.wait(empty.index(s), parity)
             if g >= after:
@@ -486,10 +484,10 @@ def produce(ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, places, fir
                 row += ROWS
 
 
-@gluon.jit(do_not_specialize=["first", "last", "phases", "programs", "matrices", "context", "layer_stride", "window", "heads",
+@gluon.jit(do_not_specialize=["first", "last", "steps", "programs", "context", "layer_stride", "window", "heads",
                               "kv_heads", "before", "after"])  # fmt: skip
-def token_kernel(w0, w1, w2, w3, w4, w5, table, places, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin, position,
-                 starts, counter, state, clocks, first, last, phases, programs, matrices, context, layer_stride, window, heads,
+def token_kernel(w0, w1, w2, w3, w4, w5, table, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin, position,
+                 starts, counter, state, clocks, first, last, steps, programs, context, layer_stride, window, heads,
                  kv_heads, before, after, scale, eps, head_eps, NS: gl.constexpr, NX: gl.constexpr, HIDDEN: gl.constexpr,
                  WIDE: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr, BK: gl.constexpr, BIAS: gl.constexpr,
                  NORMED: gl.constexpr, AHEAD: gl.constexpr, CLOCK: gl.constexpr):  # fmt: skip
@@ -511,9 +509,9 @@ def token_kernel(w0, w1, w2, w3, w4, w5, table, places, x, sums, parts, gains, b
     gl.warp_specialize(
         [
             (consume, (ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin,
-                       position, starts, counter, state, clocks, first, last, phases, programs, context, layer_stride, window,
+                       position, starts, counter, state, clocks, first, last, steps, programs, context, layer_stride, window,
                        heads, kv_heads, scale, eps, head_eps, NS, HIDDEN, WIDE, D, SPLIT, BK, BIAS, NORMED, AHEAD, CLOCK)),
-            (produce, (ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, places, first, last, phases, programs, matrices,
+            (produce, (ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, first, last, steps, programs,
                        before, after, NS)),
         ],
         [1],
