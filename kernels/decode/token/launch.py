@@ -3,21 +3,24 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tables import CHUNKS, KINDS, TILE, Step, Stores, make_table
+from blr.kernels.decode.token.tables import CHUNKS, KINDS, TILE, Step, Stores, make_table
 
-PATIENCE = 4096  # thousands of looks at a counter
-RING = 6
+PATIENCE = 4096  # thousands of looks at a counter, some seconds
+FIRST_CODE = 1 << 20  # less the number of a step: what a program leaves that waits in vain
+RING = 6  # tiles
+UNDER_WAY = (1, 2)  # tiles that a program copies at once before their step has begun, and then
 
 
 @dataclass(frozen=True)
 class Attention:
-    """keys, values: [layers, Hkv, L, D], of any stride between layers. cos, sin: [L, D] in float32. bias: [layers, (Hq +
-    2 Hkv) D] and gains: [layers, 2, D] of queries and keys in float32, or None."""
+    """keys, values: [layers, Hkv, L, D], of any stride between layers. cos, sin: [L, D] in float32.
+    bias: [layers, (Hq + 2·Hkv)·D] and gains: [layers, 2, D] of queries and keys in float32, or None."""
 
     keys: Tensor
     values: Tensor
@@ -25,50 +28,82 @@ class Attention:
     sin: Tensor
     heads: int
     scale: float
-    window: int | None = None
     bias: Tensor | None = None
     gains: Tensor | None = None
     eps: float = 0.0
 
 
 class Token:
-    """x: [hidden] in float32, the residual stream before and after. sums, parts: numbers that steps and attention need.
-    gains: [.., hidden] in float32, of the norms. pos, start: [1] int64."""
+    """A launch and its memory.
 
-    def __init__(self, steps: Sequence[Step], x: Tensor, gains: Tensor, attention: Attention, pos: Tensor, start: Tensor, eps: float,
-                 sums: int, parts: int, split: int, programs: int, fixed: bool = True):  # fmt: skip
-        weights = [product.w for step in steps for product in step.products]
-        stores = Stores(weights)
-        a, device, heads = attention, x.device, attention.heads
-        self.steps, self.programs, self.held = list(steps), programs, weights
-        make = lambda *shape, dtype=torch.float32: torch.zeros(*shape, dtype=dtype, device=device)
-        self.sums, self.parts = make(sums, dtype=torch.int64 if fixed else torch.float32), make(parts)
-        self.counter, self.state = make(64, dtype=torch.int32), make(2 + programs, dtype=torch.int32)
+    x: [hidden] in float32, the residual stream before and after. gains: [norms, hidden] in float32; eps:
+    of these norms. pos, start: int64, of which the first counts. sums: how many numbers steps need.
+    split: programs of a head.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        x: Tensor,
+        gains: Tensor,
+        attention: Attention,
+        pos: Tensor,
+        start: Tensor,
+        eps: float,
+        sums: int,
+        split: int,
+        programs: int,
+    ) -> None:
+        a, (_, kv_heads, context, width) = attention, attention.keys.shape
+        self.weights = [product.w for step in steps for product in step.products]  # held
+        stores = Stores(self.weights)
+        zeros = partial(torch.zeros, device=x.device)
+        self.sums, none = zeros(sums, dtype=torch.int64), zeros(1)
+        self.counter, self.state = (zeros(n, dtype=torch.int32) for n in (64, 2 + programs))
         self.state[0] = PATIENCE
-        self.clocks = make(1, dtype=torch.int32)
-        self.table = make_table(steps, stores, programs, heads, split).to(device)
-        self.copied = [describe(first, stores.rows[k]) for k, first in stores.first.items()]
-        self.copied += self.copied[:1] * (KINDS - len(self.copied))
-        none = make(1)
-        self.tensors = (self.table, x, self.sums, self.parts, gains, none if a.bias is None else a.bias,
-                        none if a.gains is None else a.gains, a.keys, a.values, a.cos, a.sin, pos, start, self.counter, self.state)  # fmt: skip
-        width = a.keys.shape[3]
-        self.sizes = (a.keys.shape[2], a.keys.stride(0), a.window or 1 << 30, heads, a.keys.shape[1])
+        copied = [describe(first, stores.rows[k]) for k, first in stores.first.items()]
+        self.arguments = [
+            *(*copied, *copied[:1] * (KINDS - len(copied))),
+            *(make_table(steps, stores, programs, a.heads, split).to(x.device), x, self.sums),
+            *(zeros(a.heads * split * (width + 2)), gains),
+            *(none if t is None else t for t in (a.bias, a.gains)),
+            *(a.keys, a.values, a.cos, a.sin, pos, start, self.counter, self.state, self.state),
+        ]
+        self.sizes = (len(steps), programs, context, a.keys.stride(0), a.heads, kv_heads, *UNDER_WAY)
         self.numbers = (a.scale * math.log2(math.e), eps, a.eps)
-        hidden = x.shape[-1]
-        self.constants: dict[str, Any] = dict(
-            NS=RING, NX=CHUNKS // 16, HIDDEN=hidden, WIDE=1 << (hidden - 1).bit_length(), D=width, SPLIT=split, BK=32,
-            BIAS=a.bias is not None, NORMED=a.gains is not None, AHEAD=True, CLOCK=False)  # fmt: skip
+        hidden = x.shape[0]
+        self.constants = {"NS": RING, "NX": CHUNKS // 16, "HIDDEN": hidden, "D": width, "SPLIT": split}
+        self.constants |= {"WIDE": 1 << (hidden - 1).bit_length(), "BK": 4096 // width}
+        self.constants |= {"BIAS": a.bias is not None, "NORMED": a.gains is not None}
+        self.constants |= {"AHEAD": True, "CLOCK": False}
 
-    def run(self, kernel, first=0, last=None, before=1, after=2, **options):
-        n = len(self.steps)
-        return kernel(*self.copied, *self.tensors, self.clocks, first, n if last is None else last, n, self.programs, *self.sizes,
-                      before, after, *self.numbers, **{**self.constants, **options})  # fmt: skip
+    def launch(self, first: int = 0, last: int | None = None) -> None:
+        """Compute the steps from `first` to `last` (None: all)."""
+        from blr.kernels.decode.token.triton import token_kernel
+
+        steps, programs, *_ = self.sizes
+        span = first, steps if last is None else last
+        options: dict[str, Any] = {"num_warps": 8, "launch_cooperative_grid": True}
+        token_kernel[(programs,)](
+            *self.arguments, *span, *self.sizes, *self.numbers, **self.constants, **options
+        )
+
+    def lost(self) -> int | None:
+        """The step before which a program waited in vain, and everything as it was before; None if all
+        programs did what they should."""
+        code = int(self.state[2:].max())
+        if code == 0:
+            return None
+        for tensor in (self.sums, self.counter, self.state):
+            tensor.zero_()
+        self.state[0] = PATIENCE
+        return FIRST_CODE - code
 
 
 def describe(w: Tensor, rows: int) -> Any:
+    """A descriptor of tiles, for rows twice as long as those of w [R, K] from w on."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    K = w.shape[1]
-    return TensorDescriptor(w, [rows, 2 * K], [K, 1], [TILE, TILE], gl.NVMMASharedLayout(128, 16, 2))
+    K, layout = w.shape[1], gl.NVMMASharedLayout(128, 16, 2)
+    return TensorDescriptor(w, [rows, 2 * K], [K, 1], [TILE, TILE], layout)

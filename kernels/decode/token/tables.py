@@ -23,7 +23,7 @@ class Product:
 
 @dataclass
 class Step:
-    """A phase: its products, or the attention of a layer (inputs x, results y, exponents and sums up).
+    """A phase: its products, or the attention of a layer (inputs x, results y, exponents and sums up; gain: its window).
 
     y, size: the range of its sums, which the step before sets to zero unless they are added to what is there."""
 
@@ -57,6 +57,11 @@ class Piece:
     @property
     def tiles(self) -> int:
         return blocks(len(self.product.w), TILE) * self.wide
+
+
+def parts_of(heads: int, programs: int) -> int:
+    """How many programs share a head: a power of two, 0 where some would have none."""
+    return min(8, 1 << (programs // heads).bit_length() >> 1)
 
 
 def fits(w: Tensor) -> bool:
@@ -101,7 +106,7 @@ def make_table(steps: Sequence[Step], stores: Stores, programs: int, heads: int,
             for c in range(heads * split):
                 words = rows[i + 1][c]
                 words[4:7] = [step.x // 16, step.up // 16, step.y]
-                words[13:16] = [c // split, c % split, step.layer]
+                words[12:16] = [step.gain, c // split, c % split, step.layer]
         else:
             _share(rows[i + 1], i, _pieces(step, programs), stores)
     return torch.tensor(rows, dtype=torch.int32)

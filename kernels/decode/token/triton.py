@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+from blr.kernels.decode.token.shims import seen_as, thread_barrier
 
 WORDS = gl.constexpr(20)  # of a table's row
 ROWS = gl.constexpr(128)  # of a tile, and its columns
@@ -236,7 +236,7 @@ def attend(sums, parts, bias, gain, keys, values, cos, sin, pos, start, window, 
 
 @gluon.jit
 def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin, position,
-            starts, counter, state, clocks, first, last, steps, programs, context, layer_stride, window, heads, kv_heads,
+            starts, counter, state, clocks, first, last, steps, programs, context, layer_stride, heads, kv_heads,
             scale, eps, head_eps, NS: gl.constexpr, HIDDEN: gl.constexpr, WIDE: gl.constexpr, D: gl.constexpr,
             SPLIT: gl.constexpr, BK: gl.constexpr, BIAS: gl.constexpr, NORMED: gl.constexpr, AHEAD: gl.constexpr,
             CLOCK: gl.constexpr):  # fmt: skip
@@ -252,7 +252,7 @@ def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
     share = gl.arange(0, 256, L1)
     wide = gl.arange(0, WIDE, LN)
-    by_row = inputs._reinterpret(HALF, [inputs.shape[0] * 16, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    by_row = seen_as(inputs, [inputs.shape[0] * 16, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     pos = gl.load(position).to(gl.int32)
     start = gl.load(starts).to(gl.int32)
     per = (HIDDEN + programs - 1) // programs
@@ -299,7 +299,7 @@ def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias
         if head >= 0:
             cache = layer.to(gl.int64) * layer_stride
             attend(sums, parts, bias + layer * (heads + 2 * kv_heads) * D, head_gains + layer * 2 * D, keys + cache, values + cache,
-                   cos, sin, pos, start, window, context, xo, yo, xu, head, split, heads, kv_heads, scale, head_eps,
+                   cos, sin, pos, start, gain, context, xo, yo, xu, head, split, heads, kv_heads, scale, head_eps,
                    counter, target, state, code, D, SPLIT, BK, BIAS, NORMED)  # fmt: skip
         else:
             wait_for(counter, target, state, code)
@@ -484,10 +484,10 @@ def produce(ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, first, last
                 row += ROWS
 
 
-@gluon.jit(do_not_specialize=["first", "last", "steps", "programs", "context", "layer_stride", "window", "heads",
+@gluon.jit(do_not_specialize=["first", "last", "steps", "programs", "context", "layer_stride", "heads",
                               "kv_heads", "before", "after"])  # fmt: skip
 def token_kernel(w0, w1, w2, w3, w4, w5, table, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin, position,
-                 starts, counter, state, clocks, first, last, steps, programs, context, layer_stride, window, heads,
+                 starts, counter, state, clocks, first, last, steps, programs, context, layer_stride, heads,
                  kv_heads, before, after, scale, eps, head_eps, NS: gl.constexpr, NX: gl.constexpr, HIDDEN: gl.constexpr,
                  WIDE: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr, BK: gl.constexpr, BIAS: gl.constexpr,
                  NORMED: gl.constexpr, AHEAD: gl.constexpr, CLOCK: gl.constexpr):  # fmt: skip
@@ -509,7 +509,7 @@ def token_kernel(w0, w1, w2, w3, w4, w5, table, x, sums, parts, gains, bias, hea
     gl.warp_specialize(
         [
             (consume, (ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin,
-                       position, starts, counter, state, clocks, first, last, steps, programs, context, layer_stride, window,
+                       position, starts, counter, state, clocks, first, last, steps, programs, context, layer_stride,
                        heads, kv_heads, scale, eps, head_eps, NS, HIDDEN, WIDE, D, SPLIT, BK, BIAS, NORMED, AHEAD, CLOCK)),
             (produce, (ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, first, last, steps, programs,
                        before, after, NS)),
