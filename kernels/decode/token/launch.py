@@ -12,8 +12,8 @@ from torch import Tensor
 from blr.kernels.decode.token.tables import CHUNKS, KINDS, TILE, Step, Stores, make_table
 
 PATIENCE = 4096  # thousands of looks at a counter, some seconds
-FIRST_CODE = 1 << 20  # less the number of a step: what a program leaves that waits in vain
 RING = 6  # tiles
+ROWS = 16  # of 128 inputs that a program makes at once
 UNDER_WAY = (1, 2)  # tiles that a program copies at once before their step has begun, and then
 
 
@@ -69,13 +69,13 @@ class Token:
             *(none if t is None else t for t in (a.bias, a.gains)),
             *(a.keys, a.values, a.cos, a.sin, pos, start, self.counter, self.state, self.state),
         ]
-        self.sizes = (len(steps), programs, context, a.keys.stride(0), a.heads, kv_heads, *UNDER_WAY)
+        self.sizes = (len(steps), programs, context, a.keys.stride(0) // 128, a.heads, kv_heads, *UNDER_WAY)
         self.numbers = (a.scale * math.log2(math.e), eps, a.eps)
         hidden = x.shape[0]
-        self.constants = {"NS": RING, "NX": CHUNKS // 16, "HIDDEN": hidden, "D": width, "SPLIT": split}
+        self.constants = {"NS": RING, "NX": CHUNKS // ROWS, "HIDDEN": hidden, "D": width, "SPLIT": split}
         self.constants |= {"WIDE": 1 << (hidden - 1).bit_length(), "BK": 4096 // width}
         self.constants |= {"BIAS": a.bias is not None, "NORMED": a.gains is not None}
-        self.constants |= {"AHEAD": True, "CLOCK": False}
+        self.constants |= {"NR": ROWS, "CLOCK": False}
 
     def launch(self, first: int = 0, last: int | None = None) -> None:
         """Compute the steps from `first` to `last` (None: all)."""
@@ -91,13 +91,13 @@ class Token:
     def lost(self) -> int | None:
         """The step before which a program waited in vain, and everything as it was before; None if all
         programs did what they should."""
-        code = int(self.state[2:].max())
-        if code == 0:
+        codes = self.state[2:].tolist()
+        if not any(codes):
             return None
         for tensor in (self.sums, self.counter, self.state):
             tensor.zero_()
         self.state[0] = PATIENCE
-        return FIRST_CODE - code
+        return min(code for code in codes if code) - 1
 
 
 def describe(w: Tensor, rows: int) -> Any:

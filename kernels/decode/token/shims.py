@@ -2,7 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
+copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 

@@ -10,9 +10,9 @@ Triton 3.6 loses a value that a loop carries and that only bounds an inner loop:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from blr.kernels.decode.token.shims import seen_as, thread_barrier
+from blr.kernels.decode.token.shims import copy_tile, seen_as, thread_barrier
 
 WORDS = gl.constexpr(20)  # of a table's row
 ROWS = gl.constexpr(128)  # of a tile, and its columns
@@ -49,10 +49,10 @@ def clock():
 
 
 @gluon.jit
-def wait_for(counter, target, state, code):
-    """Until `target` programs have arrived. One thread looks; after 1024 · state[0] times it gives up for all that follow,
-    and leaves a code."""
-    lost = gl.inline_asm_elementwise(
+def wait_for(counter, target, state, step):
+    """Until `target` programs have arrived. One thread looks; after 1024 · state[0] times it gives up, for all that follow
+    too, and leaves the step's number and one."""
+    gl.inline_asm_elementwise(
         """{
         .reg .pred q;
         .reg .b32 v, n, rounds, most;
@@ -75,17 +75,19 @@ def wait_for(counter, target, state, code):
         ld.volatile.global.b32 most, [$3];
         setp.lt.s32 q, rounds, most;
         @q bra more;
-        mov.u32 $0, 1;
+        setp.eq.s32 q, most, 0;
+        @q bra done;
+        st.volatile.global.b32 [$3], 0;
+        st.volatile.global.b32 [$3+4], 1;
+        st.volatile.global.b32 [$4], $5;
         done:
         }""",
-        "=r,l,r,l",
-        [counter, target, state],
+        "=r,l,r,l,l,r",
+        [counter, target, state, state + 2 + gl.program_id(0), step + 1],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
     )
-    gl.store(state, 0, mask=lost != 0)
-    gl.atomic_max(state + 2 + gl.program_id(0), code, mask=lost != 0, sem="relaxed", scope="gpu")
     thread_barrier()
 
 
@@ -110,19 +112,20 @@ def operand(inputs, slot, ZERO, RHS: gl.constexpr):
 
 @gluon.jit
 def place(a):
-    """[16, 128] in the order of `PLACES`."""
-    return gl.reshape(gl.permute(gl.reshape(a, [16, 4, 2, 2, 4, 2]), (0, 1, 4, 2, 3, 5)), [16, 128])
+    """[rows, 128] in the order of `PLACES`."""
+    return gl.reshape(gl.permute(gl.reshape(a, [a.shape[0], 4, 2, 2, 4, 2]), (0, 1, 4, 2, 3, 5)), a.shape)
 
 
 @gluon.jit
-def stage(inputs, sums, parts, gains, gain, xo, xu, kc, nK, K, nx, flags, D: gl.constexpr, SPLIT: gl.constexpr):
+def stage(inputs, sums, parts, gains, gain, xo, xu, kc, nK, K, nx, flags, D: gl.constexpr, SPLIT: gl.constexpr,
+          NR: gl.constexpr):  # fmt: skip
     """Inputs of nx chunks of 128 columns from chunk kc on, which begins again behind chunk nK, in two half-precision parts.
     The last chunk ends with the row: what others have of it is zero."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     HALF: gl.constexpr = inputs.dtype
-    row = gl.arange(0, 16, gl.SliceLayout(1, L))
+    row = gl.arange(0, NR, gl.SliceLayout(1, L))
     c = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, L)), 0)
-    for i0 in range(0, nx, 16):
+    for i0 in range(0, nx, NR):
         k = kc + i0 + row
         k = gl.expand_dims(gl.where(k >= nK, k - nK, k), 1)
         at = gl.minimum(k * 128, K - 128) + c
@@ -151,28 +154,28 @@ def stage(inputs, sums, parts, gains, gain, xo, xu, kc, nK, K, nx, flags, D: gl.
             if flags & GATE:
                 a = a / (1 + gl.exp(-a)) * number(sums + xu + at, inside)
         h = a.to(HALF)
-        inputs.index(i0 // 16).slice(0, 128, dim=1).store(place(h))
-        inputs.index(i0 // 16).slice(128, 128, dim=1).store(place((a - h.to(gl.float32)).to(HALF)))
+        inputs.index(i0 // NR).slice(0, 128, dim=1).store(place(h))
+        inputs.index(i0 // NR).slice(128, 128, dim=1).store(place((a - h.to(gl.float32)).to(HALF)))
 
 
 @gluon.jit
 def turned(sums, bias, gain, d, cos, sin, eps, D: gl.constexpr, BIAS: gl.constexpr, NORMED: gl.constexpr):
     """A head's query or key: biased, normed, rotated."""
     a = number(sums + d)
-    b = number(sums + (d ^ (D // 2)))
+    b = number(sums + (d + D // 2) % D)
     if BIAS:
         a += gl.load(bias + d)
-        b += gl.load(bias + (d ^ (D // 2)))
+        b += gl.load(bias + (d + D // 2) % D)
     if NORMED:
         factor = gl.rsqrt(gl.sum(a * a, 0) / D + eps)
         a *= factor * gl.load(gain + d)
-        b *= factor * gl.load(gain + (d ^ (D // 2)))
+        b *= factor * gl.load(gain + (d + D // 2) % D)
     return a * cos + b * sin
 
 
 @gluon.jit
 def attend(sums, parts, bias, gain, keys, values, cos, sin, pos, start, window, context, xo, yo, mo, head, split, heads,
-           kv_heads, scale, eps, counter, target, state, code, D: gl.constexpr, SPLIT: gl.constexpr, BK: gl.constexpr,
+           kv_heads, scale, eps, counter, target, state, step, D: gl.constexpr, SPLIT: gl.constexpr, BK: gl.constexpr,
            BIAS: gl.constexpr, NORMED: gl.constexpr):  # fmt: skip
     """A part of a head's attention: sums that are not divided yet, their largest exponent and the sum of weights. Keys of
     earlier tokens are on their way before the wait. keys, values: of the layer."""
@@ -192,7 +195,7 @@ def attend(sums, parts, bias, gain, keys, values, cos, sin, pos, start, window, 
     c = gl.load(cos + (pos - start) * D + d)
     s = gl.load(sin + (pos - start) * D + d)
     s = gl.where(d < D // 2, -s, s)
-    wait_for(counter, target, state, code)
+    wait_for(counter, target, state, step)
     q = turned(sums + xo + head * D, bias + head * D, gain, d, c, s, eps, D, BIAS, NORMED) * scale
     own = (heads + kv) * D
     k0 = turned(sums + xo + own, bias + own, gain + D, d, c, s, eps, D, BIAS, NORMED).to(k.dtype)
@@ -238,8 +241,7 @@ def attend(sums, parts, bias, gain, keys, values, cos, sin, pos, start, window, 
 def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin, position,
             starts, counter, state, clocks, first, last, steps, programs, context, layer_stride, heads, kv_heads,
             scale, eps, head_eps, NS: gl.constexpr, HIDDEN: gl.constexpr, WIDE: gl.constexpr, D: gl.constexpr,
-            SPLIT: gl.constexpr, BK: gl.constexpr, BIAS: gl.constexpr, NORMED: gl.constexpr, AHEAD: gl.constexpr,
-            CLOCK: gl.constexpr):  # fmt: skip
+            SPLIT: gl.constexpr, BK: gl.constexpr, NR: gl.constexpr, BIAS: gl.constexpr, NORMED: gl.constexpr, CLOCK: gl.constexpr):  # fmt: skip
     pid = gl.program_id(0)
     HALF: gl.constexpr = ring.dtype
     FIXED: gl.constexpr = sums.dtype.element_ty == gl.int64
@@ -252,7 +254,7 @@ def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
     share = gl.arange(0, 256, L1)
     wide = gl.arange(0, WIDE, LN)
-    by_row = seen_as(inputs, [inputs.shape[0] * 16, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    by_row = seen_as(inputs, [inputs.shape[0] * NR, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     pos = gl.load(position).to(gl.int32)
     start = gl.load(starts).to(gl.int32)
     per = (HIDDEN + programs - 1) // programs
@@ -292,47 +294,46 @@ def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias
     s = 0
     parity = 0
     for it in range(first, last):
+        # what the next step is, on its way meanwhile
+        d = table + (gl.minimum(it + 2, steps) * programs + pid) * WORDS
+        n_ = gl.load(d)
+        kc_ = gl.load(d + 1)
+        nK_ = gl.load(d + 2)
+        K_ = gl.load(d + 3)
+        xo_ = gl.load(d + 4)
+        xu_ = gl.load(d + 5)
+        yo_ = gl.load(d + 6)
+        row_ = gl.load(d + 7)
+        R_ = gl.load(d + 8)
+        zo_ = gl.load(d + 9)
+        zn_ = gl.load(d + 10)
+        flags_ = gl.load(d + 11)
+        gain_ = gl.load(d + 12)
+        head_ = gl.load(d + 13)
+        split_ = gl.load(d + 14)
+        layer_ = gl.load(d + 15)
         target = (it - first + begin) * programs
-        code = 1048576 - it
         if CLOCK:
             gl.store(clocks + (it * programs + pid) * 4, clock())
         if head >= 0:
-            cache = layer.to(gl.int64) * layer_stride
+            cache = layer.to(gl.int64) * layer_stride * 128
             attend(sums, parts, bias + layer * (heads + 2 * kv_heads) * D, head_gains + layer * 2 * D, keys + cache, values + cache,
                    cos, sin, pos, start, gain, context, xo, yo, xu, head, split, heads, kv_heads, scale, head_eps,
-                   counter, target, state, code, D, SPLIT, BK, BIAS, NORMED)  # fmt: skip
+                   counter, target, state, it, D, SPLIT, BK, BIAS, NORMED)  # fmt: skip
         else:
-            wait_for(counter, target, state, code)
+            wait_for(counter, target, state, it)
         if CLOCK:
             gl.store(clocks + (it * programs + pid) * 4 + 1, clock())
         factor = 1.0
         nx = gl.minimum(n, nK)
         h = number(sums + wide, (wide < HIDDEN) & ((flags & NORM) != 0))
-        stage(inputs, sums, parts, gains, gain * HIDDEN, xo, xu, kc, nK, K, nx, flags, D, SPLIT)
+        stage(inputs, sums, parts, gains, gain * HIDDEN, xo, xu, kc, nK, K, nx, flags, D, SPLIT, NR)
         if flags & NORM:  # a product is linear
             factor = gl.rsqrt(gl.sum(h * h, 0) / HIDDEN + eps)
         begun.store(gl.full([1], it, gl.int32, L1))
         thread_barrier()
         # results of the next phase are sums; the last that read them ended long ago
         gl.store(sums + zo + share, gl.zeros([256], sums.dtype.element_ty, L1), mask=share < zn)
-        d = table + (gl.minimum(it + 2, steps) * programs + pid) * WORDS
-        if AHEAD:  # what the next phase is
-            n_ = gl.load(d)
-            kc_ = gl.load(d + 1)
-            nK_ = gl.load(d + 2)
-            K_ = gl.load(d + 3)
-            xo_ = gl.load(d + 4)
-            xu_ = gl.load(d + 5)
-            yo_ = gl.load(d + 6)
-            row_ = gl.load(d + 7)
-            R_ = gl.load(d + 8)
-            zo_ = gl.load(d + 9)
-            zn_ = gl.load(d + 10)
-            flags_ = gl.load(d + 11)
-            gain_ = gl.load(d + 12)
-            head_ = gl.load(d + 13)
-            split_ = gl.load(d + 14)
-            layer_ = gl.load(d + 15)
         if CLOCK:
             gl.store(clocks + (it * programs + pid) * 4 + 2, clock())
         a = gl.zeros([ROWS, 8], gl.float32, MMA)
@@ -367,42 +368,24 @@ def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias
             gl.store(clocks + (it * programs + pid) * 4 + 3, clock())
         thread_barrier()
         gl.atomic_add(counter, 1, sem="release", scope="gpu")
-        if AHEAD:
-            n = n_
-            kc = kc_
-            nK = nK_
-            K = K_ * 8
-            xo = xo_ * 16
-            xu = xu_ * 16
-            yo = yo_
-            row = row_
-            R = R_
-            zo = zo_
-            zn = zn_
-            flags = flags_
-            gain = gain_
-            head = head_
-            split = split_
-            layer = layer_
-        else:
-            n = gl.load(d)
-            kc = gl.load(d + 1)
-            nK = gl.load(d + 2)
-            K = gl.load(d + 3) * 8
-            xo = gl.load(d + 4) * 16
-            xu = gl.load(d + 5) * 16
-            yo = gl.load(d + 6)
-            row = gl.load(d + 7)
-            R = gl.load(d + 8)
-            zo = gl.load(d + 9)
-            zn = gl.load(d + 10)
-            flags = gl.load(d + 11)
-            gain = gl.load(d + 12)
-            head = gl.load(d + 13)
-            split = gl.load(d + 14)
-            layer = gl.load(d + 15)
+        n = n_
+        kc = kc_
+        nK = nK_
+        K = K_ * 8
+        xo = xo_ * 16
+        xu = xu_ * 16
+        yo = yo_
+        row = row_
+        R = R_
+        zo = zo_
+        zn = zn_
+        flags = flags_
+        gain = gain_
+        head = head_
+        split = split_
+        layer = layer_
     if last == steps:
-        wait_for(counter, (last - first + begin) * programs, state, 1048576 - last)
+        wait_for(counter, (last - first + begin) * programs, state, last)
         h = number(sums + mine, h_mask)
         lost = gl.load(state + 1, volatile=True) + gl.load(state + 2 + pid, volatile=True)
         gl.store(x + mine, gl.where(lost == 0, h, float("nan")), mask=h_mask)
@@ -459,20 +442,20 @@ def produce(ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, first, last
             mbarrier.expect(full.index(s), 32768)
             if which < 2:
                 if which == 0:
-                    tma.async_copy_global_to_shared(w0, [r, c], full.index(s), ring.index(s))
+                    copy_tile(w0, [r, c], full.index(s), ring.index(s))
                 else:
-                    tma.async_copy_global_to_shared(w1, [r, c], full.index(s), ring.index(s))
+                    copy_tile(w1, [r, c], full.index(s), ring.index(s))
             else:
                 if which < 4:
                     if which == 2:
-                        tma.async_copy_global_to_shared(w2, [r, c], full.index(s), ring.index(s))
+                        copy_tile(w2, [r, c], full.index(s), ring.index(s))
                     else:
-                        tma.async_copy_global_to_shared(w3, [r, c], full.index(s), ring.index(s))
+                        copy_tile(w3, [r, c], full.index(s), ring.index(s))
                 else:
                     if which == 4:
-                        tma.async_copy_global_to_shared(w4, [r, c], full.index(s), ring.index(s))
+                        copy_tile(w4, [r, c], full.index(s), ring.index(s))
                     else:
-                        tma.async_copy_global_to_shared(w5, [r, c], full.index(s), ring.index(s))
+                        copy_tile(w5, [r, c], full.index(s), ring.index(s))
             g += 1
             s += 1
             if s == NS:
@@ -489,15 +472,15 @@ def produce(ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, first, last
 def token_kernel(w0, w1, w2, w3, w4, w5, table, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin, position,
                  starts, counter, state, clocks, first, last, steps, programs, context, layer_stride, heads,
                  kv_heads, before, after, scale, eps, head_eps, NS: gl.constexpr, NX: gl.constexpr, HIDDEN: gl.constexpr,
-                 WIDE: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr, BK: gl.constexpr, BIAS: gl.constexpr,
-                 NORMED: gl.constexpr, AHEAD: gl.constexpr, CLOCK: gl.constexpr):  # fmt: skip
+                 WIDE: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr, BK: gl.constexpr, NR: gl.constexpr,
+                 BIAS: gl.constexpr, NORMED: gl.constexpr, CLOCK: gl.constexpr):  # fmt: skip
     """Phases `first` to `last` (counted through all layers) of a token.
 
-    x: [hidden] in float32, in and out. NS: tiles in the ring. NX: sixteens of chunks of inputs that a program has in a phase
+    x: [hidden] in float32, in and out. NS: tiles in the ring. NX: times NR chunks of inputs are what a program has in a step
     at most. counter: [64], zeros. state: [2 + programs]: how often to look at the counter, whether a number was not finite
     or too large, codes of programs that waited in vain."""
     ring = gl.allocate_shared_memory(keys.dtype.element_ty, [NS, ROWS, 128], w0.layout)
-    inputs = gl.allocate_shared_memory(keys.dtype.element_ty, [NX, 16, 256], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    inputs = gl.allocate_shared_memory(keys.dtype.element_ty, [NX, NR, 256], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     full = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
     begun = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -510,7 +493,7 @@ def token_kernel(w0, w1, w2, w3, w4, w5, table, x, sums, parts, gains, bias, hea
         [
             (consume, (ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin,
                        position, starts, counter, state, clocks, first, last, steps, programs, context, layer_stride,
-                       heads, kv_heads, scale, eps, head_eps, NS, HIDDEN, WIDE, D, SPLIT, BK, BIAS, NORMED, AHEAD, CLOCK)),
+                       heads, kv_heads, scale, eps, head_eps, NS, HIDDEN, WIDE, D, SPLIT, BK, NR, BIAS, NORMED, CLOCK)),
             (produce, (ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, first, last, steps, programs,
                        before, after, NS)),
         ],
