@@ -13,8 +13,10 @@ def build(**c):
     types = {**{f"w{i}": desc for i in range(6)}, **{n: "*i32" for n in "table counter state clocks".split()}, **{n: "*fp32" for n in "x parts gains bias head_gains cos sin".split()},
              **{n: "*i64" for n in "position starts".split()}, "sums": "*i64" if fixed else "*fp32", "keys": "*" + ty, "values": "*" + ty,
              **{n: "fp32" for n in "scale eps head_eps".split()},
-             **{n: "i32" for n in "first last steps programs context layer_stride heads kv_heads before after".split()}}
-    c.setdefault("NX", 32 // c.get("NR", 16)); c = dict(dict(NS=6, HIDDEN=4096, WIDE=4096, D=128, SPLIT=4, BK=32, BIAS=False, NORMED=False, NR=16, CLOCK=False), **c)
+             **{n: "i32" for n in "first last steps programs context stride heads kv_heads before after".split()}}
+    from blr.kernels.decode.token.launch import Shape
+    nr = c.get("NR", 16)
+    c = dict(T=Shape(**dict(dict(NS=6, NX=32 // nr, NR=16, HIDDEN=4096, WIDE=4096, D=128, SPLIT=4, BK=32, BIAS=False, NORMED=False, CLOCK=False), **c)))
     sig = {n: types.get(n, "constexpr") for n in k.arg_names}
     src = GluonASTSource(k, signature=sig, constexprs=c, attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(k.arg_names) if sig[n][0] == "*"})
     t = time.time()

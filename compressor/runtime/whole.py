@@ -56,14 +56,14 @@ def lacks(plan: TokenPlan, state: DecoderState, programs: int) -> str | None:
             return "blocks or packed weights: expected plain dense or low-rank layers"
         if not fits(stage.w[0]) or stage.w.dtype != dtype or stage.part is not None:
             shape = list(stage.w.shape[1:])
-            return f"weights {shape} in {stage.w.dtype}: expected 128 rows and 16 n columns at least"
+            return f"weights {shape} in {stage.w.dtype}: expected 128 rows and 8 n columns at least"
     if any(part.stage.bias is not None and part.target.name != "qkv" for part in parts):
         return "biases: expected those of queries, keys and values alone"
     if heads[0].width not in (64, 128) or state.cos.shape[1] != heads[0].width or heads[0].sinks is not None:
         return f"heads of {heads[0].width}: expected 64 or 128, rotated as a whole, without sinks"
     if len({(head.scale, head.eps, head.q_gain is None) for head in heads}) > 1:
         return "layers whose attention differs: expected the same settings"
-    if len({part.stage.w.shape[2] for part in parts}) > KINDS:
+    if len({part.stage.w.stride(1) for part in parts}) > KINDS:
         return f"rows of more than {KINDS} lengths: expected fewer ranks"
     if parts_of(plan.buffers["heads"] // heads[0].width, programs) == 0:
         return f"more heads than the {programs} multiprocessors: expected fewer"

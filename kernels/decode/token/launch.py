@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,26 @@ from blr.kernels.decode.token.tables import CHUNKS, KINDS, TILE, Step, Stores, m
 
 PATIENCE = 4096  # thousands of looks at a counter, some seconds
 RING = 6  # tiles
-ROWS = 16  # of 128 inputs that a program makes at once
+ROWS = 16  # chunks of inputs that a program makes at once
 UNDER_WAY = (1, 2)  # tiles that a program copies at once before their step has begun, and then
+
+
+class Shape(NamedTuple):
+    """What the kernel is compiled for. NS: tiles in the ring. NX: times NR chunks of 128 inputs, NR of
+    them made at once. WIDE: the power of two that holds HIDDEN. D, SPLIT, BK: width of a head, its
+    programs, keys at once. BIAS, NORMED: of queries and keys. CLOCK: leave the times of steps."""
+
+    NS: int
+    NX: int
+    NR: int
+    HIDDEN: int
+    WIDE: int
+    D: int
+    SPLIT: int
+    BK: int
+    BIAS: bool
+    NORMED: bool
+    CLOCK: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,7 +56,8 @@ class Token:
 
     x: [hidden] in float32, the residual stream before and after. gains: [norms, hidden] in float32; eps:
     of these norms. pos, start: int64, of which the first counts. sums: how many numbers steps need.
-    split: programs of a head.
+    split: programs of a head. fixed: sums are integers of 2^-32, whose
+    order is the same to them; else float32.
     """
 
     def __init__(
@@ -53,12 +72,14 @@ class Token:
         sums: int,
         split: int,
         programs: int,
+        fixed: bool = True,
     ) -> None:
         a, (_, kv_heads, context, width) = attention, attention.keys.shape
         self.weights = [product.w for step in steps for product in step.products]  # held
         stores = Stores(self.weights)
         zeros = partial(torch.zeros, device=x.device)
-        self.sums, none = zeros(sums, dtype=torch.int64), zeros(1)
+        self.sums = zeros(sums, dtype=torch.int64 if fixed else torch.float32)
+        none = zeros(1)
         self.counter, self.state = (zeros(n, dtype=torch.int32) for n in (64, 2 + programs))
         self.state[0] = PATIENCE
         copied = [describe(first, stores.rows[k]) for k, first in stores.first.items()]
@@ -71,11 +92,9 @@ class Token:
         ]
         self.sizes = (len(steps), programs, context, a.keys.stride(0) // 128, a.heads, kv_heads, *UNDER_WAY)
         self.numbers = (a.scale * math.log2(math.e), eps, a.eps)
-        hidden = x.shape[0]
-        self.constants = {"NS": RING, "NX": CHUNKS // ROWS, "HIDDEN": hidden, "D": width, "SPLIT": split}
-        self.constants |= {"WIDE": 1 << (hidden - 1).bit_length(), "BK": 4096 // width}
-        self.constants |= {"BIAS": a.bias is not None, "NORMED": a.gains is not None}
-        self.constants |= {"NR": ROWS, "CLOCK": False}
+        hidden, given = x.shape[0], (a.bias is not None, a.gains is not None)
+        wide = 1 << (hidden - 1).bit_length()
+        self.shape = Shape(RING, CHUNKS // ROWS, ROWS, hidden, wide, width, split, 4096 // width, *given)
 
     def launch(self, first: int = 0, last: int | None = None) -> None:
         """Compute the steps from `first` to `last` (None: all)."""
@@ -85,7 +104,7 @@ class Token:
         span = first, steps if last is None else last
         options: dict[str, Any] = {"num_warps": 8, "launch_cooperative_grid": True}
         token_kernel[(programs,)](
-            *self.arguments, *span, *self.sizes, *self.numbers, **self.constants, **options
+            *self.arguments, *span, *self.sizes, *self.numbers, self.shape, **options
         )
 
     def lost(self) -> int | None:
@@ -101,9 +120,9 @@ class Token:
 
 
 def describe(w: Tensor, rows: int) -> Any:
-    """A descriptor of tiles, for rows twice as long as those of w [R, K] from w on."""
+    """A descriptor of tiles, for so many rows twice as long as those of w from w on."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    K, layout = w.shape[1], gl.NVMMASharedLayout(128, 16, 2)
-    return TensorDescriptor(w, [rows, 2 * K], [K, 1], [TILE, TILE], layout)
+    apart, layout = w.stride(0), gl.NVMMASharedLayout(128, 16, 2)
+    return TensorDescriptor(w, [rows, 2 * apart], [apart, 1], [TILE, TILE], layout)

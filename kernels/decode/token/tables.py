@@ -65,29 +65,30 @@ def parts_of(heads: int, programs: int) -> int:
 
 
 def fits(w: Tensor) -> bool:
-    """Whether tiles can be copied from a matrix."""
-    return min(w.shape) >= TILE and w.shape[1] % 16 == 0 and w.stride() == (w.shape[1], 1) and w.data_ptr() % 16 == 0
+    """Whether tiles can be copied from a matrix [R, K]."""
+    whole = min(w.shape) >= TILE and w.shape[1] % 8 == 0
+    return whole and w.stride(1) == 1 and w.stride(0) % 8 == 0 and w.data_ptr() % 16 == 0
 
 
 class Stores:
-    """Where matrices lie: those of equally long rows are one tensor of rows twice as long from the first on, in which all
-    of them begin somewhere."""
+    """Where matrices lie: those whose rows are equally far apart are one tensor of rows twice as long,
+    from the first of them on, in which all of them begin somewhere."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.first: dict[int, Tensor] = {}
         self.rows: dict[int, int] = {}
         for w in weights:
-            if w.data_ptr() < self.first.setdefault(w.shape[1], w).data_ptr():
-                self.first[w.shape[1]] = w
+            if w.data_ptr() < self.first.setdefault(w.stride(0), w).data_ptr():
+                self.first[w.stride(0)] = w
         for w in weights:
             _, row, _ = self.place(w)
-            self.rows[w.shape[1]] = max(self.rows.get(w.shape[1], 0), row + len(w))
+            self.rows[w.stride(0)] = max(self.rows.get(w.stride(0), 0), row + len(w))
 
     def place(self, w: Tensor) -> tuple[int, int, int]:
         """Which of the tensors, and the row and column of a matrix in it."""
-        columns = w.shape[1]
-        row, column = divmod((w.data_ptr() - self.first[columns].data_ptr()) // w.element_size(), columns)
-        return list(self.first).index(columns), row, column
+        apart = w.stride(0)
+        away = (w.data_ptr() - self.first[apart].data_ptr()) // w.element_size()
+        return list(self.first).index(apart), *divmod(away, apart)
 
 
 def make_table(steps: Sequence[Step], stores: Stores, programs: int, heads: int, split: int) -> Tensor:

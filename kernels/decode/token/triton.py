@@ -1,10 +1,12 @@
-"""All layers of one token in one kernel: a program a multiprocessor, one warp that copies weights, eight that multiply.
+"""All layers of one token in one kernel: a program a multiprocessor, one warp that copies weights, eight
+that multiply.
 
-Work is a table: for each phase of a layer and each program a row of words (`tables.py`), A phase
-begins when all programs have ended the one before (a counter in memory); its weights are on their way before that. Results
-are sums of integers of 2^-32, so that they do not depend on who comes first.
+Work is a table: for each step and each program a row of words (`tables.py`). A step begins when all
+programs have ended the one before (a counter in memory); its weights are on their way before that.
+Results are sums of integers of 2^-32, so that they do not depend on who comes first.
 
-Triton 3.6 loses a value that a loop carries and that only bounds an inner loop: the copying warp loads its words anew.
+Triton 3.6 loses a value that a loop carries and that only bounds an inner loop: the copying warp loads
+its words anew.
 """
 
 from triton.experimental import gluon
@@ -45,13 +47,15 @@ WIDENED = gl.constexpr(
 
 @gluon.jit
 def clock():
-    return gl.inline_asm_elementwise("mov.u32 $0, %clock;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    text: gl.constexpr = "mov.u32 $0, %clock;"
+    return gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def wait_for(counter, target, state, step):
-    """Until `target` programs have arrived. One thread looks; after 1024 · state[0] times it gives up, for all that follow
-    too, and leaves the step's number and one."""
+def wait_for(wait):
+    """wait: (counter, how many programs must have arrived, state, step). One thread looks; after 1024 ·
+    state[0] times it gives up, for all that follow too, and leaves the step's number and one."""
+    counter, target, state, step = wait
     gl.inline_asm_elementwise(
         """{
         .reg .pred q;
@@ -117,77 +121,92 @@ def place(a):
 
 
 @gluon.jit
-def stage(inputs, sums, parts, gains, gain, xo, xu, kc, nK, K, nx, flags, D: gl.constexpr, SPLIT: gl.constexpr,
-          NR: gl.constexpr):  # fmt: skip
-    """Inputs of nx chunks of 128 columns from chunk kc on, which begins again behind chunk nK, in two half-precision parts.
-    The last chunk ends with the row: what others have of it is zero."""
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
-    HALF: gl.constexpr = inputs.dtype
-    row = gl.arange(0, NR, gl.SliceLayout(1, L))
-    c = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, L)), 0)
-    for i0 in range(0, nx, NR):
-        k = kc + i0 + row
-        k = gl.expand_dims(gl.where(k >= nK, k - nK, k), 1)
-        at = gl.minimum(k * 128, K - 128) + c
-        inside = gl.expand_dims(i0 + row < nx, 1) & (at >= k * 128)
-        if flags & PARTS:
-            head = (gl.where(gl.expand_dims(i0 + row < nx, 1), k, 0) * 128 + (c if D < 128 else 0)) // D * SPLIT
-            lane = c % D
-            m0 = gl.load(parts + xu + head * 2, cache_modifier=".cg")
-            n0 = gl.load(parts + xu + head * 2 + 1, cache_modifier=".cg")
-            a = gl.load(parts + xo + head * D + lane, mask=inside, other=0.0, cache_modifier=".cg")
-            for s in gl.static_range(1, SPLIT):
-                m = gl.load(parts + xu + (head + s) * 2, cache_modifier=".cg")
-                n = gl.load(parts + xu + (head + s) * 2 + 1, cache_modifier=".cg")
-                part = gl.load(parts + xo + (head + s) * D + lane, mask=inside, other=0.0, cache_modifier=".cg")
-                most = gl.maximum(m0, m)
-                old = gl.exp2(m0 - most)
-                new = gl.exp2(m - most)
-                n0 = n0 * old + n * new
-                a = a * old + part * new
-                m0 = most
-            a = a / n0
-        else:
-            a = number(sums + xo + at, inside)
-            if flags & NORM:
-                a *= gl.load(gains + gain + at, mask=inside, other=0.0)
-            if flags & GATE:
-                a = a / (1 + gl.exp(-a)) * number(sums + xu + at, inside)
-        h = a.to(HALF)
-        inputs.index(i0 // NR).slice(0, 128, dim=1).store(place(h))
-        inputs.index(i0 // NR).slice(128, 128, dim=1).store(place((a - h.to(gl.float32)).to(HALF)))
+def joined(parts, xo, xu, k, c, inside, T: gl.constexpr):
+    """[rows, 128]: results of attention, put together from those of SPLIT programs a head. parts: sums
+    from xo on, largest exponents and sums of weights from xu on."""
+    head = (gl.where(inside, k * 128 + (c if T.D < 128 else 0), 0)) // T.D * T.SPLIT
+    at = parts + xo + head * T.D + c % T.D
+    most = gl.load(parts + xu + head * 2, cache_modifier=".cg")
+    total = gl.load(parts + xu + head * 2 + 1, cache_modifier=".cg")
+    a = gl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+    SPLIT: gl.constexpr = T.SPLIT
+    for s in gl.static_range(1, SPLIT):
+        m = gl.load(parts + xu + (head + s) * 2, cache_modifier=".cg")
+        weights = gl.load(parts + xu + (head + s) * 2 + 1, cache_modifier=".cg")
+        part = gl.load(at + s * T.D, mask=inside, other=0.0, cache_modifier=".cg")
+        both = gl.maximum(most, m)
+        old = gl.exp2(most - both)
+        new = gl.exp2(m - both)
+        total = total * old + weights * new
+        a = a * old + part * new
+        most = both
+    return a / total
 
 
 @gluon.jit
-def turned(sums, bias, gain, d, cos, sin, eps, D: gl.constexpr, BIAS: gl.constexpr, NORMED: gl.constexpr):
-    """A head's query or key: biased, normed, rotated."""
-    a = number(sums + d)
-    b = number(sums + (d + D // 2) % D)
-    if BIAS:
+def stage(inputs, memory, words, nx, T: gl.constexpr):
+    """Inputs of nx chunks of 128 columns, in two half-precision parts, from the chunk of the words on; they
+    begin again behind the last. That ends with the row: what others have of it is zero."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    x, sums, parts, gains = memory
+    kc, nK, K, flags = words[1], words[2], words[3] * 8, words[11]
+    xo, xu = words[4] * 16, words[5] * 16
+    NR: gl.constexpr = T.NR
+    row = gl.arange(0, NR, gl.SliceLayout(1, L))
+    c = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, L)), 0)
+    for i in range(0, nx, T.NR):
+        k = kc + i + row
+        k = gl.expand_dims(gl.where(k >= nK, k - nK, k), 1)
+        at = gl.minimum(k * 128, K - 128) + c
+        inside = gl.expand_dims(i + row < nx, 1) & (at >= k * 128)
+        if flags & PARTS:
+            a = joined(parts, xo, xu, k, c, inside, T)
+        else:
+            a = number(sums + xo + at, inside)
+            if flags & NORM:
+                a *= gl.load(gains + words[12] * T.HIDDEN + at, mask=inside, other=0.0)
+            if flags & GATE:
+                a = a / (1 + gl.exp(-a)) * number(sums + xu + at, inside)
+        h = a.to(inputs.dtype)
+        inputs.index(i // T.NR).slice(0, 128, dim=1).store(place(h))
+        low = (a - h.to(gl.float32)).to(inputs.dtype)
+        inputs.index(i // T.NR).slice(128, 128, dim=1).store(place(low))
+
+
+@gluon.jit
+def turned(sums, bias, gain, d, cos, sin, eps, T: gl.constexpr):
+    """[D]: a head's query or key, biased, normed, rotated."""
+    other = (d + T.D // 2) % T.D
+    a, b = number(sums + d), number(sums + other)
+    if T.BIAS:
         a += gl.load(bias + d)
-        b += gl.load(bias + (d + D // 2) % D)
-    if NORMED:
-        factor = gl.rsqrt(gl.sum(a * a, 0) / D + eps)
+        b += gl.load(bias + other)
+    if T.NORMED:
+        factor = gl.rsqrt(gl.sum(a * a, 0) / T.D + eps)
         a *= factor * gl.load(gain + d)
-        b *= factor * gl.load(gain + (d + D // 2) % D)
+        b *= factor * gl.load(gain + other)
     return a * cos + b * sin
 
 
 @gluon.jit
-def attend(sums, parts, bias, gain, keys, values, cos, sin, pos, start, window, context, xo, yo, mo, head, split, heads,
-           kv_heads, scale, eps, counter, target, state, step, D: gl.constexpr, SPLIT: gl.constexpr, BK: gl.constexpr,
-           BIAS: gl.constexpr, NORMED: gl.constexpr):  # fmt: skip
-    """A part of a head's attention: sums that are not divided yet, their largest exponent and the sum of weights. Keys of
-    earlier tokens are on their way before the wait. keys, values: of the layer."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+def attend(memory, attention, words, wait, T: gl.constexpr):
+    """A part of a head's attention: sums that are not divided yet, their largest exponent and the sum of
+    weights. Keys and values of earlier tokens are on their way before the wait."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.D, T.D // 8], [WARPS, 1], [1, 0])
+    D: gl.constexpr = T.D
+    BK: gl.constexpr = T.BK
+    x, sums, parts, gains = memory
+    bias, gain, keys, values, cos, sin, pos, start, context, stride, heads, kv_heads, scale, eps = attention
+    window, head, split, layer = words[12], words[13], words[14], words[15]
     d = gl.arange(0, D, gl.SliceLayout(0, L))
     row = gl.arange(0, BK, gl.SliceLayout(1, L))
-    kv = head // (heads // kv_heads)
+    group = heads // kv_heads
+    kv = head // group
     begin = gl.maximum(start, pos - window + 1)
-    per = (pos - begin + SPLIT) // SPLIT
+    per = (pos - begin + T.SPLIT) // T.SPLIT
     first = begin + split * per
     end = gl.minimum(first + per, pos)
-    base = kv.to(gl.int64) * context * D
+    base = layer.to(gl.int64) * stride * 128 + kv.to(gl.int64) * context * D
     at = base + gl.expand_dims(first + row, 1) * D + gl.expand_dims(d, 0)
     inside = gl.expand_dims(first + row < end, 1) & (gl.expand_dims(d, 0) < D)
     k = gl.load(keys + at, mask=inside, other=0.0)
@@ -195,14 +214,18 @@ def attend(sums, parts, bias, gain, keys, values, cos, sin, pos, start, window, 
     c = gl.load(cos + (pos - start) * D + d)
     s = gl.load(sin + (pos - start) * D + d)
     s = gl.where(d < D // 2, -s, s)
-    wait_for(counter, target, state, step)
-    q = turned(sums + xo + head * D, bias + head * D, gain, d, c, s, eps, D, BIAS, NORMED) * scale
+    wait_for(wait)
+    source = sums + words[4] * 16
+    bias += layer * (heads + 2 * kv_heads) * D
+    gain += layer * 2 * D
+    q = turned(source + head * D, bias + head * D, gain, d, c, s, eps, T) * scale
     own = (heads + kv) * D
-    k0 = turned(sums + xo + own, bias + own, gain + D, d, c, s, eps, D, BIAS, NORMED).to(k.dtype)
-    v0 = number(sums + xo + own + kv_heads * D + d)
-    if BIAS:
-        v0 += gl.load(bias + own + kv_heads * D + d)
-    v0 = v0.to(k.dtype)
+    new_k = turned(source + own, bias + own, gain + D, d, c, s, eps, T).to(k.dtype)
+    own += kv_heads * D
+    new_v = number(source + own + d)
+    if T.BIAS:
+        new_v += gl.load(bias + own + d)
+    new_v = new_v.to(k.dtype)
     most = gl.full([BK], LOW, gl.float32, gl.SliceLayout(1, L))
     total = gl.zeros([BK], gl.float32, gl.SliceLayout(1, L))
     acc = gl.zeros([BK, D], gl.float32, L)
@@ -211,7 +234,8 @@ def attend(sums, parts, bias, gain, keys, values, cos, sin, pos, start, window, 
         inside = gl.expand_dims(b + BK + row < end, 1) & (gl.expand_dims(d, 0) < D)
         next_k = gl.load(keys + at, mask=inside, other=0.0)
         next_v = gl.load(values + at, mask=inside, other=0.0)
-        score = gl.where(b + row < end, gl.sum(k.to(gl.float32) * gl.expand_dims(q, 0), 1), LOW)
+        score = gl.sum(k.to(gl.float32) * gl.expand_dims(q, 0), 1)
+        score = gl.where(b + row < end, score, LOW)
         m = gl.maximum(most, score)
         old = gl.exp2(most - m)
         p = gl.where(b + row < end, gl.exp2(score - m), 0.0)
@@ -221,171 +245,145 @@ def attend(sums, parts, bias, gain, keys, values, cos, sin, pos, start, window, 
         k = next_k
         v = next_v
     mine = (pos >= first) & (pos < first + per)
-    score = gl.where(mine, gl.sum(q * k0.to(gl.float32), 0), LOW)
+    score = gl.where(mine, gl.sum(q * new_k.to(gl.float32), 0), LOW)
     m = gl.maximum(gl.max(most, 0), score)
     w = gl.exp2(most - m)
     p = gl.where(mine, gl.exp2(score - m), 0.0)
-    y = gl.sum(acc * gl.expand_dims(w, 1), 0) + p * v0.to(gl.float32)
-    part = head * SPLIT + split
-    gl.store(parts + yo + part * D + d, y)
-    gl.store(parts + mo + part * 2, m)
-    gl.store(parts + mo + part * 2 + 1, gl.sum(total * w, 0) + p)
-    if mine:
-        if head % (heads // kv_heads) == 0:
-            new = base + pos * D
-            gl.store(keys + new + d, k0)
-            gl.store(values + new + d, v0)
+    y = gl.sum(acc * gl.expand_dims(w, 1), 0) + p * new_v.to(gl.float32)
+    part = head * T.SPLIT + split
+    gl.store(parts + words[6] + part * D + d, y)
+    exponents = parts + words[5] * 16 + part * 2
+    gl.store(exponents, m)
+    gl.store(exponents + 1, gl.sum(total * w, 0) + p)
+    if mine & (head % group == 0):
+        gl.store(keys + base + pos * D + d, new_k)
+        gl.store(values + base + pos * D + d, new_v)
 
 
 @gluon.jit
-def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin, position,
-            starts, counter, state, clocks, first, last, steps, programs, context, layer_stride, heads, kv_heads,
-            scale, eps, head_eps, NS: gl.constexpr, HIDDEN: gl.constexpr, WIDE: gl.constexpr, D: gl.constexpr,
-            SPLIT: gl.constexpr, BK: gl.constexpr, NR: gl.constexpr, BIAS: gl.constexpr, NORMED: gl.constexpr, CLOCK: gl.constexpr):  # fmt: skip
-    pid = gl.program_id(0)
+def row_of(table, step, programs):
+    """The words of this program in a step; before the first step, -1."""
+    d = table + ((step + 1) * programs + gl.program_id(0)) * WORDS
+    return (gl.load(d), gl.load(d + 1), gl.load(d + 2), gl.load(d + 3), gl.load(d + 4), gl.load(d + 5),
+            gl.load(d + 6), gl.load(d + 7), gl.load(d + 8), gl.load(d + 9), gl.load(d + 10),
+            gl.load(d + 11), gl.load(d + 12), gl.load(d + 13), gl.load(d + 14), gl.load(d + 15))  # fmt: skip
+
+
+@gluon.jit
+def to_sums(sums, at, y, mask, state, ADD: gl.constexpr):
+    """Put numbers into sums, or add them. What is not finite, or too large, is told in the state."""
+    if sums.dtype.element_ty == gl.int64:
+        bad = ((y > -LARGEST) & (y < LARGEST)) == 0
+        gl.store(state + 1 + at * 0, 1, mask=mask & bad)
+        y = gl.where(bad, 0.0, y * ONE).to(gl.int64)
+    if ADD:
+        gl.atomic_add(sums + at, y, mask=mask, sem="relaxed", scope="gpu")
+    else:
+        gl.store(sums + at, y, mask=mask)
+
+
+@gluon.jit
+def next_slot(s, parity, NS: gl.constexpr):
+    s += 1
+    if s == NS:
+        s = 0
+        parity = parity ^ 1
+    return s, parity
+
+
+@gluon.jit
+def multiply(pipe, by_row, at, words, nx, factor, sums, state, T: gl.constexpr):
+    """The tiles of a step. at: slot and parity of the ring; returns the next ones."""
+    ring, full, empty, begun = pipe
     HALF: gl.constexpr = ring.dtype
-    FIXED: gl.constexpr = sums.dtype.element_ty == gl.int64
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LHS: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RHS: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    L1: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    LN: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
     zero = gl.zeros([128, 2, 4], HALF, WIDENED)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
+    n, kc, nK, row, R = words[0], words[1], words[2], words[7], words[8]
+    s, parity = at
+    a = gl.zeros([ROWS, 8], gl.float32, MMA)
+    slot = 0
+    for j in range(n):
+        mbarrier.wait(full.index(s), parity)
+        a = mma_v2(ring.index(s).load(LHS), operand(by_row, slot, zero, RHS), a)
+        mbarrier.arrive(empty.index(s), count=1)
+        s, parity = next_slot(s, parity, T.NS)
+        slot += 1
+        if slot == nx:
+            slot = 0
+        kc += 1
+        if (kc == nK) | (j == n - 1):
+            to = gl.minimum(row, R - ROWS) + rows
+            y = gl.sum(a, 1) * (0.25 * factor)
+            to_sums(sums, words[6] + to, y, to >= row, state, True)
+            a = gl.zeros([ROWS, 8], gl.float32, MMA)
+            kc = 0
+            row += ROWS
+    return s, parity
+
+
+@gluon.jit
+def consume(pipe, inputs, table, memory, attention, counter, state, clocks, span, eps, T: gl.constexpr):
+    """The warps that multiply: all steps from span[0] to span[1], of span[2], by span[3] programs."""
+    L1: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    LN: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
+    first, last, steps, programs = span
+    x, sums, parts, gains = memory
+    pid = gl.program_id(0)
     share = gl.arange(0, 256, L1)
+    WIDE: gl.constexpr = T.WIDE
     wide = gl.arange(0, WIDE, LN)
-    by_row = seen_as(inputs, [inputs.shape[0] * NR, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    pos = gl.load(position).to(gl.int32)
-    start = gl.load(starts).to(gl.int32)
-    per = (HIDDEN + programs - 1) // programs
+    nothing = gl.zeros([256], sums.dtype.element_ty, L1)
+    by_row = seen_as(inputs, [inputs.shape[0] * T.NR, 256], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    per = (T.HIDDEN + programs - 1) // programs
     mine = pid * per + share
-    h_mask = (share < per) & (mine < HIDDEN)
-    begin = 0
-    if first == 0:  # the residual stream and what the first phase adds to
-        h = gl.load(x + mine, mask=h_mask, other=0.0)
-        d = table + pid * WORDS
-        if FIXED:
-            bad = ((h > -LARGEST) & (h < LARGEST)) == 0
-            gl.store(state + 1 + share * 0, 1, mask=h_mask & bad)
-            gl.store(sums + mine, gl.where(bad, 0.0, h * ONE).to(gl.int64), mask=h_mask)
-        else:
-            gl.store(sums + mine, h, mask=h_mask)
-        gl.store(sums + gl.load(d + 9) + share, gl.zeros([256], sums.dtype.element_ty, L1), mask=share < gl.load(d + 10))
+    h_mask = (share < per) & (mine < T.HIDDEN)
+    arrived = 0
+    if first == 0:  # the residual stream, and what the first step adds to
+        words = row_of(table, -1, programs)
+        to_sums(sums, mine, gl.load(x + mine, mask=h_mask, other=0.0), h_mask, state, False)
+        gl.store(sums + words[9] + share, nothing, mask=share < words[10])
         thread_barrier()
         gl.atomic_add(counter, 1, sem="release", scope="gpu")
-        begin = 1
-    d = table + ((first + 1) * programs + pid) * WORDS
-    n = gl.load(d)
-    kc = gl.load(d + 1)
-    nK = gl.load(d + 2)
-    K = gl.load(d + 3) * 8
-    xo = gl.load(d + 4) * 16
-    xu = gl.load(d + 5) * 16
-    yo = gl.load(d + 6)
-    row = gl.load(d + 7)
-    R = gl.load(d + 8)
-    zo = gl.load(d + 9)
-    zn = gl.load(d + 10)
-    flags = gl.load(d + 11)
-    gain = gl.load(d + 12)
-    head = gl.load(d + 13)
-    split = gl.load(d + 14)
-    layer = gl.load(d + 15)
-    s = 0
-    parity = 0
+        arrived = programs
+    words = row_of(table, first, programs)
+    at = (0, 0)
     for it in range(first, last):
-        # what the next step is, on its way meanwhile
-        d = table + (gl.minimum(it + 2, steps) * programs + pid) * WORDS
-        n_ = gl.load(d)
-        kc_ = gl.load(d + 1)
-        nK_ = gl.load(d + 2)
-        K_ = gl.load(d + 3)
-        xo_ = gl.load(d + 4)
-        xu_ = gl.load(d + 5)
-        yo_ = gl.load(d + 6)
-        row_ = gl.load(d + 7)
-        R_ = gl.load(d + 8)
-        zo_ = gl.load(d + 9)
-        zn_ = gl.load(d + 10)
-        flags_ = gl.load(d + 11)
-        gain_ = gl.load(d + 12)
-        head_ = gl.load(d + 13)
-        split_ = gl.load(d + 14)
-        layer_ = gl.load(d + 15)
-        target = (it - first + begin) * programs
-        if CLOCK:
-            gl.store(clocks + (it * programs + pid) * 4, clock())
-        if head >= 0:
-            cache = layer.to(gl.int64) * layer_stride * 128
-            attend(sums, parts, bias + layer * (heads + 2 * kv_heads) * D, head_gains + layer * 2 * D, keys + cache, values + cache,
-                   cos, sin, pos, start, gain, context, xo, yo, xu, head, split, heads, kv_heads, scale, head_eps,
-                   counter, target, state, it, D, SPLIT, BK, BIAS, NORMED)  # fmt: skip
+        ahead = row_of(table, gl.minimum(it + 1, steps - 1), programs)
+        stamps = clocks + (it * programs + pid) * 4
+        flags = words[11]
+        if T.CLOCK:
+            gl.store(stamps, clock())
+        wait = (counter, arrived, state, it)
+        if words[13] >= 0:
+            attend(memory, attention, words, wait, T)
         else:
-            wait_for(counter, target, state, it)
-        if CLOCK:
-            gl.store(clocks + (it * programs + pid) * 4 + 1, clock())
+            wait_for(wait)
+        if T.CLOCK:
+            gl.store(stamps + 1, clock())
         factor = 1.0
-        nx = gl.minimum(n, nK)
-        h = number(sums + wide, (wide < HIDDEN) & ((flags & NORM) != 0))
-        stage(inputs, sums, parts, gains, gain * HIDDEN, xo, xu, kc, nK, K, nx, flags, D, SPLIT, NR)
+        nx = gl.minimum(words[0], words[2])
+        h = number(sums + wide, (wide < T.HIDDEN) & ((flags & NORM) != 0))
+        stage(inputs, memory, words, nx, T)
         if flags & NORM:  # a product is linear
-            factor = gl.rsqrt(gl.sum(h * h, 0) / HIDDEN + eps)
-        begun.store(gl.full([1], it, gl.int32, L1))
+            factor = gl.rsqrt(gl.sum(h * h, 0) / T.HIDDEN + eps)
+        pipe[3].store(gl.full([1], it, gl.int32, L1))
         thread_barrier()
-        # results of the next phase are sums; the last that read them ended long ago
-        gl.store(sums + zo + share, gl.zeros([256], sums.dtype.element_ty, L1), mask=share < zn)
-        if CLOCK:
-            gl.store(clocks + (it * programs + pid) * 4 + 2, clock())
-        a = gl.zeros([ROWS, 8], gl.float32, MMA)
-        slot = 0
-        for j in range(n):
-            mbarrier.wait(full.index(s), parity)
-            w = ring.index(s).load(LHS)
-            a = mma_v2(w, operand(by_row, slot, zero, RHS), a)
-            mbarrier.arrive(empty.index(s), count=1)
-            s += 1
-            if s == NS:
-                s = 0
-                parity = parity ^ 1
-            slot += 1
-            if slot == nx:
-                slot = 0
-            kc += 1
-            if (kc == nK) | (j == n - 1):
-                y = gl.sum(a, 1) * (0.25 * factor)
-                at = gl.minimum(row, R - ROWS) + rows
-                if FIXED:
-                    bad = ((y > -LARGEST) & (y < LARGEST)) == 0
-                    gl.store(state + 1 + rows * 0, 1, mask=(at >= row) & bad)
-                    y = gl.where(bad, 0.0, y * ONE)
-                    gl.atomic_add(sums + yo + at, y.to(gl.int64), mask=at >= row, sem="relaxed", scope="gpu")
-                else:
-                    gl.atomic_add(sums + yo + at, y, mask=at >= row, sem="relaxed", scope="gpu")
-                a = gl.zeros([ROWS, 8], gl.float32, MMA)
-                kc = 0
-                row += ROWS
-        if CLOCK:
-            gl.store(clocks + (it * programs + pid) * 4 + 3, clock())
+        # results of the next step are sums; the last that read them ended long ago
+        gl.store(sums + words[9] + share, nothing, mask=share < words[10])
+        if T.CLOCK:
+            gl.store(stamps + 2, clock())
+        at = multiply(pipe, by_row, at, words, nx, factor, sums, state, T)
+        if T.CLOCK:
+            gl.store(stamps + 3, clock())
         thread_barrier()
         gl.atomic_add(counter, 1, sem="release", scope="gpu")
-        n = n_
-        kc = kc_
-        nK = nK_
-        K = K_ * 8
-        xo = xo_ * 16
-        xu = xu_ * 16
-        yo = yo_
-        row = row_
-        R = R_
-        zo = zo_
-        zn = zn_
-        flags = flags_
-        gain = gain_
-        head = head_
-        split = split_
-        layer = layer_
+        arrived += programs
+        words = ahead
     if last == steps:
-        wait_for(counter, (last - first + begin) * programs, state, last)
+        wait_for((counter, arrived, state, last))
         h = number(sums + mine, h_mask)
         lost = gl.load(state + 1, volatile=True) + gl.load(state + 2 + pid, volatile=True)
         gl.store(x + mine, gl.where(lost == 0, h, float("nan")), mask=h_mask)
@@ -398,20 +396,38 @@ def consume(ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias
 
 
 @gluon.jit
-def produce(ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, first, last, steps, programs, before,
-            after, NS: gl.constexpr):  # fmt: skip
-    """Copies tiles; under way are at most `before` while their phase has not begun here, `after` then."""
-    pid = gl.program_id(0)
+def copy(weights, which, r, c, bar, slot):
+    """One tile on its way from the tensor `which` of six."""
+    if which < 2:
+        if which == 0:
+            copy_tile(weights[0], [r, c], bar, slot)
+        else:
+            copy_tile(weights[1], [r, c], bar, slot)
+    elif which < 4:
+        if which == 2:
+            copy_tile(weights[2], [r, c], bar, slot)
+        else:
+            copy_tile(weights[3], [r, c], bar, slot)
+    else:
+        if which == 4:
+            copy_tile(weights[4], [r, c], bar, slot)
+        else:
+            copy_tile(weights[5], [r, c], bar, slot)
+
+
+@gluon.jit
+def produce(pipe, weights, table, span, before, after, T: gl.constexpr):
+    """The warp that copies tiles; under way are at most `before` while their step has not begun here,
+    `after` then."""
+    ring, full, empty, begun = pipe
     L1: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    s = 0
-    parity = 1
+    first, last, steps, programs = span
+    s, parity = 0, 1
+    s2, parity2 = 0, 0
+    s4, parity4 = 0, 0
     g = 0
-    s2 = 0
-    parity2 = 0
-    s4 = 0
-    parity4 = 0
     for it in range(first, last):
-        d = table + ((it + 1) * programs + pid) * WORDS
+        d = table + ((it + 1) * programs + gl.program_id(0)) * WORDS
         n = gl.load(d)
         k = gl.load(d + 1)
         nK = gl.load(d + 2)
@@ -425,62 +441,40 @@ def produce(ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, first, last
             mbarrier.wait(empty.index(s), parity)
             if g >= after:
                 mbarrier.wait(full.index(s4), parity4)
-                s4 += 1
-                if s4 == NS:
-                    s4 = 0
-                    parity4 = parity4 ^ 1
+                s4, parity4 = next_slot(s4, parity4, T.NS)
             if g >= before:
                 if gl.max(begun.load(L1), 0) < it:
                     mbarrier.wait(full.index(s2), parity2)
-                s2 += 1
-                if s2 == NS:
-                    s2 = 0
-                    parity2 = parity2 ^ 1
+                s2, parity2 = next_slot(s2, parity2, T.NS)
+            mbarrier.expect(full.index(s), ROWS * 256)
             # tiles end with their matrix
-            r = r0 + gl.minimum(row, R - ROWS)
-            c = c0 + gl.minimum(k * 128, K - 128)
-            mbarrier.expect(full.index(s), 32768)
-            if which < 2:
-                if which == 0:
-                    copy_tile(w0, [r, c], full.index(s), ring.index(s))
-                else:
-                    copy_tile(w1, [r, c], full.index(s), ring.index(s))
-            else:
-                if which < 4:
-                    if which == 2:
-                        copy_tile(w2, [r, c], full.index(s), ring.index(s))
-                    else:
-                        copy_tile(w3, [r, c], full.index(s), ring.index(s))
-                else:
-                    if which == 4:
-                        copy_tile(w4, [r, c], full.index(s), ring.index(s))
-                    else:
-                        copy_tile(w5, [r, c], full.index(s), ring.index(s))
+            r, c = r0 + gl.minimum(row, R - ROWS), c0 + gl.minimum(k * 128, K - 128)
+            copy(weights, which, r, c, full.index(s), ring.index(s))
             g += 1
-            s += 1
-            if s == NS:
-                s = 0
-                parity = parity ^ 1
+            s, parity = next_slot(s, parity, T.NS)
             k += 1
             if k == nK:
                 k = 0
                 row += ROWS
 
 
-@gluon.jit(do_not_specialize=["first", "last", "steps", "programs", "context", "layer_stride", "heads",
+@gluon.jit(do_not_specialize=["first", "last", "steps", "programs", "context", "stride", "heads",
                               "kv_heads", "before", "after"])  # fmt: skip
-def token_kernel(w0, w1, w2, w3, w4, w5, table, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin, position,
-                 starts, counter, state, clocks, first, last, steps, programs, context, layer_stride, heads,
-                 kv_heads, before, after, scale, eps, head_eps, NS: gl.constexpr, NX: gl.constexpr, HIDDEN: gl.constexpr,
-                 WIDE: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr, BK: gl.constexpr, NR: gl.constexpr,
-                 BIAS: gl.constexpr, NORMED: gl.constexpr, CLOCK: gl.constexpr):  # fmt: skip
-    """Phases `first` to `last` (counted through all layers) of a token.
+def token_kernel(w0, w1, w2, w3, w4, w5, table, x, sums, parts, gains, bias, head_gains, keys, values,
+                 cos, sin, position, starts, counter, state, clocks, first, last, steps, programs, context,
+                 stride, heads, kv_heads, before, after, scale, eps, head_eps, T: gl.constexpr):  # fmt: skip
+    """Steps `first` to `last` of a token. x: [hidden] in float32, in and out.
 
-    x: [hidden] in float32, in and out. NS: tiles in the ring. NX: times NR chunks of inputs are what a program has in a step
-    at most. counter: [64], zeros. state: [2 + programs]: how often to look at the counter, whether a number was not finite
-    or too large, codes of programs that waited in vain."""
-    ring = gl.allocate_shared_memory(keys.dtype.element_ty, [NS, ROWS, 128], w0.layout)
-    inputs = gl.allocate_shared_memory(keys.dtype.element_ty, [NX, NR, 256], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    counter: [64], zeros. state: [2 + programs]: how often to look at the counter, whether a number was
+    not finite or too large, steps before which programs waited in vain. stride: of layers in keys and
+    values, in units of 128. T: `launch.Shape`."""
+    HALF: gl.constexpr = keys.dtype.element_ty
+    NS: gl.constexpr = T.NS
+    ring = gl.allocate_shared_memory(HALF, [NS, ROWS, 128], w0.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    NX: gl.constexpr = T.NX
+    NR: gl.constexpr = T.NR
+    inputs = gl.allocate_shared_memory(HALF, [NX, NR, 256], plain)
     full = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NS, 1], mbarrier.MBarrierLayout())
     begun = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -489,14 +483,17 @@ def token_kernel(w0, w1, w2, w3, w4, w5, table, x, sums, parts, gains, bias, hea
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
+    pos, start = gl.load(position).to(gl.int32), gl.load(starts).to(gl.int32)
+    pipe = (ring, full, empty, begun)
+    memory = (x, sums, parts, gains)
+    attention = (bias, head_gains, keys, values, cos, sin, pos, start, context, stride, heads, kv_heads,
+                 scale, head_eps)  # fmt: skip
+    span = (first, last, steps, programs)
     gl.warp_specialize(
         [
-            (consume, (ring, full, empty, begun, inputs, table, x, sums, parts, gains, bias, head_gains, keys, values, cos, sin,
-                       position, starts, counter, state, clocks, first, last, steps, programs, context, layer_stride,
-                       heads, kv_heads, scale, eps, head_eps, NS, HIDDEN, WIDE, D, SPLIT, BK, NR, BIAS, NORMED, CLOCK)),
-            (produce, (ring, full, empty, begun, w0, w1, w2, w3, w4, w5, table, first, last, steps, programs,
-                       before, after, NS)),
+            (consume, (pipe, inputs, table, memory, attention, counter, state, clocks, span, eps, T)),
+            (produce, (pipe, (w0, w1, w2, w3, w4, w5), table, span, before, after, T)),
         ],
         [1],
         [24],
-    )  # fmt: skip
+    )
