@@ -1,9 +1,11 @@
 """The kernel's launch up to the driver, without a GPU: how Triton 3.6 binds the arguments of a real plan."""
 import os, sys
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import torch, triton, types
+sys.path.insert(0, "/tmp/wt/h3/tests/runtime"); sys.path.insert(0, "/tmp/wt/h3/tests/support")
+import torch, triton
 from triton.backends.compiler import GPUTarget
-import ref, kernel
+import test_whole
+from blr.compressor.runtime import whole
+from blr.compressor.runtime.decoder import Decoder
 calls = []
 class Utils:
     def load_binary(s, name, binary, shared, device): return (1, 1, 255, 0, 1024)
@@ -21,10 +23,9 @@ class Driver:
     def set_current_device(s, d): pass
     def map_python_to_cpp_type(s, t): return t
 triton.runtime.driver.set_active(Driver())
-for name in ("7b-lr", "mini"):
-    m = ref.build(name, 1, "cpu", 64)
-    for o in (dict(), dict(first=1, last=2), dict(first=8, last=9), dict(before=1, after=3), dict(CLOCK=True)):
-        k = m.t.run(kernel.token_kernel[(132,)], **o, num_warps=8, launch_cooperative_grid=True)
-    k = m.make(fixed=False).run(kernel.token_kernel[(132,)], num_warps=8, launch_cooperative_grid=True)
-    print(name, [c[0] for c in calls])
-print({k: v for k, v in calls[0][1].items()}, calls[0][2].shared, calls[0][2].launch_cooperative_grid, k.n_regs)
+for family, ranks in (("Llama", (136,)), ("Qwen2", ()), ("Qwen3", ())):
+    d = Decoder(test_whole.make_model(family, ranks), context=64, ops="torch")
+    t = whole.make_token(d.plan, d.state, 132)
+    t.launch(); t.launch(); t.launch(1, 2)
+    print(family, [c[0] for c in calls]); calls.clear() if family != "Qwen3" else 0
+print(calls[0][1], calls[0][2].shared, calls[0][2].launch_cooperative_grid)

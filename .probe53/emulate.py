@@ -3,7 +3,7 @@ import os, random, re, sys, threading, time, types
 import torch
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 torch.set_num_threads(1)
-import ref, tables
+import ref
 lock = threading.RLock(); cond = threading.Condition(lock)
 local = threading.local()
 T = torch.as_tensor
@@ -112,15 +112,15 @@ gl = types.SimpleNamespace(
     BlockedLayout=lambda *a: a, SliceLayout=lambda *a: a, SwizzledSharedLayout=lambda *a: a, DistributedLinearLayout=lambda *a: a,
     NVMMADistributedLayout=lambda *a: a, DotOperandLayout=lambda *a: a)
 def mma_v2(a, b, c): return c + a.float() @ b.float()
-text = open(os.path.join(os.path.dirname(tables.__file__), "kernel.py")).read()
+text = open(os.path.join(ref.root, "kernels/decode/token/triton.py")).read()
 text = re.sub(r"^(from|import) .*$", "", text, flags=re.M)
 text = re.sub(r"(\w+): gl\.constexpr = ", r"\1 = ", text)
-space = dict(gl=gl, gluon=types.SimpleNamespace(jit=Jit()), mma_v2=mma_v2, fence_async_shared=lambda: None,
+space = dict(gl=gl, thread_barrier=lambda: None, copy_tile=copy, seen_as=lambda m, shape, layout: Smem(m.m.view(shape)), gluon=types.SimpleNamespace(jit=Jit()), mma_v2=mma_v2, fence_async_shared=lambda: None,
              mbarrier=types.SimpleNamespace(wait=wait, arrive=arrive, expect=expect, init=init, MBarrierLayout=lambda: None),
              tma=types.SimpleNamespace(async_copy_global_to_shared=copy))
 exec(compile(text, "kernel.py", "exec"), space)
 def launch(*args, **kw):
-    kw = {k: v for k, v in kw.items() if k.isupper()}
+    kw = {}
     names = space["token_kernel"].__code__.co_varnames
     args = [Ptr(a.as_strided((a.untyped_storage().nbytes() // a.element_size(),), (1,), 0), a.storage_offset()) if isinstance(a, torch.Tensor) else a for a in args]
     def one(pid):
@@ -134,11 +134,11 @@ def launch(*args, **kw):
 class Memory:
     """A descriptor's view of the weights that lie together in one tensor."""
     def __init__(s, w, rows):
-        K = w.shape[1]
+        K = w.stride(0)
         flat = w.as_strided((w.untyped_storage().nbytes() // 2,), (1,), 0)[w.storage_offset():]
         flat = torch.cat([flat, torch.full((rows * K + K - len(flat),), float("nan"), dtype=w.dtype)]) if len(flat) < rows * K + K else flat
         s.m = flat.as_strided((rows, 2 * K), (K, 1)); s.layout = None
-import launch as launching
+import blr.kernels.decode.token.launch as launching
 launching.describe = Memory
 def main():
     threading.Thread(target=dma, daemon=True).start()
@@ -156,14 +156,14 @@ def main():
                     if it == 0:
                         y = None
                     else: y = ref.phase(m, it)
-                    t.run(launch, it, it + 1, *caps)
+                    ref.run(t, it, it + 1, *caps, launch=launch)
                     if y is not None: near.append(ref.error(ref.got(m, it), y))
                 if max(near) > 1e-4: print([f"{m.names[(i + 1) % m.P]} {e:.1e}" for i, e in enumerate(near)])
             else:
-                t.run(launch, 0, None, *caps)
+                ref.run(t, 0, None, *caps, launch=launch, NR=random.choice((8, 16)))
             worst.append((pos, f"{ref.error(m.x, want):.1e}", f"{max(near, default=0):.1e}", f"{(data.float() - m.data.float()).abs().max():.1e}"))
         assert t.counter.sum() == 0 and t.state[1:].sum() == 0
-        m.x.fill_(float("inf")); t.run(launch, 0, None, *caps); assert m.x.isnan().all() or not fixed, m.x
+        m.x.fill_(float("inf")); ref.run(t, 0, None, *caps, launch=launch, NR=random.choice((8, 16))); assert m.x.isnan().all() or not fixed, m.x
         print(name, layers, programs, split, caps, fixed, worst, "most in flight", flight["most"], flush=True)
 if __name__ == "__main__":
     main()

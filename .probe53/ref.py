@@ -1,10 +1,25 @@
 """Random models, their steps and their results in plain torch, for run.py and emulate.py."""
 import os, sys, types
-sys.path.insert(0, os.environ.get("KDIR", os.path.join(os.path.dirname(os.path.abspath(__file__)), "../kernels/decode/token")))
+import tempfile
+root, links = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")), tempfile.mkdtemp()
+os.makedirs(links + "/blr")
+for name in ("compressor", "kernels", "configs", "recipes"): os.symlink(f"{root}/{name}", f"{links}/blr/{name}")
+os.symlink(f"{root}/scripts/bench", f"{links}/blr/bench")
+sys.path.insert(0, links)  # this checkout's blr, whatever is installed
 import torch
-import tables
-from launch import Attention, Token
-from tables import GATE, NORM, PARTS, Product, Step
+from blr.kernels.decode.token.launch import Attention, Token
+from blr.kernels.decode.token.tables import GATE, NORM, PARTS, Product, Step
+def run(t, first=0, last=None, before=1, after=2, launch=None, **shape):
+    """As `Token.launch`, with other caps and another shape."""
+    from blr.kernels.decode.token import launch as module
+    n, programs, *rest = t.sizes
+    o = {} if launch else dict(num_warps=8, launch_cooperative_grid=True)
+    if launch is None:
+        from blr.kernels.decode.token.triton import token_kernel
+        launch = token_kernel[(programs,)]
+    made = t.shape._replace(**shape)
+    if "NR" in shape: made = made._replace(NX=module.CHUNKS // made.NR)
+    return launch(*t.arguments, first, n if last is None else last, n, programs, *rest[:-2], before, after, *t.numbers, made, **o)
 R7 = dict(q=1024, k=1024, v=1024, o=1024, gate=1488, up=1488, down=1488)
 R8 = dict(q=1024, k=400, v=400, o=1024, gate=1584, up=1584, down=1584)
 SHAPES = {  # hidden, ff, heads, kv_heads, width, ranks, vocabulary, bias and head norms
@@ -52,7 +67,7 @@ def build(name, layers, device="cuda", context=2048, split=4, programs=132, toge
     for l in range(layers):
         for i, gr in enumerate(groups):
             if gr == "attention":
-                steps.append(Step(l, parts, x=qkv, up=exps, attention=True)); names.append("attention"); continue
+                steps.append(Step(l, parts, x=qkv, up=exps, gain=1 << 30, attention=True)); names.append("attention"); continue
             ns, x, up, flags, y, adds = gr
             gain, label = 2 * l + (ns[0] == "gate"), "-".join(ns)
             ys, zz = [y], []
@@ -70,9 +85,9 @@ def build(name, layers, device="cuda", context=2048, split=4, programs=132, toge
     gains = torch.rand(2 * layers, hidden, device=device, generator=g) + .5
     bias = torch.randn(layers, (heads + 2 * kv) * D, device=device, generator=g) if extra else None
     head_gains = torch.rand(layers, 2, D, device=device, generator=g) + .5 if extra else None
-    att = Attention(data[:, 0, 0], data[:, 1, 0], cos, sin, heads, D ** -.5, None, bias, head_gains, 1e-6)
+    att = Attention(data[:, 0, 0], data[:, 1, 0], cos, sin, heads, D ** -.5, bias, head_gains, 1e-6)
     x, pos, start = torch.zeros(hidden, device=device), torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    make = lambda **o: Token(steps, x, gains, att, pos, start, 1e-5, size, exps + 2 * heads * split, split, programs, **o)
+    make = lambda **o: Token(steps, x, gains, att, pos, start, 1e-5, size, split, programs, **o)
     t = make(**options)
     m = types.SimpleNamespace(make=make, name=name, layers=layers, hidden=hidden, ff=ff, heads=heads, kv=kv, D=D, ranks=ranks, vocab=vocab, W=W, x=x, pos=pos, start=start, data=data, cos=cos, sin=sin,
                               gains=gains, bias=bias, head_gains=head_gains, t=t, steps=steps, names=names[: len(names) // layers], P=len(names) // layers, h=h, split=split, parts=parts, exps=exps, context=context)
@@ -113,7 +128,7 @@ def llama(m, h, data, pos, start=0):
 def real(m): return m.t.sums.float() * 2.0 ** -32 if m.t.sums.dtype == torch.int64 else m.t.sums
 def joined(m):
     n = m.heads * m.split
-    a, e = m.t.parts[:n * m.D].view(m.heads, m.split, m.D), m.t.parts[m.exps:m.exps + 2 * n].view(m.heads, m.split, 2)
+    a, e = m.t.arguments[9][:n * m.D].view(m.heads, m.split, m.D), m.t.arguments[9][m.exps:m.exps + 2 * n].view(m.heads, m.split, 2)
     w = torch.exp2(e[..., 0] - e[..., 0].max(1, keepdim=True).values)
     return ((w.unsqueeze(-1) * a).sum(1) / (w * e[..., 1]).sum(1, keepdim=True)).reshape(-1)
 

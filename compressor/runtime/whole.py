@@ -1,4 +1,4 @@
-"""Makes one launch (`kernels/decode/token`) of the phases of all layers, for one token of one sequence."""
+"""Makes one launch (`kernels/decode/token`) of the phases of all layers, for one token of one row."""
 
 from __future__ import annotations
 
@@ -59,11 +59,15 @@ def lacks(plan: TokenPlan, state: DecoderState, programs: int) -> str | None:
             return f"weights {shape} in {stage.w.dtype}: expected 128 rows and 8 n columns at least"
     if any(part.stage.bias is not None and part.target.name != "qkv" for part in parts):
         return "biases: expected those of queries, keys and values alone"
-    if heads[0].width not in (64, 128) or state.cos.shape[1] != heads[0].width or heads[0].sinks is not None:
+    if (
+        heads[0].width not in (64, 128)
+        or state.cos.shape[1] != heads[0].width
+        or heads[0].sinks is not None
+    ):
         return f"heads of {heads[0].width}: expected 64 or 128, rotated as a whole, without sinks"
     if len({(head.scale, head.eps, head.q_gain is None) for head in heads}) > 1:
         return "layers whose attention differs: expected the same settings"
-    if len({part.stage.w.stride(1) for part in parts}) > KINDS:
+    if len({w.stride(1) for w in (part.stage.w for part in parts) if isinstance(w, Tensor)}) > KINDS:
         return f"rows of more than {KINDS} lengths: expected fewer ranks"
     if parts_of(plan.buffers["heads"] // heads[0].width, programs) == 0:
         return f"more heads than the {programs} multiprocessors: expected fewer"
@@ -81,7 +85,10 @@ class Whole:
         reason = _no_kernel(device) or lacks(plan, state, programs)
         if reason is not None:
             raise UnsupportedError(f"{reason}; use mode 'graph'")
-        self.token = make_token(plan, state, programs)
+        try:
+            self.token = make_token(plan, state, programs)
+        except ValueError as error:
+            raise UnsupportedError(f"{error}; use mode 'graph'") from error
 
     def __call__(self) -> None:
         self.token.launch()
@@ -136,7 +143,9 @@ def make_steps(plan: TokenPlan, exponents: int) -> tuple[list[Step], Tensor, int
         _, index, name = phase.name.split(".", 2)
         if phase.heads is not None:
             window = phase.heads.window or 1 << 30
-            steps.append(Step(int(index), 0, gain=window, x=places.of("qkv"), up=exponents, attention=True))
+            steps.append(
+                Step(int(index), 0, gain=window, x=places.of("qkv"), up=exponents, attention=True)
+            )
         elif phase.kind != "gate":  # whoever reads its results computes them
             flags = 0 if phase.gain is None else NORM
             if phase.gain is not None:

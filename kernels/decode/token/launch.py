@@ -90,7 +90,15 @@ class Token:
             *(none if t is None else t for t in (a.bias, a.gains)),
             *(a.keys, a.values, a.cos, a.sin, pos, start, self.counter, self.state, self.state),
         ]
-        self.sizes = (len(steps), programs, context, a.keys.stride(0) // 128, a.heads, kv_heads, *UNDER_WAY)
+        self.sizes = (
+            len(steps),
+            programs,
+            context,
+            a.keys.stride(0) // 128,
+            a.heads,
+            kv_heads,
+            *UNDER_WAY,
+        )
         self.numbers = (a.scale * math.log2(math.e), eps, a.eps)
         hidden, given = x.shape[0], (a.bias is not None, a.gains is not None)
         wide = 1 << (hidden - 1).bit_length()

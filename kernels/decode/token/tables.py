@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-WORDS, TILE, CHUNKS, SHARE = 20, 128, 32, 256  # as in `kernel.py`; inputs of a program, and sums that it zeroes
+WORDS, TILE, CHUNKS, SHARE = (
+    20,
+    128,
+    32,
+    256,
+)  # as in `kernel.py`; inputs of a program, and sums that it zeroes
 NORM, GATE, PARTS = 1, 2, 4
 KINDS = 6  # lengths of rows that weights may have
 
@@ -23,9 +28,9 @@ class Product:
 
 @dataclass
 class Step:
-    """A phase: its products, or the attention of a layer (inputs x, results y, exponents and sums up; gain: its window).
-
-    y, size: the range of its sums, which the step before sets to zero unless they are added to what is there."""
+    """What happens between two waits: products, or the attention of a layer (inputs x, results y,
+    exponents up, window gain). y, size: its sums, which the step before sets to zero; size 0: they are
+    added to what is there. gain: of which norm."""
 
     layer: int
     y: int
@@ -93,12 +98,15 @@ class Stores:
 
 def make_table(steps: Sequence[Step], stores: Stores, programs: int, heads: int, split: int) -> Tensor:
     """[1 + steps, programs, WORDS] int32. The first row is for what comes before the first step."""
-    rows = [[[0] * 13 + [-1] + [0] * (WORDS - 14) for _ in range(programs)] for _ in range(len(steps) + 1)]
+    rows = [
+        [[0] * 13 + [-1] + [0] * (WORDS - 14) for _ in range(programs)] for _ in range(len(steps) + 1)
+    ]
     for i in range(len(steps)):
         after = steps[i]
         for c in range(programs):
             b, e = after.size * c // programs, after.size * (c + 1) // programs
-            assert e - b <= SHARE
+            if e - b > SHARE:
+                raise ValueError(f"a step of {after.size} results: expected {SHARE * programs} at most")
             rows[i][c][9:11] = [after.y + b, e - b]
     for i, step in enumerate(steps):
         for words in rows[i + 1]:
@@ -114,12 +122,14 @@ def make_table(steps: Sequence[Step], stores: Stores, programs: int, heads: int,
 
 
 def _pieces(step: Step, programs: int) -> list[Piece]:
-    """The products of a step, of some columns each where a program would have more inputs than it can hold."""
+    """The products of a step; of some columns each where programs would have too many inputs."""
     found = []
     for product in step.products:
         whole = Piece(product, 0, product.w.shape[1])
         each = blocks(whole.tiles * len(step.products), programs)
         groups = 1 if min(whole.wide, each) <= CHUNKS else blocks(whole.wide, CHUNKS)
+        if groups > 1 and step.flags & PARTS:
+            raise ValueError(f"heads of {whole.columns} columns: expected {CHUNKS * TILE} at most")
         for g in range(groups):
             b = whole.wide * g // groups * TILE
             e = min(whole.wide * (g + 1) // groups * TILE, whole.columns)
@@ -134,12 +144,12 @@ def _share(rows: list[list[int]], turn: int, pieces: Sequence[Piece], stores: St
         first, end = (round(n * tiles / total) for tiles in (done, done + piece.tiles))
         done += piece.tiles
         product, of = piece.product, end - first
-        assert of > 0, "a product of less than a program's share"
+        if of == 0 or min(-(-piece.tiles // of), piece.wide) > CHUNKS:
+            raise ValueError(f"weights {list(product.w.shape)} beside much larger ones: expected less")
         which, row, column = stores.place(product.w)
         up = product.up + piece.column if product.up else 0
         for m in range(of):
             b, e = piece.tiles * m // of, piece.tiles * (m + 1) // of
-            assert min(e - b, piece.wide) <= CHUNKS
             words = rows[(first + m + 37 * turn) % n]
             words[:4] = [e - b, b % piece.wide, piece.wide, piece.columns // 8]
             words[4:7] = [(product.x + piece.column) // 16, up // 16, product.y]

@@ -23,11 +23,12 @@ NORM = gl.constexpr(1)  # flags: the input is normed, gated, put together from p
 GATE = gl.constexpr(2)
 PARTS = gl.constexpr(4)
 LOW = gl.constexpr(-1e30)
+CYCLES = gl.constexpr("mov.u32 $0, %clock;")
 ONE = gl.constexpr(4294967296.0)
 LARGEST = gl.constexpr(67108864.0)  # of a sum
 
-# Inputs lie in shared memory as the instruction takes them, 32 columns after another: of its columns
-# 16 i + 8 h + 2 t + b thread t has those of 8 t + 4 i + 2 h + b, 16 bytes in a row; behind 128 the low parts.
+# Inputs lie in shared memory as the instruction takes them, 32 columns after another: its columns 16 i +
+# 8 h + 2 t + b are those of thread t, at 8 t + 4 i + 2 h + b, 16 bytes in a row; low parts behind 128.
 PLACES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[1], [2], [4], [32], [64]], [[8], [16], [0], [0], [128]], [[0], [0], [0]], [], [256]
@@ -47,8 +48,7 @@ WIDENED = gl.constexpr(
 
 @gluon.jit
 def clock():
-    text: gl.constexpr = "mov.u32 $0, %clock;"
-    return gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(CYCLES, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -117,7 +117,9 @@ def operand(inputs, slot, ZERO, RHS: gl.constexpr):
 @gluon.jit
 def place(a):
     """[rows, 128] in the order of `PLACES`."""
-    return gl.reshape(gl.permute(gl.reshape(a, [a.shape[0], 4, 2, 2, 4, 2]), (0, 1, 4, 2, 3, 5)), a.shape)
+    return gl.reshape(
+        gl.permute(gl.reshape(a, [a.shape[0], 4, 2, 2, 4, 2]), (0, 1, 4, 2, 3, 5)), a.shape
+    )
 
 
 @gluon.jit
@@ -145,10 +147,10 @@ def joined(parts, xo, xu, k, c, inside, T: gl.constexpr):
 
 @gluon.jit
 def stage(inputs, memory, words, nx, T: gl.constexpr):
-    """Inputs of nx chunks of 128 columns, in two half-precision parts, from the chunk of the words on; they
-    begin again behind the last. That ends with the row: what others have of it is zero."""
+    """Inputs of nx chunks of 128 columns, in two half-precision parts, from the words' chunk on; behind
+    the last comes the first. The last ends with the row: what others have of it is zero."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
-    x, sums, parts, gains = memory
+    sums, parts, gains = memory
     kc, nK, K, flags = words[1], words[2], words[3] * 8, words[11]
     xo, xu = words[4] * 16, words[5] * 16
     NR: gl.constexpr = T.NR
@@ -189,14 +191,15 @@ def turned(sums, bias, gain, d, cos, sin, eps, T: gl.constexpr):
 
 
 @gluon.jit
-def attend(memory, attention, words, wait, T: gl.constexpr):
+def attend(sums, parts, attention, words, wait, T: gl.constexpr):
     """A part of a head's attention: sums that are not divided yet, their largest exponent and the sum of
     weights. Keys and values of earlier tokens are on their way before the wait."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // T.D, T.D // 8], [WARPS, 1], [1, 0])
     D: gl.constexpr = T.D
     BK: gl.constexpr = T.BK
-    x, sums, parts, gains = memory
-    bias, gain, keys, values, cos, sin, pos, start, context, stride, heads, kv_heads, scale, eps = attention
+    bias, gain, keys, values, cos, sin, pos, start, context, stride, heads, kv_heads, scale, eps = (
+        attention
+    )
     window, head, split, layer = words[12], words[13], words[14], words[15]
     d = gl.arange(0, D, gl.SliceLayout(0, L))
     row = gl.arange(0, BK, gl.SliceLayout(1, L))
@@ -266,7 +269,8 @@ def row_of(table, step, programs):
     d = table + ((step + 1) * programs + gl.program_id(0)) * WORDS
     return (gl.load(d), gl.load(d + 1), gl.load(d + 2), gl.load(d + 3), gl.load(d + 4), gl.load(d + 5),
             gl.load(d + 6), gl.load(d + 7), gl.load(d + 8), gl.load(d + 9), gl.load(d + 10),
-            gl.load(d + 11), gl.load(d + 12), gl.load(d + 13), gl.load(d + 14), gl.load(d + 15))  # fmt: skip
+            gl.load(d + 11), gl.load(d + 12), gl.load(d + 13), gl.load(d + 14), gl.load(d + 15),
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -294,7 +298,7 @@ def next_slot(s, parity, NS: gl.constexpr):
 @gluon.jit
 def multiply(pipe, by_row, at, words, nx, factor, sums, state, T: gl.constexpr):
     """The tiles of a step. at: slot and parity of the ring; returns the next ones."""
-    ring, full, empty, begun = pipe
+    ring, full, empty, _ = pipe
     HALF: gl.constexpr = ring.dtype
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LHS: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -325,12 +329,14 @@ def multiply(pipe, by_row, at, words, nx, factor, sums, state, T: gl.constexpr):
 
 
 @gluon.jit
-def consume(pipe, inputs, table, memory, attention, counter, state, clocks, span, eps, T: gl.constexpr):
+def consume(
+    pipe, inputs, table, x, memory, attention, counter, state, clocks, span, eps, T: gl.constexpr
+):
     """The warps that multiply: all steps from span[0] to span[1], of span[2], by span[3] programs."""
     L1: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     LN: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
     first, last, steps, programs = span
-    x, sums, parts, gains = memory
+    sums, parts, _ = memory
     pid = gl.program_id(0)
     share = gl.arange(0, 256, L1)
     WIDE: gl.constexpr = T.WIDE
@@ -358,7 +364,7 @@ def consume(pipe, inputs, table, memory, attention, counter, state, clocks, span
             gl.store(stamps, clock())
         wait = (counter, arrived, state, it)
         if words[13] >= 0:
-            attend(memory, attention, words, wait, T)
+            attend(sums, parts, attention, words, wait, T)
         else:
             wait_for(wait)
         if T.CLOCK:
@@ -421,7 +427,7 @@ def produce(pipe, weights, table, span, before, after, T: gl.constexpr):
     `after` then."""
     ring, full, empty, begun = pipe
     L1: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    first, last, steps, programs = span
+    first, last, _, programs = span
     s, parity = 0, 1
     s2, parity2 = 0, 0
     s4, parity4 = 0, 0
@@ -437,7 +443,7 @@ def produce(pipe, weights, table, span, before, after, T: gl.constexpr):
         which = gl.load(d + 16)
         r0 = gl.load(d + 17)
         c0 = gl.load(d + 18)
-        for j in range(n):
+        for _j in range(n):
             mbarrier.wait(empty.index(s), parity)
             if g >= after:
                 mbarrier.wait(full.index(s4), parity4)
@@ -461,8 +467,9 @@ def produce(pipe, weights, table, span, before, after, T: gl.constexpr):
 @gluon.jit(do_not_specialize=["first", "last", "steps", "programs", "context", "stride", "heads",
                               "kv_heads", "before", "after"])  # fmt: skip
 def token_kernel(w0, w1, w2, w3, w4, w5, table, x, sums, parts, gains, bias, head_gains, keys, values,
-                 cos, sin, position, starts, counter, state, clocks, first, last, steps, programs, context,
-                 stride, heads, kv_heads, before, after, scale, eps, head_eps, T: gl.constexpr):  # fmt: skip
+                 cos, sin, position, starts, counter, state, clocks, first, last, steps, programs,
+                 context, stride, heads, kv_heads, before, after, scale, eps, head_eps,
+                 T: gl.constexpr):  # fmt: skip
     """Steps `first` to `last` of a token. x: [hidden] in float32, in and out.
 
     counter: [64], zeros. state: [2 + programs]: how often to look at the counter, whether a number was
@@ -485,13 +492,13 @@ def token_kernel(w0, w1, w2, w3, w4, w5, table, x, sums, parts, gains, bias, hea
     fence_async_shared()
     pos, start = gl.load(position).to(gl.int32), gl.load(starts).to(gl.int32)
     pipe = (ring, full, empty, begun)
-    memory = (x, sums, parts, gains)
+    memory = (sums, parts, gains)
     attention = (bias, head_gains, keys, values, cos, sin, pos, start, context, stride, heads, kv_heads,
                  scale, head_eps)  # fmt: skip
     span = (first, last, steps, programs)
     gl.warp_specialize(
         [
-            (consume, (pipe, inputs, table, memory, attention, counter, state, clocks, span, eps, T)),
+            (consume, (pipe, inputs, table, x, memory, attention, counter, state, clocks, span, eps, T)),
             (produce, (pipe, (w0, w1, w2, w3, w4, w5), table, span, before, after, T)),
         ],
         [1],
