@@ -109,6 +109,7 @@ class Decoder:
                 "least one token; split the prompt, or make the decoder with a larger batch"
             )
         self._check_room(length)
+        self._check_whole()
         device = self.model.device
         lengths = torch.full((rows,), length) if lengths is None else lengths.cpu()
         if lengths.shape != (rows,) or int(lengths.min()) < 1 or int(lengths.max()) > length:
@@ -132,7 +133,6 @@ class Decoder:
             raise BatchError(f"a step with tokens of shape {list(tokens.shape)}: expected {expected}")
         self.state.tokens[: self.rows] = tokens.to(self.model.device)
         self._advance()
-        self._check_whole()
         return self.state.buffers["logits"][: self.rows].clone()
 
     @torch.no_grad()
@@ -268,6 +268,7 @@ class Decoder:
         self.position += 1
 
     def _check_whole(self) -> None:
+        """Raises StalledError for steps whose kernel gave up; their logits are NaN."""
         if self.whole is not None:
             self.whole.check()
 
