@@ -13,6 +13,7 @@ WORDS, TILE, CHUNKS, SHARE = (
     256,
 )  # as in `kernel.py`; inputs of a program, and sums that it zeroes
 NORM, GATE, PARTS = 1, 2, 4
+MOST_ROWS = (1 << 31) - 1  # of a tensor that tiles are copied from
 KINDS = 6  # lengths of rows that weights may have
 
 
@@ -88,6 +89,8 @@ class Stores:
         for w in weights:
             _, row, _ = self.place(w)
             self.rows[w.stride(0)] = max(self.rows.get(w.stride(0), 0), row + len(w))
+        if max(self.rows.values()) > MOST_ROWS:
+            raise ValueError("weights too far apart in memory: expected 2^31 rows between them")
 
     def place(self, w: Tensor) -> tuple[int, int, int]:
         """Which of the tensors, and the row and column of a matrix in it."""
