@@ -20,9 +20,10 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting import block_discovery as discovery
 from blr.compressor.fitting import block_passes as passes
 from blr.compressor.fitting.block_passes import NUMBER, Arguments, Batch
+from blr.compressor.fitting.experts import StackedExperts
 from blr.compressor.loading.loader import Parts, merged_names, renamed
 from blr.compressor.loading.native import meta_model, quiet_transformers
-from blr.compressor.modeling.modeling_blr import Experts, module_names, stacks_apart
+from blr.compressor.modeling.modeling_blr import module_names, stacks_apart
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.training_sizes import STATES
 from blr.compressor.recipe.architectures import Family, Group
@@ -69,7 +70,7 @@ class BlockModel:
         vars(block).pop("forward", None)  # what stands in for it in the model
         for experts, stacks in self.stacks.items():
             if (name := experts.removeprefix(f"{self.path}.{index}.")) != experts:
-                block.set_submodule(name, Experts(block.get_submodule(name), stacks))
+                block.set_submodule(name, StackedExperts(block.get_submodule(name), stacks))
         setattr(block, NUMBER, index)
         return block
 
@@ -254,7 +255,7 @@ class BlockModel:
 def expert_groups(block: nn.Module, name: str) -> list[Group]:
     """The groups of the layers of the experts called `name`, one for each stack that is taken apart."""
     module, found = block.get_submodule(name), list[Group]()
-    if not isinstance(module, Experts):
+    if not isinstance(module, StackedExperts):
         return []
     for names in module.parts.values():
         each = [tuple(f"{name}.{part}.{n}" for part in names) for n in range(module.count)]

@@ -3,11 +3,11 @@
 Of experts each has the tokens that chose it, and some have hardly any.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,16 @@ from blr.compressor.fitting.block_passes import (
     Arguments,
     Batch,
     Reached,
-    captured_inputs,
     parted,
     run_block,
 )
+from blr.compressor.fitting.experts import STACKS, StackedExperts, seats_of
 from blr.compressor.fitting.rounding import Metric
-from blr.compressor.modeling.modeling_blr import Experts
 from blr.compressor.structures.linalg import add_ridge, cholesky, solve_factored
 
 RIDGE = 0.01  # added to H, relative to its mean diagonal: without it targets grow thirty-fold
 PRIOR = 0.25  # tokens of the layer's mean that an expert's moments get, a number of its input
 FLOOR = 0.05  # share of the layer's mean that an expert's sensitivities get
-Sums = dict[tuple[str, str], Tensor]  # by kind and layer
 
 
 @dataclass
@@ -73,38 +71,22 @@ def products(
 
 
 def routed(
-    student: nn.Module, dense: nn.Module, heads: Sequence[str], batch: Batch, to: torch.device
-) -> Sums:
-    """What a batch adds to the moments of the inputs of the layers `heads` of experts, and to the number
-    of their tokens. The dense experts compute with the tokens that choose those of the student."""
-    home, part, _ = heads[0].rsplit(".", 2)
+    student: nn.Module, dense: nn.Module, home: str, part: str, batch: Batch, to: torch.device
+) -> dict[str, Tensor]:
+    """What a batch adds to the moments [E, i, i] of the inputs of a list `part` of layers of the experts
+    `home`, and to the numbers of their tokens [E]. The dense experts compute with the tokens that choose
+    those of the student."""
     entered, chosen = _entering(student, home, batch.student.to(to), batch)
     x, _ = _entering(dense, home, batch.hidden.to(to), batch)
-    experts = cast(Experts, student.get_submodule(home))
-    if part in experts.parts.get("gate_up_proj", ()):
-        kept, wanted = (_routed_rows(states, chosen, heads) for states in (entered, x))
-    else:
-        with captured_inputs(student, heads) as kept, captured_inputs(dense, heads) as wanted:
-            experts(entered, *chosen[0], **chosen[1])
-            dense.get_submodule(home)(x, *chosen[0], **chosen[1])
-    found = Sums()
-    for name in heads:
-        rows = kept.get(name)
-        found["tokens", name] = torch.full((1,), 0.0 if rows is None else len(rows), device=to)
-        if rows is None:
-            found["gram", name] = found["cross", name] = gram_of(kept, name, student, batch)
-        else:
-            found |= {(kind, name): t for kind, t in products(rows, wanted[name]).items()}
-    return found
-
-
-def _routed_rows(states: Tensor, chosen: Arguments, heads: Sequence[str]) -> dict[str, Tensor]:
-    """The states of the tokens that chose each expert, without running any."""
     index = cast(Tensor, chosen[0][0] if chosen[0] else chosen[1]["top_k_index"])
-    pairs, rows = index.flatten(), states.flatten(0, -2)
-    each = pairs.argsort(stable=True).split(pairs.bincount(minlength=len(heads)).tolist())
-    found = zip(heads, each, strict=True)
-    return {name: rows[own // index.shape[-1]] for name, own in found if len(own)}
+    pair = [cast(StackedExperts, block.get_submodule(home)) for block in (student, dense)]
+    seats = seats_of(index, pair[0].count)
+    rows = [seats.spread(states.flatten(0, -2)) for states in (entered, x)]
+    if part in pair[0].parts.get(STACKS[1], ()):
+        rows = [e.stage(STACKS[0], own, seats) for e, own in zip(pair, rows, strict=True)]
+    kept, wanted = rows
+    found = {"gram": seats.gram(kept, kept), "cross": seats.gram(wanted - kept, kept)}
+    return {**found, "tokens": seats.counts}
 
 
 def _entering(block: nn.Module, name: str, hidden: Tensor, batch: Batch) -> tuple[Tensor, Arguments]:
@@ -124,32 +106,17 @@ def _entering(block: nn.Module, name: str, hidden: Tensor, batch: Batch) -> tupl
     return kept[0]
 
 
-def gram_of(kept: Mapping[str, Tensor], name: str, block: nn.Module, batch: Batch) -> Tensor:
-    """Σ x xᵀ of the inputs of a layer that were kept; zeros for an expert that no token chose."""
-    if name in kept:
-        return products(batch.rows(kept[name]))["gram"]
-    layer: Any = block.get_submodule(name)
-    width = getattr(layer, "base", layer).in_features
-    return next(layer.parameters()).new_zeros(width, width)
-
-
-def expert_moments(sums: Sums, heads: Sequence[str]) -> list[Moments]:
+def expert_moments(sums: Mapping[str, Tensor]) -> list[Moments]:
     """The moments of each expert of a layer, which get the layer's mean as if it were more tokens."""
-    counts = [int(sums["tokens", name]) for name in heads]
-    for kind in ("gram", "cross"):
-        each = [sums[kind, name] for name in heads]
-        mean = torch.zeros_like(each[0])
-        for one in each:
-            mean += one / max(sum(counts), 1)
-        for one in each:
-            one.add_(mean, alpha=PRIOR * len(one))
-    found = [(sums["gram", name], sums["cross", name]) for name in heads]
-    return [Moments(*pair, tokens=count) for pair, count in zip(found, counts, strict=True)]
+    counts = sums["tokens"].long().tolist()
+
+    def raised(each: Tensor) -> Tensor:
+        return each + PRIOR * each.shape[-1] / max(sum(counts), 1) * each.sum(0)
+
+    pairs = zip(raised(sums["gram"]), raised(sums["cross"]), counts, strict=True)
+    return [Moments(gram, cross, tokens=count) for gram, cross, count in pairs]
 
 
-def with_floor(sums: Sequence[Tensor]) -> list[Tensor]:
-    """The sums of each expert of a layer with a small share of their mean added."""
-    mean = torch.zeros_like(sums[0])
-    for each in sums:
-        mean += each
-    return [each + FLOOR / len(sums) * mean for each in sums]
+def with_floor(sums: Tensor) -> Tensor:
+    """Sums [E, m, m] of a layer's experts with a small share of their mean added to each."""
+    return sums + FLOOR / len(sums) * sums.sum(0)

@@ -3,7 +3,7 @@
 Processes share out the parts of a batch; the result does not depend on how many processes there are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from blr.compressor.fitting.block_passes import Batch, Blocks, alike, run_block,
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
 from blr.compressor.fitting.student import FitRun, train_and_keep
-from blr.compressor.fitting.trainer import CapturedPasses, TrainedSet, TrainingLoop, forget
+from blr.compressor.fitting.trainer import CapturedPasses, Rate, TrainedSet, TrainingLoop, forget
 from blr.compressor.modeling.modeling_blr import Experts
 from blr.compressor.planning.training_sizes import (
     HELD_BACK,
@@ -37,7 +37,7 @@ FINISH_RATE = 0.003  # the same in the last pass
 WARM_UP = 0.05  # share of the steps in which the rate rises
 Errors = tuple[float, float]  # before and after
 RIDGE = 0.01  # added to the output metric, relative to its mean diagonal
-FINISH = 5  # to be raised when the last pass's results change
+FINISH = 6  # to be raised when the last pass's results change
 
 
 class Refitting(TrainingLoop):
@@ -62,7 +62,8 @@ class Refitting(TrainingLoop):
         what = TrainedSet({str(n): part for n, part in enumerate(trained)})
         rate = rate or (PACKED_RATE if what.banks.banks else RATE)
         self.device = next(iter(what.masters.values())).device
-        super().__init__(what, rates_of([*what.masters.values()], what.shares, rate), self.device)
+        rates = rates_of([*what.masters.values()], what.shares, rate, what.stacks)
+        super().__init__(what, rates, self.device)
         self.block, self.processes, self.parameters = block, processes, what.parameters
         counts = (module.count for module in block.modules() if isinstance(module, Experts))
         self.experts = max(counts, default=1)  # a graph would compute all of them for each token
@@ -87,7 +88,8 @@ class Refitting(TrainingLoop):
         self.consider()
         before = self.state.best
         self.train()
-        self.block.requires_grad_(False)
+        for parameter in self.parameters:
+            parameter.requires_grad_(False)
         return before, self.state.best
 
     def is_over(self) -> bool:
@@ -174,9 +176,14 @@ class Refitting(TrainingLoop):
         return missed.square().sum() / tokens
 
 
-def rates_of(masters: Sequence[Tensor], shares: Sequence[float], rate: float) -> list[float]:
-    """The rate of each master: `rate` times its root mean square times its share."""
-    sizes = torch.stack([m.detach().square().mean().sqrt() for m in masters]).tolist()
+def rates_of(
+    masters: Sequence[Tensor], shares: Sequence[float], rate: float, stacks: Collection[int] = ()
+) -> list[Rate]:
+    """The rate of each master: `rate` times its root mean square times its share. Of those numbered
+    `stacks`, [n, ...], the rates [n]."""
+    sizes: list[Rate] = [*torch.stack([m.detach().square().mean().sqrt() for m in masters]).tolist()]
+    for n in stacks:
+        sizes[n] = masters[n].detach().flatten(1).square().mean(1).sqrt()
     return [rate * share * size for size, share in zip(sizes, shares, strict=True)]
 
 

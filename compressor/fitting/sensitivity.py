@@ -5,8 +5,9 @@ Wᵀ G^½ predict the loss that each further rank saves. FWSVD (arXiv 2207.00112
 of G; the Kronecker-factored form is that of K-FAC (arXiv 1503.05671).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,15 @@ from blr.compressor.base.processes import sum_in_order
 from blr.compressor.base.progress import MEASURING
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, watched
 from blr.compressor.fitting.blocks import BlockModel
+from blr.compressor.fitting.experts import AT_ONCE, gram_of, watched_experts
 from blr.compressor.fitting.factorize import Work, layer_seed
 from blr.compressor.fitting.moments import with_floor
+from blr.compressor.recipe.architectures import Group
 from blr.compressor.structures.linalg import cholesky, eigenvalues
 from blr.compressor.workspace.journal import layer_key
 
 BACKWARD = 4.4  # time of a block's backward pass with its sums, relative to its forward pass
+Sums = dict[tuple[str, str], Tensor]  # by layer or list of experts' layers, "in" or "out"
 HIDDEN = "hidden"  # stands for a block's own output among the names of its layers
 
 
@@ -53,6 +57,16 @@ def measure(
     found.curves = work.processes.told(work.processes.first and work.journal.tensors(key))
     found.tokens = sum(batch.tokens for batch in batches)
     return found
+
+
+class Task(NamedTuple):
+    """Layers whose curves are computed together: one, or some experts' with a first axis for them in
+    `input` and `output`, their sums of inputs and output gradients. read: which inputs these are."""
+
+    names: tuple[str, ...]
+    read: object
+    input: Tensor
+    output: Tensor
 
 
 class SensitivitySweep:
@@ -112,56 +126,78 @@ class SensitivitySweep:
         """Gradients with respect to the input of block `index`; what it measures is recorded."""
         block = self.model.load_block(index)
         groups = self.model.groups(block)
-        layers = [name for group in groups for name in group.modules]
-        heads = [names[0] for group in groups for names in group.inputs]
+        shared = [group for group in groups if not group.experts]
+        layers = [name for group in shared for name in group.modules]
+        heads = [group.modules[0] for group in shared]
+        lists = [group.lists for group in groups if group.experts]
         kinds = [(HIDDEN, "out"), *((n, "out") for n in layers), *((n, "in") for n in heads)]
+        apart = [*((n, "out") for names in lists for n in names), *((names[0], "in") for names in lists)]
         entering = {}
 
-        def parts(n: int) -> dict[tuple[str, str], Tensor]:
+        def parts(n: int) -> Sums:
             state = hidden[n].to(self.model.device).detach()
             given = gradients[n].to(state.device)
             found, gradient = _products(block, layers, heads, state, self.mine[n], given)
             entering[n] = gradient.to(self.home)
             return found
 
-        sums = sum_in_order(self.processes, len(self.batches), parts, kinds, torch.float64)
-        for group in (group for group in groups if group.experts):
-            alike = list(zip(*group.experts, strict=True))
-            for keys in ([(n, "in") for n in alike[0]], *([(n, "out") for n in ns] for ns in alike)):
-                sums |= zip(keys, with_floor([sums[key] for key in keys]), strict=True)
+        sums = sum_in_order(self.processes, len(self.batches), parts, kinds + apart, torch.float64)
+        sums |= {key: with_floor(sums[key]) for key in apart}
         self._record(index, block, sums)
         return entering
 
-    def _record(self, index: int, block: nn.Module, sums: dict[tuple[str, str], Tensor]) -> None:
-        model = self.model
-        groups = model.groups(block)
-        tasks = {n: names[0] for group in groups for names in group.inputs for n in names}
-        sizes = [block.get_parameter(f"{name}.weight").numel() for name in tasks]
+    def _record(self, index: int, block: nn.Module, sums: Sums) -> None:
+        model, path = self.model, f"{self.model.path}.{index}"
+        tasks = [task for group in model.groups(block) for task in _tasks(group, sums)]
+        sizes = [sum(block.get_parameter(f"{n}.weight").numel() for n in task.names) for task in tasks]
         owners = share_out(sizes, self.processes.count)
         mine: dict[str, Tensor] = {}
         kept = {HIDDEN: _unit(sums[HIDDEN, "out"])} if self.processes.first else {}
-        roots: dict[str, Tensor] = {}  # of the last input alone, which layers beside each other share
-        for (name, head), owner in zip(tasks.items(), owners, strict=True):
-            stored = model.stored_module(f"{model.path}.{index}.{name}")
+        roots: dict[object, Tensor] = {}  # of the last input alone, which layers beside each other share
+        for task, owner in zip(tasks, owners, strict=True):
+            stored = [model.stored_module(f"{path}.{name}") for name in task.names]
             if self.processes.first:
-                output = sums[name, "out"]
-                kept[stored] = _unit(output if self.whole(stored) else output.diagonal())
+                for name, output in zip(stored, _each(task.output), strict=True):
+                    kept[name] = _unit(output if self.whole(name) else output.diagonal())
             if owner == self.processes.rank:
-                weight = block.get_parameter(f"{name}.weight").double()
-                weight = weight.mT if model.family.transposed else weight
                 try:
-                    roots = roots if head in roots else {head: cholesky(sums[head, "in"])}
-                    mine[stored] = curve(weight, roots[head], sums[name, "out"])
+                    roots = roots if task.read in roots else {task.read: cholesky(task.input)}
+                    found = curve(self._weight(block, task), roots[task.read], task.output)
                 except NumericsError as error:
-                    raise NumericsError(f"{stored}: {error}") from error
+                    raise NumericsError(f"{stored[0]}: {error}") from error
+                mine |= zip(stored, _each(found, 1), strict=True)
         if kept:
             self.work.journal.store(self.keys[index], kept, {})
         self.curves |= self.processes.merged(mine)
 
+    def _weight(self, block: nn.Module, task: Task) -> Tensor:
+        found = [block.get_parameter(f"{name}.weight").double() for name in task.names]
+        weight = torch.stack(found) if task.output.dim() > 2 else found[0]
+        return weight.mT if self.model.family.transposed else weight
+
+
+def _tasks(group: Group, sums: Sums) -> Iterator[Task]:
+    """The tasks of a group."""
+    if not group.experts:
+        head = group.modules[0]
+        for name in group.modules:
+            yield Task((name,), head, sums[head, "in"], sums[name, "out"])
+    names = group.lists
+    for start in range(0, len(group.experts), AT_ONCE):
+        some = slice(start, start + AT_ONCE)
+        for name, members in zip(names, zip(*group.experts[some], strict=True), strict=True):
+            read = names[0], start
+            yield Task(members, read, sums[names[0], "in"][some], sums[name, "out"][some])
+
+
+def _each(found: Tensor, dimensions: int = 2) -> Sequence[Tensor]:
+    """What layers have each, of `dimensions`."""
+    return found.unbind() if found.dim() > dimensions else [found]
+
 
 def _products(
     block: nn.Module, names: list[str], heads: list[str], state: Tensor, batch: Batch, gradient: Tensor
-) -> tuple[dict[tuple[str, str], Tensor], Tensor]:
+) -> tuple[Sums, Tensor]:
     """What a batch adds to each of a block's sums, and the gradient of the block's input."""
     results, modules = dict[str, Tensor](), {name: block.get_submodule(name) for name in names}
 
@@ -170,20 +206,26 @@ def _products(
         results[name] = output
 
     state.requires_grad_(True)
-    with watched(modules, leave=tap), captured_inputs(block, heads) as inputs:
-        run_block(block, state, batch).backward(gradient)
+    taps = watched(modules, leave=tap), captured_inputs(block, heads), watched_experts(block)
+    with taps[0], taps[1] as inputs, taps[2] as passed:
+        out = run_block(block, state, batch)
+    for (_, side), (_, passing) in passed.items():
+        if side == "out":
+            passing.retain_grad()
+    out.backward(gradient)
     rows = {(name, "in"): given.detach() for name, given in inputs.items()}
     rows[HIDDEN, "out"] = gradient
-    for name, result in results.items():
-        assert result.grad is not None
-        rows[name, "out"] = result.grad
-    assert state.grad is not None
+    rows |= {(name, "out"): _gradient(result) for name, result in results.items()}
     kept = {key: batch.rows(values) for key, values in rows.items()}
     found = {key: values.mT @ values for key, values in kept.items()}
-    for name in modules.keys() - results.keys():  # experts that no token chose
-        o, i = block.get_parameter(f"{name}.weight").shape
-        found |= {(name, "out"): state.new_zeros(o, o), (name, "in"): state.new_zeros(i, i)}
-    return found, state.grad
+    for key, (seats, values) in passed.items():
+        found[key] = gram_of(seats, _gradient(values) if key[1] == "out" else values.detach())
+    return found, _gradient(state)
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
 
 
 def _loss(model: BlockModel, hidden: Tensor, batch: Batch, generator: torch.Generator) -> Tensor:
@@ -209,10 +251,10 @@ def draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def curve(weight: Tensor, root: Tensor, output: Tensor) -> Tensor:
-    """Falling eigenvalues of G^½ W H Wᵀ G^½ for W [o, i], a Cholesky factor of H [i, i] and G [o, o] in
-    float64; on the CPU."""
+    """Falling eigenvalues of G^½ W H Wᵀ G^½ for W [..., o, i], a Cholesky factor of H [..., i, i] and G
+    [..., o, o] in float64; on the CPU."""
     mixed = cholesky(output).mT @ weight @ root  # same singular values as G^½ W H^½
-    small = mixed @ mixed.mT if mixed.shape[0] <= mixed.shape[1] else mixed.mT @ mixed
+    small = mixed @ mixed.mT if mixed.shape[-2] <= mixed.shape[-1] else mixed.mT @ mixed
     return eigenvalues(small).float().cpu()
 
 

@@ -5,19 +5,28 @@ Those in few bits are trained as full numbers, others by their dense weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from blr.compressor.base.processes import sum_in_order
 from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, run_block
 from blr.compressor.fitting.blocks import BlockModel
+from blr.compressor.fitting.composed import Sum, compose_layers
+from blr.compressor.fitting.experts import (
+    Joined,
+    StackedExperts,
+    experts_of,
+    gram_of,
+    kind_of,
+    watched_experts,
+)
 from blr.compressor.fitting.factorize import (
     LayerJob,
     Result,
@@ -26,34 +35,19 @@ from blr.compressor.fitting.factorize import (
     keep_factors,
     layer_errors,
 )
-from blr.compressor.fitting.moments import Moments, gram_of
+from blr.compressor.fitting.moments import Moments, products
 from blr.compressor.fitting.rounding import Metric, latent_name, round_factors
 from blr.compressor.fitting.sensitivity import Sensitivity
 from blr.compressor.modeling.fused import fuse_trained
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.planning.plan import Plan
 from blr.compressor.planning.training_sizes import WIDEST
-from blr.compressor.structures.latent import GroupPlace, Latent, Plain, RoundedGrid, Trained
+from blr.compressor.structures.latent import MOST, GroupPlace, Latent, Plain, RoundedGrid, Trained
 from blr.compressor.structures.packing import factors_of, from_matrix, part_of, to_matrix
-from blr.compressor.structures.registry import STRUCTURES
-from blr.compressor.structures.specs import DenseSpec, LowRankSpec, Spec, stored_names
+from blr.compressor.structures.specs import DenseSpec, Spec, stored_names
 from blr.kernels.decode.quantized.reference import pack
 
 NORM = "norm"  # begins the names of norms in the journal
-
-
-class Sum(nn.Module):
-    """``y = x Qᵀ + x Sᵀ + bias``, from two layers without bias."""
-
-    def __init__(self, base: nn.Module, correction: nn.Module) -> None:
-        super().__init__()
-        self.base, self.correction = base, correction
-        self.bias: nn.Parameter | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., i] -> [..., o]."""
-        y = self.base(x) + self.correction(x)
-        return y if self.bias is None else y + self.bias
 
 
 @dataclass(frozen=True)
@@ -137,33 +131,6 @@ def _part(spec: Spec, name: str, parameter: nn.Parameter, tensors: Mapping[str, 
     return Latent(parameter, grid, place, scale, tensors.get(latent_name(name)))
 
 
-def compose_layers(model: nn.Module, widest: int | None = None) -> None:
-    """Let the structured layers of `model` compute by their dense weights, except those whose inputs
-    and outputs together are over `widest`, and low rank. Composing the weight in every pass costs as
-    much as r tokens; one product with it is faster than a chain of small ones, and keeps nothing but
-    its input for the backward pass."""
-    for module in model.modules():
-        layer = module.correction if isinstance(module, Sum) else module
-        if isinstance(layer, StructuredLinear):
-            low_rank = layer is module and layer.spec.structure == LowRankSpec.structure
-            width = layer.spec.in_features + layer.spec.out_features
-            if not low_rank and (widest is None or width <= widest):
-                module.forward = partial(_forward, module)  # type: ignore[method-assign,arg-type]
-
-
-def dense_weight(layer: StructuredLinear | Sum) -> Tensor:
-    """The weight [o, i] of a structured layer, or of a sum with one; differentiable."""
-    if isinstance(layer, Sum):
-        assert isinstance(layer.base, nn.Linear) and isinstance(layer.correction, StructuredLinear)
-        return layer.base.weight + dense_weight(layer.correction)
-    held = dict(zip(layer.held, layer.ordered(), strict=True))
-    return STRUCTURES[layer.spec.structure].factorizer().reconstruct(held, layer.spec)
-
-
-def _forward(layer: StructuredLinear | Sum, x: Tensor) -> Tensor:
-    return linear(x, dense_weight(layer), layer.bias)
-
-
 @dataclass
 class FitRun:
     """One calibrated compression. `finish` epochs train the whole model at the end, for which its
@@ -227,13 +194,46 @@ class Student:
     @property
     def trained(self) -> list[Trained]:
         """The parameters of the block that can be trained without storing more: its layers and norms."""
-        found: list[Trained] = [part for twin in self.twins.values() for part in twin.parts.values()]
+        twins, parts = dict(self.twins), list[Mapping[str, Trained]]()
+        for home, experts in experts_of(self.block).items():
+            for numbers, one, part in experts.groups():
+                parts.append(one.parts)
+                for n in numbers:
+                    del twins[f"{home}.{part}.{n}"]
+        own = [*(twin.parts for twin in twins.values()), *parts]
+        found: list[Trained] = [part for each in own for part in each.values()]
         return found + [Plain(parameter) for parameter in self.norms.values()]
 
-    def install(self, name: str, key: str) -> None:
-        """Put a layer's fit, which the journal has under `key`, into the block and the results."""
-        entries, record, found = self._read(key)
-        self._put(name, entries, record, found, "")
+    def join(self, names: Iterable[str]) -> None:
+        """Compute and train the layers `names` of experts as one, as far as they are of one kind."""
+        for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
+            home, _, part = path.rpartition(".")
+            experts = self.block.get_submodule(home)
+            if isinstance(experts, StackedExperts):
+                kinds = self._kinds(path, experts.count)
+                members = [[twin.parts for twin in own.values()] for own in kinds]
+                experts.joined[part] = [
+                    (list(k), Joined(m)) for k, m in zip(kinds, members, strict=True)
+                ]
+
+    def _kinds(self, name: str, count: int) -> list[dict[int, Twin]]:
+        """The twins of a list of experts' layers by their number, those that can be joined together: of
+        one kind, and `MOST` numbers at most."""
+        found: dict[object, dict[int, Twin]] = {}
+        twins = {n: self.twins[f"{name}.{n}"] for n in range(count) if f"{name}.{n}" in self.twins}
+        for n, twin in twins.items():
+            if (kind := kind_of(twin.parts)) is not None:
+                together = max(MOST // twin.spec.dense_parameters, 1)
+                found.setdefault((twin.spec, kind, n // together), {})[n] = twin
+        return [*found.values()]
+
+    def install(self, keys: Mapping[str, str]) -> None:
+        """Put fits, which the journal has under `keys` by the layers' names in the block, into the block
+        and the results."""
+        with ThreadPoolExecutor() as pool:  # there may be hundreds of experts
+            for name, found in zip(keys, pool.map(self._read, keys.values()), strict=True):
+                self._put(name, *found, "")
+        self.join(keys)
 
     def _read(self, key: str) -> tuple[dict[str, TensorEntry], Any, dict[str, Tensor]]:
         known = self.run.work.journal.load(key)
@@ -282,6 +282,7 @@ class Student:
         for name in list(self.twins):
             module = self.module(name)
             self._put(name, entries, records[module], found, f"{module}:")
+        self.join(self.twins)
         for name, parameter in self.norms.items():
             parameter.data.copy_(found[f"{NORM}:{name}"])
             self.run.norms[name] = entries[f"{NORM}:{name}"]
@@ -294,19 +295,25 @@ def read_by(
     """Run the block on `states`, those of this process's batches by number. Returns the metric of every
     layer's inputs, over all processes, by its name in the block, and the states behind the block."""
     run, behind = student.run, dict[int, Tensor]()
-    groups = [names for group in run.model.groups(student.block) for names in group.inputs]
-    heads = [names[0] for names in groups]
+    groups = run.model.groups(student.block)
+    heads = [group.modules[0] for group in groups if not group.experts]
+    stacks = [group.lists[0] for group in groups if group.experts]
 
     def grams(n: int) -> dict[str, Tensor]:
         batch = run.batches[n]
-        with captured_inputs(student.block, heads) as kept:
+        with captured_inputs(student.block, heads) as kept, watched_experts(student.block) as rows:
             out = run_block(student.block, states[n].to(run.model.device), batch)
         behind[n] = out.to(states[n].device)
-        return {name: gram_of(kept, name, student.block, batch) for name in heads}
+        found = {name: products(batch.rows(kept[name]))["gram"] for name in heads}
+        return found | {name: gram_of(*rows[name, "in"]) for name in stacks}
 
-    sums = sum_in_order(run.work.processes, len(run.batches), grams, heads, torch.float64)
-    found = {name: Moments(sums.pop(name)).metric for name in heads}
-    return {name: found[names[0]] for names in groups for name in names}, behind
+    sums = sum_in_order(run.work.processes, len(run.batches), grams, heads + stacks, torch.float64)
+    found = dict[str, Metric]()
+    for group in groups:
+        own = sums[group.lists[0]] if group.experts else [sums[group.modules[0]]]
+        for names, gram in zip(group.inputs, own, strict=True):
+            found |= dict.fromkeys(names, Moments(gram).metric)
+    return found, behind
 
 
 def train_and_keep(

@@ -7,21 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.structures.latent import Banks, Trained
+from blr.compressor.structures.latent import Banks, LatentStack, PlainStack, Trained
 from blr.kernels.common.capturing import Captured, own_stream
 
 WARM_UP = 2  # eager passes before a capture
 BETAS, EPS = (0.9, 0.95), 1e-8  # of Adam
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # torch's names of what Adam keeps of a master
+Rate = float | Tensor
 SCALES = ":scales"  # added to a parameter's name: the scales of its rounded numbers
 
 
 class Adam:
-    """Adam (arXiv 1412.6980) with a learning rate for every tensor. `fused`: one GPU kernel moves all
-    tensors of the same rate, which is slower if rates are many."""
+    """Adam (arXiv 1412.6980) with a learning rate for every tensor, or [n] for one [n, ...]. `fused`:
+    one GPU kernel moves all tensors of the same rate, which is slower if rates are many."""
 
-    def __init__(self, masters: Sequence[Tensor], rates: Sequence[float], fused: bool = False) -> None:
-        self.masters, self.rates, self.fused = [m.detach() for m in masters], list(rates), fused
+    def __init__(self, masters: Sequence[Tensor], rates: Sequence[Rate], fused: bool = False) -> None:
+        self.masters, self.fused = [m.detach() for m in masters], fused
+        self.rates = [1.0 if isinstance(rate, Tensor) else rate for rate in rates]
+        self.own = {n: rate for n, rate in enumerate(rates) if isinstance(rate, Tensor)}
         self.mean = [torch.zeros_like(master) for master in self.masters]
         self.square = [torch.zeros_like(master) for master in self.masters]
         self.steps = [0] * len(self.masters)
@@ -56,6 +59,9 @@ class Adam:
         below = torch._foreach_sqrt(square)
         torch._foreach_div_(below, [(1 - slow**step) ** 0.5 for step in steps])
         torch._foreach_add_(below, EPS)
+        for n, each in zip(chosen, below, strict=True):
+            if n in self.own:
+                each /= self.own[n].view(-1, *[1] * (each.dim() - 1))
         starts = (1 - fast**step for step in steps)  # means start from zero
         moved = [-(rate / start) for rate, start in zip(rates, starts, strict=True)]
         torch._foreach_addcdiv_(masters, mean, below, moved)
@@ -118,8 +124,11 @@ class TrainedSet:
         self.trained, self.banks = dict(trained), Banks(trained.values())  # banks move masters: first
         self.masters: dict[str, Tensor] = {}
         self.shares: list[float] = []
+        self.stacks: set[int] = set()  # masters that hold several, which have rates of their own
         for name, part in self.trained.items():
             for suffix, (master, share) in zip(("", SCALES), part.masters, strict=False):
+                if isinstance(part, LatentStack | PlainStack):
+                    self.stacks.add(len(self.masters))
                 self.masters[name + suffix] = master
                 self.shares.append(share)
 
@@ -173,7 +182,7 @@ class TrainingLoop:
     text. The best masters, the start included, are kept on `place` and restored at the end."""
 
     def __init__(
-        self, what: TrainedSet, rates: Sequence[float], place: torch.device | str, fused: bool = False
+        self, what: TrainedSet, rates: Sequence[Rate], place: torch.device | str, fused: bool = False
     ) -> None:
         self.what, self.place = what, place
         self.optimizer = Adam(list(what.masters.values()), rates, fused)

@@ -19,8 +19,8 @@ from blr.compressor.checkpoint.regular import parse_json, read_text, read_whole,
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.fitting.block_passes import watched
+from blr.compressor.fitting.composed import dense_weight
 from blr.compressor.fitting.rounding import Metric
-from blr.compressor.fitting.student import dense_weight
 from blr.compressor.healing.data import Reading
 from blr.compressor.healing.objective import PADDING
 from blr.compressor.healing.student_and_teacher import TrainedPair, structured_layers

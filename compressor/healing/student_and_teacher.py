@@ -18,7 +18,8 @@ from blr.compressor.base.processes import Processes
 from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.exporting.origin import Checkpoint
-from blr.compressor.fitting.student import Twin, compose_layers, make_twin
+from blr.compressor.fitting.composed import compose_layers
+from blr.compressor.fitting.student import Twin, make_twin
 from blr.compressor.fitting.trainer import TrainedSet
 from blr.compressor.healing.trained_parameters import (
     StoredNames,

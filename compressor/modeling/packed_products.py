@@ -5,9 +5,11 @@ never plain. A CPU holds them a second time from the first such product on, as
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from operator import is_
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -16,6 +18,7 @@ from blr.compressor.modeling.stages import packed_factor
 from blr.kernels.layers.packed.cpu import (
     AT_ONCE,
     ROWS,
+    SMALL,
     CpuWeight,
     cpu_weight,
     multiply,
@@ -52,7 +55,7 @@ def cpu_product(
 ) -> Tensor | None:
     """``x Wᵀ + bias`` by the operator of a CPU, where W is the product of the layer's factors `names`,
     in the order in which x meets them; None where the operator does not take x or the factors."""
-    if not takes_input(x, layer.out_features) or (weights := _held(layer, names)) is None:
+    if not takes_input(x, layer.out_features) or (weights := _held(layer, names, x.dtype)) is None:
         return None
     y = x[:, 0]
     for weight in weights:
@@ -61,17 +64,21 @@ def cpu_product(
     return y if bias is None else y + bias
 
 
-def _held(layer: KernelLinear, names: Sequence[str]) -> list[CpuWeight] | None:
-    """The factors as the operator reads them, made again where what is stored has changed."""
+def _held(
+    layer: KernelLinear, names: Sequence[str], dtype: torch.dtype
+) -> list[CpuWeight | Tensor] | None:
+    """The factors as the operator reads them, or plain, for inputs of this dtype; made again where what
+    is stored has changed."""
     stored = [layer._buffers.get(f"{name}{end}") for name in names for end in ("_q", "_scale")]
-    versions = [t is not None and not t.is_inference() and t._version for t in stored]
+    versions = [dtype, *(t is not None and not t.is_inference() and t._version for t in stored)]
     known = layer.cpu_weights
     same = known is not None and known[0] == versions and all(map(is_, known[1], stored))
     if not same:
         factors = [layer.held[name] for name in names]
-        made = [_weight(layer, factor) for factor in factors] if all(map(_fits, factors)) else None
+        fit = all(map(_fits, factors))
+        made = [_weight(layer, factor, dtype) for factor in factors] if fit else None
         layer.cpu_weights = versions, stored, made
-    found: list[CpuWeight] | None = layer.cpu_weights[2]
+    found: list[CpuWeight | Tensor] | None = layer.cpu_weights[2]
     return found
 
 
@@ -80,7 +87,10 @@ def _fits(factor: Factor) -> bool:
     return matrix and factor.storage == "integer" and takes_format(factor.bits, factor.curved)
 
 
-def _weight(layer: FormulaLinear, factor: Factor) -> CpuWeight:
+def _weight(layer: FormulaLinear, factor: Factor, dtype: torch.dtype) -> CpuWeight | Tensor:
+    if dtype == torch.float32 and prod(factor.shape) <= SMALL:
+        plain = layer.factor(factor.name).to(dtype)
+        return (plain.mT if factor.name == "V" else plain).contiguous()
     packed, scale = layer.stored(factor)
     if factor.tile is None:
         step = max(AT_ONCE // (ROWS * max(factor.stored_shape[-1], 1)), 1) * ROWS

@@ -47,9 +47,10 @@ TRAINING, SENSING = 0.25, 0.2  # the same of a refit's passes and of sensitiviti
 ROUND = 2e-3  # seconds of a round of a descent, however small the layer
 EACH, CALIBRATED = 0.1, 0.02  # seconds of a layer, however small
 SENSED = 0.014  # of a layer's sensitivity, however small
-READ = 1.35e-3  # of a batch in a group of layers of a block, or in an expert's input, however small
+READ = 1.35e-3  # of a batch in a group of layers of a block, or in some experts' input, however small
 STEP = 2.1e-3  # of a block in a step of training, however small
 COLUMN = 1.8e-4  # of a column that is rounded behind compensation
+ALIKE = 0.4  # of a layer's fit, where experts of one shape are fitted together
 PACKED = 1.35  # times that steps take longer where weights are packed
 SPREAD = 145  # times that a step moves what BLAST makes of a token, which is not run by its dense weight
 KEPT = 6.9e-9  # seconds a byte of a block that is trained: compared with the dense one, and kept
@@ -136,7 +137,8 @@ class Compression:
         rounded = COLUMN * spec.in_features if spec.quantized and self.calibrated else 0.0
         rounded /= AT_ONCE if layer.layer.stack else 1
         if BlastSpec.structure not in families(spec) or spec.corrected:
-            return products / (DECOMPOSITION * self.rate) + least + rounded
+            together = ALIKE if layer.layer.stack and self.calibrated else 1.0
+            return together * (products / (DECOMPOSITION * self.rate) + least + rounded)
         rounds = (ROUNDS if layer.rounds is None else layer.rounds) / ROUNDS
         share = WEIGHTED if self.calibrated else DESCENT
         return rounds * (products / (share * self.rate) + ROUND * ROUNDS) + least + rounded
@@ -182,7 +184,7 @@ def _inputs(work: Compression) -> float:
     """The passes through dense and compressed blocks, and the moments of every group's inputs."""
     sums = sum(2.5 * layer.spec.in_features**2 for layer in work.groups)
     flops = 2.0 * work.tokens * (2 * work.passed + sums)
-    inputs = len(work.groups) + len(work.experts)
+    inputs = len(work.groups) + len(work.experts) / AT_ONCE
     return READ * work.batches * inputs + flops / (PASSES * work.rate)
 
 

@@ -35,6 +35,11 @@ class Group:
         """The layers by the input that they read."""
         return self.experts or (self.modules,)
 
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """The lists of experts' layers: ``experts.up_proj.0`` is in ``experts.up_proj``."""
+        return tuple(name.rpartition(".")[0] for name in self.experts[0]) if self.experts else ()
+
     def within(self, names: Collection[str]) -> Group | None:
         """The part of the group among the modules `names` of a block; None if there is none."""
         modules = tuple(name for name in self.modules if name in names)

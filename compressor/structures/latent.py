@@ -94,6 +94,10 @@ class Latent:
         """The tensors that an optimizer moves, each with its share of the learning rate."""
         return [(self.latent, 1.0), (self.scale, SCALE_RATE)]
 
+    def hold(self, latent: Tensor, scale: Tensor) -> None:
+        """Move the masters to this memory."""
+        self.latent, self.scale = latent, scale
+
     def take(self, value: Tensor) -> None:
         """Give the parameter a value that is shaped as the latent weights."""
         self.parameter.copy_(self._ungrouped(value))
@@ -146,6 +150,40 @@ class Plain:
 Trained = Plain | Latent
 
 
+class LatentStack(Latent):
+    """Latents of one grid, place and shape as one, [n, ...]: what they hold become views of it."""
+
+    def __init__(self, members: Sequence[Latent]) -> None:
+        first, self.members = members[0], members
+        self.parameter = stacked(members)
+        self.grid, self.place, self.width = first.grid, first.place, first.width
+        self.hold(torch.stack([m.latent for m in members]), torch.stack([m.scale for m in members]))
+
+    def hold(self, latent: Tensor, scale: Tensor) -> None:
+        """Move the masters, and with them those of the members, to this memory."""
+        super().hold(latent, scale)
+        for own, *held in zip(self.members, latent, scale, strict=True):
+            own.hold(*held)
+
+
+class PlainStack(Plain):
+    """Parameters that are trained as they are, as one, [n, ...]."""
+
+
+def stacked(members: Sequence[Trained]) -> nn.Parameter:
+    """The parameters of `members` as one [n, ...], of which they become views."""
+    found = torch.stack([member.parameter.detach() for member in members])
+    for member, own in zip(members, found, strict=True):
+        member.parameter.data = own
+    return nn.Parameter(found, requires_grad=False)
+
+
+def joined(members: Sequence[Trained]) -> Trained:
+    """What is trained in place of `members`, of one kind and shape."""
+    latents = [member for member in members if isinstance(member, Latent)]
+    return LatentStack(latents) if latents else PlainStack(stacked(members))
+
+
 class Bank:
     """Latents of one grid together. The masters of each become views of `latent` [n, G] and `scale`
     [n, 1]."""
@@ -157,7 +195,7 @@ class Bank:
         self.sizes = [found.scale.numel() for found in latents]
         rows, scales = self._split(self.latent), self._split(self.scale)
         for found, row, scale in zip(latents, rows, scales, strict=True):
-            found.latent, found.scale = row.view_as(found.latent), scale.view_as(found.scale)
+            found.hold(row.view_as(found.latent), scale.view_as(found.scale))
         self.levels = self.grid.rounded(self.latent, self.scale)[0]
 
     def publish(self) -> None:

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from blr.compressor.structures.registry import STRUCTURES
+from blr.compressor.structures.spec import Shape
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec, Spec, stored_names
 from blr.kernels.common.layout import canonical_view, to_physical
+from blr.kernels.common.orders import Order
 from blr.kernels.decode.quantized.reference import dequantize, quantize
 from blr.kernels.fp8.reference import dequantize_fp8, quantize_fp8
 
@@ -18,15 +20,14 @@ Value = TypeVar("Value")
 def to_matrix(spec: QuantizedSpec, name: str, factor: Tensor) -> Tensor:
     """The matrix [..., R, K] as which a canonical factor is packed, or its tiles, filled with zeros; a
     stack of factors [n, ...] gives one of matrices."""
-    if factor.dim() > len(spec.shapes()[name]):
-        return torch.stack([to_matrix(spec, name, one) for one in factor])
-    matrix = to_physical(factor, sum(spec.axes(name), ())).reshape(spec.matrix_shape(name))
+    stack, order = _stack(factor, spec.shapes()[name]), sum(spec.axes(name), ())
+    matrix = to_physical(factor, _behind(stack, order)).reshape(*stack, *spec.matrix_shape(name))
     tile = spec.tile(name)
     if tile is None:
         return matrix
     (rows, width), (R, K) = tile, matrix.shape[-2:]
     filled = torch.nn.functional.pad(matrix, (0, width - K, 0, -R % rows))
-    return filled.reshape(spec.packed_shape(name))
+    return filled.reshape(*stack, *spec.packed_shape(name))
 
 
 def from_matrix(spec: QuantizedSpec, name: str, matrix: Tensor) -> Tensor:
@@ -39,10 +40,21 @@ def from_matrix(spec: QuantizedSpec, name: str, matrix: Tensor) -> Tensor:
 
 def from_rows(spec: QuantizedSpec, name: str, matrix: Tensor) -> Tensor:
     """The canonical factor of a matrix [..., R, K] without tiles, a view; of a stack, a stack."""
-    if matrix.dim() > len(spec.matrix_shape(name)):
-        return torch.stack([from_rows(spec, name, one) for one in matrix])
-    shape, order = spec.shapes()[name], sum(spec.axes(name), ())
-    return canonical_view(matrix.reshape([shape[axis] for axis in order]), order)
+    stack, order = _stack(matrix, spec.matrix_shape(name)), sum(spec.axes(name), ())
+    shape = spec.shapes()[name]
+    return canonical_view(
+        matrix.reshape(*stack, *(shape[axis] for axis in order)), _behind(stack, order)
+    )
+
+
+def _stack(tensor: Tensor, shape: Shape) -> Shape:
+    """The axes of a stack: those before the `shape` of one layer's tensor."""
+    return tuple(tensor.shape[: tensor.dim() - len(shape)])
+
+
+def _behind(stack: Shape, order: Order) -> Order:
+    """An order of a tensor's axes behind those of a stack, which stay."""
+    return (*range(len(stack)), *(len(stack) + axis for axis in order))
 
 
 def pack_factor(

@@ -9,11 +9,12 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from blr.compressor import __version__
 from blr.compressor.base.disk import CHUNK, Bytes, fsync_folder, scratch_for, settle
@@ -25,6 +26,7 @@ from blr.compressor.workspace.manifest import is_digest
 if TYPE_CHECKING:
     from torch import Tensor
 
+Value = TypeVar("Value")
 SHOWN_WITHIN = 90.0  # seconds in which network file systems show what another host has written
 METADATA_KEY = "blr"  # one key only: safetensors writes several in random order
 COMMANDS = {"recipe": "compress", "teacher": "heal", "export": "export"}  # by what their runs alone have
@@ -61,7 +63,7 @@ class Journal:
         try:
             header = read_header(path)
             kept = json.loads(header.metadata[METADATA_KEY])
-            found = {name: self._described(entry) for name, entry in header.entries.items()}
+            found = _of_each(self._described, header.entries)
             if kept["sha256"] == _seal(key, found, kept["record"]):
                 return header.entries, kept["record"]
         except (InputError, OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -106,7 +108,7 @@ class Journal:
         from safetensors.torch import save_file
 
         record = json.loads(canonical_json(record))  # as it is read again
-        described = {name: _described(tensor) for name, tensor in tensors.items()}
+        described = _of_each(_described, tensors)
         kept = {"record": record, "sha256": _seal(key, described, record)}
         path = self.folder / f"{key}.safetensors"
         scratch = scratch_for(path)
@@ -126,6 +128,14 @@ class Journal:
         for chunk in self.read_bytes(entry):
             digest.update(chunk)
         return [TORCH_NAMES[entry.dtype], list(entry.shape), digest.hexdigest()]
+
+
+def _of_each(
+    describe: Callable[[Value], list[object]], named: Mapping[str, Value]
+) -> dict[str, list[object]]:
+    """What `describe` finds of each value, by name: digests of large ones take their time."""
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(named, pool.map(describe, named.values()), strict=True))
 
 
 def _described(tensor: Tensor) -> list[object]:

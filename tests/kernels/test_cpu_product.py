@@ -7,6 +7,7 @@ import torch
 from tolerances import TOLERANCES
 
 from blr.compressor.fitting.rounding import is_latent, plain_fit, round_layer
+from blr.compressor.modeling import packed_products
 from blr.compressor.modeling.layers import layer_of
 from blr.compressor.structures.base import FitOptions
 from blr.compressor.structures.specs import (
@@ -54,8 +55,11 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, MOST])
 @pytest.mark.parametrize("kind", SPECS)
-def test_one_token_is_that_of_the_reference(kind: str, count: int, dtype: torch.dtype) -> None:
+def test_one_token_is_that_of_the_reference(
+    kind: str, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the precision of bfloat16, in which the operator computes."""
+    monkeypatch.setattr(packed_products, "SMALL", 0)
     made = layer(SPECS[kind], dtype)
     x = torch.randn(count, 1, 200).to(dtype)
     with torch.inference_mode():
@@ -64,6 +68,15 @@ def test_one_token_is_that_of_the_reference(kind: str, count: int, dtype: torch.
     parts = made.modules()
     assert [held for part in parts if (held := getattr(part, "cpu_weights", None))]
     assert error(found, expected) < TOLERANCES[torch.bfloat16] / 2
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_small_layers_of_a_float32_model_are_exact(kind: str) -> None:
+    """They are plain, and what one token gives is what the folder's own file computes."""
+    made, x = layer(SPECS[kind]), torch.randn(2, 1, 200)
+    with torch.inference_mode():
+        found, expected = made(x), layer(SPECS[kind]).double()(x.double())
+    assert error(found, expected) < TOLERANCES[torch.float32]
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 200), (3, 200), (MOST + 1, 1, 200)], ids=str)

@@ -3,7 +3,7 @@
 It reads codes of 4 bits in an order of its own, in which a weight is held a second time; uniform 3 and
 2 bits become such codes, too. It computes in bfloat16, a relative error of .0024 (rounding to int4
 costs .1). So it is taken in generation alone, where every sequence has one token; whole texts are
-computed as they were.
+computed as they were. Small weights of float32 models are held plain and multiplied in float32.
 """
 
 import sys
@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from blr.kernels.common.mode import kernels_mode
 from blr.kernels.common.watching import is_unwatched
 from blr.kernels.decode.quantized.formats import grid_of
 
 MOST = 64  # sequences: twice as fast as dense weights in float32 still
+SMALL = 1 << 16  # weights up to which a product in float32 takes no longer for one sequence
 LARGEST = 1 << 15  # outputs of a float32 layer: a head's logits are not to be rounded
 ROWS, LEAST_ROWS = 64, 16  # that the operator keeps together, if there are so many; at least
 MIDDLE = 8  # the code of its zero
@@ -83,8 +84,10 @@ def _codes(levels: Tensor) -> Tensor:
     return torch.ops.aten._convert_weight_to_int4pack_for_cpu(padded, 1)
 
 
-def multiply(x: Tensor, weight: CpuWeight) -> Tensor:
-    """[n, rows] in bfloat16 of x [n, columns]."""
+def multiply(x: Tensor, weight: CpuWeight | Tensor) -> Tensor:
+    """[n, rows] of x [n, columns], in bfloat16 or in the dtype of a plain weight [rows, columns]."""
+    if isinstance(weight, Tensor):
+        return linear(x.to(weight.dtype), weight)
     if missing := weight.width - x.shape[1]:
         x = pad(x, (0, missing))
     codes, scales, group, rows = weight
