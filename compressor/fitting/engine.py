@@ -46,6 +46,7 @@ from blr.compressor.workspace.journal import canonical_json, layer_key
 
 SWEEP = 8  # to be raised when measured sensitivities change
 NAMED = 6  # layers that a note names at most
+ENOUGH = 4  # tokens for each number of an expert's input: with fewer a calibration may lose
 
 Replan = Callable[[dict[str, list[float]] | None], Plan]
 
@@ -219,13 +220,14 @@ def with_own_text(
 
 
 def few_tokens(plan: Plan, results: Mapping[str, Result]) -> list[str]:
-    """A note if experts had fewer tokens than their inputs have numbers."""
+    """A note if experts had fewer than `ENOUGH` tokens for each number of their inputs."""
     counts = {p: results[p.layer.module][1].get("tokens") for p in plan.layers if p.layer.stack}
     known = [(n, p.spec.in_features) for p, n in counts.items() if isinstance(n, int)]
-    few, none = sum(count < width for count, width in known), sum(not count for count, _ in known)
+    few = sum(count < ENOUGH * width for count, width in known)
     if not few:
         return []
     return [
-        f"{few} of {len(known)} layers of experts had fewer tokens than inputs, {none} had none: they "
-        "are fitted to tokens of other experts as well; more text (--samples) fits them better"
+        f"{few} of {len(known)} layers of experts had fewer than {ENOUGH} tokens for each of their "
+        f"inputs, {sum(not count for count, _ in known)} had none: the loss on other text may be larger "
+        "than without a calibration; give more text (--samples)"
     ]

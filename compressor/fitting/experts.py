@@ -89,7 +89,8 @@ def seats_of(chosen: Tensor, count: int) -> Seats:
 
 class StackedExperts(Experts):
     """Experts that compute by the weights [E, o, i] of all. joined: layers that are trained as one, with
-    their numbers, by the name of their list. seen: of the last pass, if `watching`."""
+    their numbers, by the name of their list. watch: called with a list's name, "in" or "out", the seats
+    and the rows [P, d] that enter or leave its layers; None calls nothing."""
 
     def __init__(self, native: Any, parts: dict[str, list[str]]) -> None:
         super().__init__(native, parts)
@@ -160,11 +161,6 @@ def kind_of(parts: Mapping[str, Trained]) -> tuple[object, ...] | None:
     if not matrices or sorted({*leaves} & {"weight", "U", "V"}) != sorted(leaves):
         return None
     return tuple(getattr(part, "grid", None) for part in parts.values())
-
-
-def gram_of(seats: Seats, rows: Tensor) -> Tensor:
-    """Σ x xᵀ [E, m, m] over each expert's rows x of [P, m]."""
-    return seats.gram(rows, rows)
 
 
 def experts_of(block: nn.Module) -> dict[str, StackedExperts]:

@@ -19,7 +19,7 @@ from blr.compressor.base.processes import sum_in_order
 from blr.compressor.base.progress import MEASURING
 from blr.compressor.fitting.block_passes import Batch, captured_inputs, home, run_block, watched
 from blr.compressor.fitting.blocks import BlockModel
-from blr.compressor.fitting.experts import AT_ONCE, gram_of, watched_experts
+from blr.compressor.fitting.experts import AT_ONCE, watched_experts
 from blr.compressor.fitting.factorize import Work, layer_seed
 from blr.compressor.fitting.moments import with_floor
 from blr.compressor.recipe.architectures import Group
@@ -219,7 +219,8 @@ def _products(
     kept = {key: batch.rows(values) for key, values in rows.items()}
     found = {key: values.mT @ values for key, values in kept.items()}
     for key, (seats, values) in passed.items():
-        found[key] = gram_of(seats, _gradient(values) if key[1] == "out" else values.detach())
+        values = _gradient(values) if key[1] == "out" else values.detach()
+        found[key] = seats.gram(values, values)
     return found, _gradient(state)
 
 

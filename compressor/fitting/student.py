@@ -23,7 +23,6 @@ from blr.compressor.fitting.experts import (
     Joined,
     StackedExperts,
     experts_of,
-    gram_of,
     kind_of,
     watched_experts,
 )
@@ -305,7 +304,8 @@ def read_by(
             out = run_block(student.block, states[n].to(run.model.device), batch)
         behind[n] = out.to(states[n].device)
         found = {name: products(batch.rows(kept[name]))["gram"] for name in heads}
-        return found | {name: gram_of(*rows[name, "in"]) for name in stacks}
+        entered = {name: rows[name, "in"] for name in stacks}
+        return found | {name: seats.gram(x, x) for name, (seats, x) in entered.items()}
 
     sums = sum_in_order(run.work.processes, len(run.batches), grams, heads + stacks, torch.float64)
     found = dict[str, Metric]()

@@ -75,8 +75,8 @@ def _held(
     same = known is not None and known[0] == versions and all(map(is_, known[1], stored))
     if not same:
         factors = [layer.held[name] for name in names]
-        fit = all(map(_fits, factors))
-        made = [_weight(layer, factor, dtype) for factor in factors] if fit else None
+        taken = all(map(_fits, factors))
+        made = [_weight(layer, factor, dtype) for factor in factors] if taken else None
         layer.cpu_weights = versions, stored, made
     found: list[CpuWeight | Tensor] | None = layer.cpu_weights[2]
     return found

@@ -196,6 +196,8 @@ def _reason(source: Source, recipe: Recipe, glob: str, names: list[str]) -> str:
         return f"{quote(found.name)}, stored as {found.dtype} and copied untouched; {remedy}"
     if not recipe.include and matches(found.name.removesuffix(".weight"), HEAD):
         return f"{quote(found.name)}, which stays dense unless --include asks for it"
+    if called := next((layer.module for layer in _experts(found, False) if layer.module in names), None):
+        return f"{quote(found.name)}, whose layer is called {called!r}; write the glob for that name"
     return f"{quote(found.name)}, which is no compressible linear layer; leave it out"
 
 

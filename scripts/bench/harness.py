@@ -65,7 +65,8 @@ class Case:
     Attributes:
         arms: makes them, and holds their data. finish: fills in what rows say of each other. around: is
             entered before the first check and left after the last sample. together: how many of the
-            first of some arms fit into memory at once.
+            first of some arms fit into memory at once. parts: whether a case that a signal ends counts
+            with the arms that are timed by then.
     """
 
     title: str
@@ -73,6 +74,7 @@ class Case:
     finish: Callable[[Sequence[Any]], None] = lambda rows: None
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     together: Callable[[Sequence[Arm]], int] = len
+    parts: bool = True
 
     @classmethod
     def of_rows(
@@ -135,11 +137,18 @@ class Harness:
         with torch.no_grad(), case.around():
             arms = list(case.arms())
             rows = [arm.row for arm in arms]
-            while arms:
-                count = case.together(arms)
-                self._time(dict(enumerate(arms[:count])))
-                del arms[:count]
-                self.release()
+            try:
+                while arms:
+                    count = case.together(arms)
+                    self._time(dict(enumerate(arms[:count])), case.parts)
+                    del arms[:count]
+                    self.release()
+            except Stopped:
+                if case.parts:
+                    timed = [row for row in rows if row.ms is not None]
+                    case.finish(timed)
+                    self.report.rows += timed
+                raise
         case.finish(rows)
         return rows
 
@@ -149,12 +158,25 @@ class Harness:
             with suppress(RuntimeError):  # a kernel that broke the context breaks this too
                 torch.cuda.empty_cache()
 
-    def _time(self, arms: dict[int, Arm]) -> None:
-        ready = {key: self._ready(arm) for key, arm in arms.items()}
-        samplers = {key: sampler for key, sampler in ready.items() if sampler is not None}
+    def _time(self, arms: dict[int, Arm], parts: bool) -> None:
+        """Check and time arms. A signal while they are checked leaves those that are ready one round."""
+        samplers, stopped, rounds = dict[int, Sampler](), None, self.rounds
+        try:
+            for key, arm in arms.items():
+                if (sampler := self._ready(arm)) is not None:
+                    samplers[key] = sampler
+        except Stopped as stop:
+            stopped, rounds = stop, int(parts)
         failed = lambda key, error: arms[key].row.record(error)  # noqa: E731
-        for key, samples in interleave(samplers, self.rounds, failed, self.arm_seconds).items():
-            arms[key].row.fill(spread(samples))
+        times: dict[int, list[float]] = {}
+        try:
+            interleave(samplers, rounds, failed, self.arm_seconds, times=times)
+        finally:
+            for key, samples in times.items():
+                if samples:
+                    arms[key].row.fill(spread(samples))
+        if stopped is not None:
+            raise stopped
 
     def _ready(self, arm: Arm) -> Sampler | None:
         """The sampler of an arm whose result is right."""

@@ -24,7 +24,8 @@ from blr.compressor.recipe.architectures import read_config_table
 from blr.compressor.structures.packing import pack_factor
 from blr.compressor.structures.specs import CorrectedSpec, DenseSpec, LowRankSpec, QuantizedSpec, Spec
 from blr.kernels.common.orders import order_of
-from blr.kernels.decode.quantized.formats import BITS, ROW
+from blr.kernels.decode.quantized.formats import BITS, GROUPS, ROW, grid_of
+from blr.kernels.decode.quantized.reference import pack, values_of
 
 STRUCTURES = {"lowrank": "svd", "monarch": "monarch", "blast": "blast"}
 FP8 = "fp8"
@@ -119,7 +120,8 @@ class Models:
         elif kind == FP8:
             to_float8(model)
         elif kind:
-            replace_linears(model, partial(rounded_layer, bits=FEW_BITS[kind]))
+            make = rounded_layer if structure == OWN else drawn_layer
+            replace_linears(model, partial(make, bits=FEW_BITS[kind]))
         if head:
             round_head(model, FEW_BITS[head])
         return model
@@ -240,21 +242,51 @@ def filled_layer(layer: Any, spec: Spec, tensors: dict[str, Tensor]) -> Any:
     return made.requires_grad_(False).eval()
 
 
+def drawn_layer(layer: Any, bits: int) -> nn.Module:
+    """Random weights of `bits` in the place of a layer, as large as if they had been rounded: to round
+    those of an 8B takes a GPU half a minute. Layers with other factors than packed ones are rounded."""
+    plain, factors = factors_of(layer)
+    spec = QuantizedSpec(plain, bits, curved=False)
+    tensors = drawn_tensors(spec, next(iter(factors.values())))
+    return rounded_layer(layer, bits) if tensors is None else filled_layer(layer, spec, tensors)
+
+
 def corrected_layer(layer: Any, bits: int, rank: int) -> nn.Module:
-    """The layer in the place of an nn.Linear whose weight is rounded to `bits`, beside it a random
-    correction of `rank` in int4, as large as the error. For timing: what is corrected is no better."""
-    weight: Tensor = layer.weight.detach()
-    outputs, inputs = weight.shape
+    """Random weights in `bits` in the place of an nn.Linear, beside them a random correction of `rank`
+    in int4, as large as the error. For timing: what is corrected is no better."""
+    outputs, inputs = layer.weight.shape
     structure = LowRankSpec(inputs, outputs, min(rank, inputs, outputs))
     base = QuantizedSpec(DenseSpec(inputs, outputs), bits, curved=False)
-    correction = QuantizedSpec(structure, FACTOR_BITS, tiled=True)
-    like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
-    u = torch.randn(outputs, structure.rank, **like) * 0.1 / structure.rank**0.5
-    v = torch.randn(inputs, structure.rank, **like) / inputs**0.5
-    tensors = {f"base.{n}": t for n, t in quantize_dense(weight, base).tensors.items()}
-    packed = quantize_factors(correction, {"U": u, "V": v}).tensors
-    tensors |= {f"correction.{n}": t for n, t in packed.items()}
-    return filled_layer(layer, CorrectedSpec(base, correction), tensors)
+    spec = CorrectedSpec(base, QuantizedSpec(structure, FACTOR_BITS, tiled=True))
+    tensors = drawn_tensors(spec, layer.weight)
+    assert tensors is not None
+    tensors["correction.U_scale"] *= 0.1
+    return filled_layer(layer, spec, tensors)
+
+
+def drawn_tensors(spec: Spec, like: Tensor) -> dict[str, Tensor] | None:
+    """What a layer of `spec` stores, with random levels and equal scales, on the device of `like` and
+    in its dtype; None if not all of it is packed."""
+    with torch.device("meta"):
+        made = layer_of(spec, False)
+    found = dict[str, Tensor]()
+    for prefix, module in made.named_modules():
+        for factor in getattr(module, "held", {}).values():
+            if factor.storage != "integer":
+                return None
+            dot = f"{prefix}." if prefix else ""
+            packed, scale = (f"{dot}{name}" for name in factor.names)
+            codes, scales = module.stored(factor)
+            grid = grid_of(factor.bits, factor.curved)
+            top = 1 << (factor.bits - 1)
+            lowest = -top if grid.shift else 1 - top  # as many below zero as above it
+            shape = *codes.shape[:-1], codes.shape[-1] * 8 // factor.bits
+            levels = torch.randint(lowest, top, shape, dtype=torch.int8, device=like.device)
+            found[packed] = pack(levels, factor.bits, GROUPS[-1] if factor.tile else factor.group)
+            every = torch.arange(lowest, top, device=like.device)
+            size = values_of(every, like.new_ones(1), factor.bits, factor.curved).square().mean().sqrt()
+            found[scale] = (factor.unit / size).to(like.dtype).expand(scales.shape).contiguous()
+    return found
 
 
 def float8_of(layer: object) -> nn.Module:

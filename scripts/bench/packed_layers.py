@@ -19,6 +19,7 @@ from blr.kernels.layers.packed.op import packed_linear
 
 ROUNDED = {8: 0.02, 4: 0.2, 3: 0.4, 2: 0.8}  # how far Humming's own rounding may be from the weight
 SEED = 3
+CURVED = False  # the grid of 3 bits that outputs have by default
 
 
 def packed_arms(dense: LayerProblem, x: Callable[[], Tensor], bits: int, rank: int) -> Iterator[Arm]:
@@ -39,18 +40,18 @@ def _ours(dense: LayerProblem, x: Callable[[], Tensor], bits: int, rank: int) ->
     columns = row.in_features
 
     def factors() -> tuple[Tensor, ...]:
-        packed, scale = quantize(dense.factors()[0], bits)
+        packed, scale = quantize(dense.factors()[0], bits, curved=CURVED)
         if not rank:
             return packed, scale
         u = gaussian((row.out_features, rank), rank, precision, device, SEED).mul_(0.1)
         return packed, scale, u, gaussian((rank, columns), columns, precision, device, SEED + 1)
 
     def reference(x: Tensor, packed: Tensor, scale: Tensor, *uv: Tensor) -> Tensor:
-        y = linear(x, dequantize(packed, scale, bits, columns, x.dtype))
+        y = linear(x, dequantize(packed, scale, bits, columns, x.dtype, curved=CURVED))
         return y + x @ uv[1].mT @ uv[0].mT if uv else y
 
     def product(x: Tensor, packed: Tensor, scale: Tensor, *uv: Tensor) -> Tensor:
-        return packed_linear(x, packed, scale, None, bits, GROUP, True, *uv)
+        return packed_linear(x, packed, scale, None, bits, GROUP, CURVED, *uv)
 
     name = f"int{bits}+{rank}" if rank else f"int{bits}"
     made = LayerProblem(dense.timer, replace(row, structure=name), x, factors, reference)

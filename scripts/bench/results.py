@@ -202,6 +202,6 @@ def publish(report: BenchReport, output: Path | None, as_json: bool) -> None:
         print(report.text())
     print(json.dumps(report.to_dict(rows=as_json)))
     if report.stopped:
-        print(f"blr: stopped: {report.stopped}; results are of the cases before", file=sys.stderr)
+        print(f"blr: stopped: {report.stopped}; results are of what was timed before", file=sys.stderr)
     if failed is not None:
         raise failed

@@ -82,11 +82,13 @@ def interleave(
     failed: Callable[[Key, Exception], None],
     arm_seconds: float = ARM_SECONDS,
     clock: Callable[[], float] = perf_counter,
+    times: dict[Key, list[float]] | None = None,
 ) -> dict[Key, list[float]]:
     """Milliseconds a call of every arm in `rounds` rounds, in which each is sampled once, in turn. One
     that has spent `arm_seconds` stops after MIN_ROUNDS; one that raises is given up, and `failed` is
-    called with its name and what it raised."""
-    times: dict[Key, list[float]] = {name: [] for name in samplers}
+    called with its name and what it raised. times: takes the samples as they come."""
+    times = {} if times is None else times
+    times.update({name: [] for name in samplers})
     spent = dict.fromkeys(samplers, 0.0)
     for turn in range(rounds):
         for name in list(times):

@@ -107,7 +107,7 @@ class Tuning:
 
     def kept(self, case: Case, measured: Measured) -> Case:
         """A case of which a point is made once it is timed. `measured`: what tables call it."""
-        return replace(case, finish=partial(self._keep, case.title, measured))
+        return replace(case, finish=partial(self._keep, case.title, measured), parts=False)
 
     def _cases(self, layers: Sequence[LayerShape]) -> Iterator[tuple[Case, Measured]]:
         for timer in self.timers:

@@ -50,7 +50,7 @@ def test_layers_as_text_and_files_with_a_wrong_arm(
     assert {row["variant"] for row in saved["rows"] if row["arm"] == "ours"} == {"reference"}
 
 
-def test_a_stopped_run_keeps_finished_cases(
+def test_a_stopped_run_keeps_what_was_timed(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(x: Tensor, U: Tensor, V: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -64,10 +64,12 @@ def test_a_stopped_run_keeps_finished_cases(
         "bench", "layers", *SMALL, "--n", "1,2", "--repeats", "1", "--output", str(out)
     )
     assert code == 130, err
-    assert err.splitlines()[-1] == "blr: stopped: SIGINT; results are of the cases before"
+    assert err.splitlines()[-1] == "blr: stopped: SIGINT; results are of what was timed before"
     saved = json.loads((out / "results.json").read_text())
     assert saved["stopped"] == json.loads(said.splitlines()[-1])["stopped"] == "SIGINT"
-    assert {row["n"] for row in saved["rows"]} == {1}
+    of_two = [row for row in saved["rows"] if row["n"] == 2]
+    assert [(row["arm"], row["rounds"]) for row in of_two] == [("dense", 1), ("plain", 1)]
+    assert {row["n"] for row in saved["rows"]} == {1, 2} and all(row["speedup"] for row in of_two)
 
 
 @pytest.mark.parametrize(

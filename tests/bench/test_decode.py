@@ -119,6 +119,21 @@ def test_variants_share_their_ends_and_have_their_own_layers() -> None:
     assert cache_bytes(dense, 10, 3, packed=True) == 2 * 2 * 2 * (16 + 4) * 10 * 3
 
 
+def test_random_weights_in_few_bits_are_drawn_and_keep_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No scale is searched, which takes minutes for an 8B; results are as large as those of others."""
+    from blr.bench import models as module
+
+    monkeypatch.setattr(module, "quantize_dense", lambda *_: pytest.fail("was rounded"))
+    monkeypatch.setattr(module, "quantize_factors", lambda *_: pytest.fail("was rounded"))
+    models, x = _models(), torch.randn(200, 128)
+    kinds = [("dense", f"int{bits}") for bits in (8, 4, 3, 2)]
+    for kind in (*kinds, ("lowrank", "int4"), ("corrected", "int2"), ("corrected", "int3")):
+        layer = models.get(*kind).model.layers[0].mlp.down_proj
+        with torch.no_grad():
+            assert float(layer(x).std()) == pytest.approx(1, rel=0.2), kind
+            assert abs(float(layer(x).mean())) < 0.1, kind
+
+
 def test_heads_are_quantized_beside_the_shared_ones() -> None:
     """Whichever is built first, the others keep a plain head of the same weights."""
     models = _models(torch.bfloat16)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from fresh import blr
 from heal_models import save_characters, write_text
+from killing import killed_after
 from pico import save_pico
 
 from blr.compressor.fitting import sequential
-from blr.compressor.workspace.journal import Journal
 
 METHODS = {
     "few bits": ("--method", "dense", "--quantize", "int3"),
@@ -34,16 +34,7 @@ def test_they_are_fitted_as_one_by_one(
         blr(*asked, "-o", tmp_path / str(at_once))
         found.append((tmp_path / str(at_once) / name).read_bytes())
     assert found[0] == found[1]
-    stored, left = Journal.store, iter(range(11))
-
-    def killed(journal: Journal, *arguments: object) -> None:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        stored(journal, *arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Journal, "store", killed)
-        with pytest.raises(RuntimeError):
-            blr(*asked, "-o", tmp_path / "killed")
+    with killed_after(11):
+        blr(*asked, "-o", tmp_path / "killed")
     assert "resumed with" in blr(*asked, "-o", tmp_path / "killed").err
     assert (tmp_path / "killed" / name).read_bytes() == found[0]

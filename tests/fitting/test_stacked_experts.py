@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fresh import blr
-from heal_models import save_characters, write_text
 from pico import save_pico
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,7 +18,6 @@ from blr.compressor.fitting.refit import rates_of
 from blr.compressor.fitting.trainer import Adam, TrainedSet
 from blr.compressor.modeling.modeling_blr import Experts
 from blr.compressor.structures.latent import Latent, RoundedGrid
-from blr.compressor.workspace.journal import Journal
 
 TYPES = ("mixtral", "qwen3-moe", "gpt-oss", "granite-moe")  # with biases and transposed, too
 PARTS: list[dict[str, list[str]]] = [
@@ -108,29 +105,3 @@ def test_joined_layers_are_trained_as_each() -> None:
     for alone, member in zip(apart, together, strict=True):
         torch.testing.assert_close(member.full(), alone.full())
         torch.testing.assert_close(member.parameter, alone.parameter)
-
-
-def test_a_refit_of_experts_that_is_killed_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind the fits of the second block, of layers of several ranks: the bytes are the same."""
-    source = save_pico("mixtral", tmp_path / "dense")
-    save_characters(source)
-    text = write_text(tmp_path / "text.txt", 6000)
-    sizes = ("--seq-len", 32, "--samples", 16, "--refit", 1, "--force")
-    asked = ("compress", source, "--text", text, "--method", "svd", "--cf", 1.5, *sizes)
-    blr(*asked, "-o", tmp_path / "whole")
-    stored, left = Journal.store, iter(range(33))
-
-    def killed(journal: Journal, *arguments: Any) -> None:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        stored(journal, *arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Journal, "store", killed)
-        with pytest.raises(RuntimeError):
-            blr(*asked, "-o", tmp_path / "killed")
-    assert "resumed with" in blr(*asked, "-o", tmp_path / "killed").err
-    name = "model.safetensors"
-    assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -29,6 +29,10 @@ SHAPES = [
     (300, 2048, 8),
     (130, 1152, 2),
     (4096, 512, 13),
+    (1, 256, 40),
+    (2, 512, 20),
+    (33, 448, 3),
+    (33, 448, 65),
 ]
 
 
@@ -37,7 +41,9 @@ def weight(bits: int, group: int, curved: bool, rows: int, columns: int, dtype: 
     torch.manual_seed(bits + group)
     w = torch.randn(rows, columns, device="cuda") / columns**0.5
     packed, scale = quantize(w, bits, dtype, group, curved=curved)
-    scale[0], scale[1] = 0.0, -scale[1]
+    scale[-1] *= -1
+    if rows > 1:
+        scale[0] = 0.0
     return packed, scale
 
 

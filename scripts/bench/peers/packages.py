@@ -104,6 +104,8 @@ def awq(task: Task) -> Found:
     """llm-compressor: AWQ, asymmetric."""
     from llmcompressor.modifiers.awq import AWQModifier
 
+    if not torch.cuda.is_available():  # 0.14 pins its inputs for a GPU, also where there is none
+        torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     return _llmcompressor(task, AWQModifier, symmetric=False)
 
 
@@ -136,6 +138,51 @@ def _llmcompressor(task: Task, modifier: Any, symmetric: bool) -> Found:
     return Found(
         weights, _saved(lambda folder: task.model.save_pretrained(folder, save_compressed=True))
     )
+
+
+def gptqmodel(task: Task) -> Found:
+    """GPTQModel: GPTQ, symmetric, with columns ordered by activation inside their groups."""
+    return _gptqmodel(task, 0)
+
+
+def gptqmodel_eora(task: Task) -> Found:
+    """The same, and its EoRA: low rank in 16 bits, of the rank that others here have."""
+    return _gptqmodel(task, CORRECTION)
+
+
+def _gptqmodel(task: Task, rank: int) -> Found:
+    from gptqmodel import BACKEND, GPTQConfig, GPTQModel
+    from gptqmodel.adapter.adapter import Lora
+
+    dense, place = task.model.name_or_path, task.model.device.type
+    rows = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in task.ids.tolist()]
+    config = GPTQConfig(bits=task.bits, group_size=task.group, device=place, offload_to_disk=False)
+    with TemporaryDirectory() as folder:
+        model = GPTQModel.load(dense, config, dtype=torch.float32)
+        model.quantize(rows, batch_size=1)
+        model.save(folder)
+        # without g_idx, which says no more than the group's size
+        stored = _stored(Path(folder), ("qweight", "qzeros", "scales"))
+        given: dict[str, Any] = {"backend": BACKEND.GPTQ_TORCH, "device": place, "dtype": torch.float16}
+        if rank:
+            given["adapter"] = Lora(rank=rank, path=f"{folder}/eora")
+            GPTQModel.adapter.generate(
+                adapter=Lora(rank=rank, path=f"{folder}/eora"),
+                model_id_or_path=dense,
+                quantized_model_id_or_path=folder,
+                calibration_dataset=rows,
+                calibration_dataset_concat_size=0,
+            )
+        made = dict(GPTQModel.load(folder, **given).model.named_modules())
+    weights = dict[str, Tensor]()
+    for name, _ in task.layers():
+        layer: Any = made[name]
+        weights[name] = layer.dequantize_weight().detach().float().T
+        if rank:
+            right, left = layer.adapter.lora_A.detach(), layer.adapter.lora_B.detach()
+            weights[name] = weights[name] + (right.float() @ left.float()).T
+            stored += HALF * (right.numel() + left.numel())
+    return Found(weights, stored)
 
 
 def autoround(task: Task) -> Found:
@@ -303,19 +350,23 @@ def _means(task: Task, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
 
 def _saved(save: Callable[[str], object]) -> int:
     """The bytes of the blocks' linear layers in the files of a saved model."""
-    from safetensors import safe_open
-
-    parts = ("weight_packed", "weight_scale", "weight_zero_point")
-    stored = 0
     with TemporaryDirectory() as folder:
         save(folder)
-        for path in Path(folder).glob("*.safetensors"):
-            with safe_open(path, "pt") as tensors:
-                names = [name for name in tensors.keys() if name.rpartition(".")[2] in parts]  # noqa: SIM118
-                found = {name: tensors.get_tensor(name) for name in names}
-            for tensor in found.values():
-                wide = tensor.dtype == torch.float32  # a scale of a model that was read in float32
-                stored += tensor.numel() * HALF if wide else tensor.nbytes
+        return _stored(Path(folder), ("weight_packed", "weight_scale", "weight_zero_point"))
+
+
+def _stored(folder: Path, parts: tuple[str, ...]) -> int:
+    """The bytes of these parts of layers in the files of a folder."""
+    from safetensors import safe_open
+
+    stored = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as tensors:
+            names = [name for name in tensors.keys() if name.rpartition(".")[2] in parts]  # noqa: SIM118
+            found = {name: tensors.get_tensor(name) for name in names}
+        for tensor in found.values():
+            wide = tensor.dtype == torch.float32  # a scale of a model that was read in float32
+            stored += tensor.numel() * HALF if wide else tensor.nbytes
     return stored
 
 
@@ -324,6 +375,8 @@ PACKAGES: dict[str, tuple[Package, str]] = {
     "torchao": (torchao, "torchao"),
     "gptq": (gptq, "llmcompressor"),
     "awq": (awq, "llmcompressor"),
+    "gptqmodel": (gptqmodel, "gptqmodel"),
+    "gptqmodel_eora": (gptqmodel_eora, "gptqmodel"),
     "autoround": (autoround, "auto-round"),
     "llamacpp": (llamacpp, "llama-cpp-python"),
     "llamacpp_iq": (llamacpp_iq, "llama-cpp-python"),

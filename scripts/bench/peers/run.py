@@ -31,6 +31,8 @@ NAMES = {
     "autoround": "AutoRound",  # the slowest first
     "awq": "AWQ",
     "gptq": "GPTQ",
+    "gptqmodel": "GPTQModel",
+    "gptqmodel_eora": "GPTQModel and EoRA",
     "llamacpp": "llama.cpp",
     "llamacpp_iq": "llama.cpp IQ",
     "eora": "GPTQ as EoRA",
