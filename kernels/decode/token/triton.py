@@ -123,11 +123,11 @@ def place(a):
 
 
 @gluon.jit
-def joined(parts, xo, xu, k, c, inside, T: gl.constexpr):
+def joined(parts, xo, xu, column, inside, T: gl.constexpr):
     """[rows, 128]: results of attention, put together from those of SPLIT programs a head. parts: sums
     from xo on, largest exponents and sums of weights from xu on."""
-    head = (gl.where(inside, k * 128 + (c if T.D < 128 else 0), 0)) // T.D * T.SPLIT
-    at = parts + xo + head * T.D + c % T.D
+    head = column // T.D * T.SPLIT
+    at = parts + xo + head * T.D + column % T.D
     most = gl.load(parts + xu + head * 2, cache_modifier=".cg")
     total = gl.load(parts + xu + head * 2 + 1, cache_modifier=".cg")
     a = gl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
@@ -162,7 +162,7 @@ def stage(inputs, memory, words, nx, T: gl.constexpr):
         at = gl.minimum(k * 128, K - 128) + c
         inside = gl.expand_dims(i + row < nx, 1) & (at >= k * 128)
         if flags & PARTS:
-            a = joined(parts, xo, xu, k, c, inside, T)
+            a = joined(parts, xo, xu, at, inside, T)
         else:
             a = number(sums + xo + at, inside)
             if flags & NORM:
