@@ -9,30 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blr.kernels.decode.token.tables import CHUNKS, KINDS, TILE, Step, Stores, make_table
+from blr.kernels.decode.token.tables import KINDS, TILE, Step, Stores, make_table
 
 PATIENCE = 4096  # thousands of looks at a counter, some seconds
-RING = 6  # tiles
-ROWS = 16  # chunks of inputs that a program makes at once
-UNDER_WAY = (1, 2)  # tiles that a program copies at once before their step has begun, and then
 
 
 class Shape(NamedTuple):
-    """What the kernel is compiled for. NS: tiles in the ring. NX: times NR chunks of 128 inputs, NR of
-    them made at once. WIDE: the power of two that holds HIDDEN. D, SPLIT, BK: width of a head, its
-    programs, keys at once. BIAS, NORMED: of queries and keys. CLOCK: leave the times of steps."""
+    """What the kernel is compiled for. WIDE: the power of two that holds HIDDEN. D, SPLIT: width of a
+    head and its programs. BIAS, NORMED: of queries and keys."""
 
-    NS: int
-    NX: int
-    NR: int
     HIDDEN: int
     WIDE: int
     D: int
     SPLIT: int
-    BK: int
     BIAS: bool
     NORMED: bool
-    CLOCK: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,8 +47,7 @@ class Token:
 
     x: [hidden] in float32, the residual stream before and after. gains: [norms, hidden] in float32; eps:
     of these norms. pos, start: int64, of which the first counts. sums: how many numbers steps need.
-    split: programs of a head. fixed: sums are integers of 2^-32, whose
-    order is the same to them; else float32.
+    split: programs of a head.
     """
 
     def __init__(
@@ -72,13 +62,12 @@ class Token:
         sums: int,
         split: int,
         programs: int,
-        fixed: bool = True,
     ) -> None:
         a, (_, kv_heads, context, width) = attention, attention.keys.shape
         self.weights = [product.w for step in steps for product in step.products]  # held
         stores = Stores(self.weights)
         zeros = partial(torch.zeros, device=x.device)
-        self.sums = zeros(sums, dtype=torch.int64 if fixed else torch.float32)
+        self.sums = zeros(sums, dtype=torch.int64)
         none = zeros(1)
         self.counter, self.state = (zeros(n, dtype=torch.int32) for n in (64, 2 + programs))
         self.state[0] = PATIENCE
@@ -88,32 +77,19 @@ class Token:
             *(make_table(steps, stores, programs, a.heads, split).to(x.device), x, self.sums),
             *(zeros(a.heads * split * (width + 2)), gains),
             *(none if t is None else t for t in (a.bias, a.gains)),
-            *(a.keys, a.values, a.cos, a.sin, pos, start, self.counter, self.state, self.state),
+            *(a.keys, a.values, a.cos, a.sin, pos, start, self.counter, self.state),
         ]
-        self.sizes = (
-            len(steps),
-            programs,
-            context,
-            a.keys.stride(0) // 128,
-            a.heads,
-            kv_heads,
-            *UNDER_WAY,
-        )
-        self.numbers = (a.scale * math.log2(math.e), eps, a.eps)
+        self.sizes = len(steps), programs, context, a.keys.stride(0) // 128, a.heads, kv_heads
+        self.numbers = a.scale * math.log2(math.e), eps, a.eps
         hidden, given = x.shape[0], (a.bias is not None, a.gains is not None)
-        wide = 1 << (hidden - 1).bit_length()
-        self.shape = Shape(RING, CHUNKS // ROWS, ROWS, hidden, wide, width, split, 4096 // width, *given)
+        self.shape = Shape(hidden, 1 << (hidden - 1).bit_length(), width, split, *given)
 
-    def launch(self, first: int = 0, last: int | None = None) -> None:
-        """Compute the steps from `first` to `last` (None: all)."""
+    def launch(self) -> None:
         from blr.kernels.decode.token.triton import token_kernel
 
-        steps, programs, *_ = self.sizes
-        span = first, steps if last is None else last
         options: dict[str, Any] = {"num_warps": 8, "launch_cooperative_grid": True}
-        token_kernel[(programs,)](
-            *self.arguments, *span, *self.sizes, *self.numbers, self.shape, **options
-        )
+        grid = (self.sizes[1],)
+        token_kernel[grid](*self.arguments, *self.sizes, *self.numbers, self.shape, **options)
 
     def lost(self) -> int | None:
         """The step before which a program waited in vain, and everything as it was before; None if all

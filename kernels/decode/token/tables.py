@@ -1,4 +1,4 @@
-"""Phases of all layers as a table of work for `kernel.token_kernel`."""
+"""Phases of all layers as a table of work for `triton.token_kernel`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,12 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-WORDS, TILE, CHUNKS, SHARE = (
-    20,
-    128,
-    32,
-    256,
-)  # as in `kernel.py`; inputs of a program, and sums that it zeroes
+# As in `sums.py` and `inputs.py`: words of a row; rows and columns of a tile; chunks of inputs, and sums
+# to set to zero, of a program.
+WORDS, TILE, CHUNKS, SHARE = 20, 128, 32, 256
 NORM, GATE, PARTS = 1, 2, 4
 MOST_ROWS = (1 << 31) - 1  # of a tensor that tiles are copied from
 KINDS = 6  # lengths of rows that weights may have
@@ -117,7 +114,7 @@ def make_table(steps: Sequence[Step], stores: Stores, programs: int, heads: int,
         if step.attention:
             for c in range(heads * split):
                 words = rows[i + 1][c]
-                words[4:7] = [step.x // 16, step.up // 16, step.y]
+                words[4:7] = [step.x // 8, step.up // 8, step.y]
                 words[12:16] = [step.gain, c // split, c % split, step.layer]
         else:
             _share(rows[i + 1], i, _pieces(step, programs), stores)
@@ -155,6 +152,6 @@ def _share(rows: list[list[int]], turn: int, pieces: Sequence[Piece], stores: St
             b, e = piece.tiles * m // of, piece.tiles * (m + 1) // of
             words = rows[(first + m + 37 * turn) % n]
             words[:4] = [e - b, b % piece.wide, piece.wide, piece.columns // 8]
-            words[4:7] = [(product.x + piece.column) // 16, up // 16, product.y]
+            words[4:7] = [(product.x + piece.column) // 8, up // 8, product.y]
             words[7:9] = [b // piece.wide * TILE, len(product.w)]
             words[16:19] = [which, row, column + piece.column]
