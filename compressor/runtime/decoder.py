@@ -31,7 +31,6 @@ from blr.compressor.runtime.phases import make_plan
 from blr.compressor.runtime.plan import Phase
 from blr.compressor.runtime.prompt import Prompts, capture_on, left_padded
 from blr.compressor.runtime.sampling import Collector, Sampler, check_logits
-from blr.compressor.runtime.whole import Whole, ends
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
 from blr.kernels.common.capturing import Captured, own_stream
 from blr.kernels.common.placing import on_gpu
@@ -61,8 +60,8 @@ class Decoder:
         batch: rows at most, 1 to 16. context: slots a row at most, prompt and new tokens together.
         mode: "graph" ("auto") replays one CUDA graph a token, captured for every number of rows and
             power of two of the context; "eager", and without a GPU, the phases run one by one; "token":
-            as "graph", and all layers of a single row are one kernel (`whole.py`), whose tokens may be
-            others than those of "graph" at near ties.
+            as "graph", with all layers of the one row in one kernel (`whole.py`), whose tokens may
+            be others than those of "graph" at near ties.
         ops: "triton" kernels, or "torch" for their references, on any device.
         tokens: of all rows at most that one pass computes (None: `batch`).
         cache: of keys and values, "whole" in the model's dtype or "int8" with a scale a token and head.
@@ -89,7 +88,11 @@ class Decoder:
         self.pdl = ops == "triton" and supports_pdl(model.device)  # kernels overlap with those before
         self.state = DecoderState(model, self.plan, batch, context, cache, tokens)
         captures = None if self.mode == "eager" or ops != "triton" else capture_on(model.device)
-        self.whole = Whole(self.plan, self.state) if mode == "token" else None
+        self.whole = None
+        if mode == "token":
+            from blr.compressor.runtime.whole import Whole
+
+            self.whole = Whole(self.plan, self.state)
         self.prompts = Prompts(model, self.state.kv, captures)
         self.rows = 0  # of the prompt that was taken last
         self.position = 0  # the slot of the next token, the same for all rows
@@ -233,10 +236,11 @@ class Decoder:
         """One function that runs `phases` for `rows` rows in contexts of up to `bucket` slots: a CUDA
         graph on a GPU unless in mode "eager". They run once before; tokens and positions are put back
         then."""
-        runs = self.launches(rows, bucket, phases)
-        if self.whole is not None and rows == 1 and phases is self.plan.phases:
-            before, after = (self.launches(1, bucket, part) for part in ends(self.plan))
-            runs = [*before, self.whole, *after]
+        if self.whole is not None and phases is self.plan.phases:
+            before, after = (self.launches(rows, bucket, part) for part in self.whole.ends)
+            runs: list[Run] = [*before, self.whole, *after]
+        else:
+            runs = self.launches(rows, bucket, phases)
         return self.captured(partial(in_turn, runs), [self.state.tokens, self.state.pos], runs)
 
     def launches(

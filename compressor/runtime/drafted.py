@@ -130,7 +130,9 @@ class DraftedDecoder(Decoder):
         **options: Any,
     ) -> None:
         if options.get("mode") == "token":  # a pass that checks a draft has other sums
-            raise UnsupportedError("mode 'token' with a draft: expected none; use mode 'graph'")
+            raise UnsupportedError(
+                "mode 'token': found a draft, expected none; use mode 'graph', or unset BLR_DECODE"
+            )
         super().__init__(model, batch=batch, tokens=MAX_BATCH, **options)
         self.draft: SmallModel | Lookup = Lookup(self)
         if draft is not None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from blr.kernels.decode.token.launch import Token
 
 KNOWN = ("stages", "dual", "gate", "attention")
+INSTEAD = "use mode 'graph', or unset BLR_DECODE"
 APART = 256  # numbers between the beginnings of two buffers, at least
 
 
@@ -44,9 +45,11 @@ def layers(plan: TokenPlan) -> list[Phase]:
 def lacks(plan: TokenPlan, state: DecoderState, programs: int) -> str | None:
     """Why one launch of so many programs cannot compute the layers of a plan, in one line; None if it
     can."""
-    phases, dtype = layers(plan), state.kv.data.dtype
+    phases, dtype, batch = layers(plan), state.kv.data.dtype, state.kv.data.shape[2]
     heads = [phase.heads for phase in phases if phase.heads]
     parts = [part for phase in phases for part in phase.parts]
+    if batch > 1:
+        return f"batch {batch}: expected 1"
     if dtype not in HALF:
         return f"keys and values in {dtype}: expected whole ones in bfloat16 or float16"
     if any(phase.kind not in KNOWN or phase.activation not in ("", "silu") for phase in phases):
@@ -84,11 +87,12 @@ class Whole:
         programs = multiprocessors(device)
         reason = _no_kernel(device) or lacks(plan, state, programs)
         if reason is not None:
-            raise UnsupportedError(f"{reason}; use mode 'graph'")
+            raise UnsupportedError(f"mode 'token': {reason}; {INSTEAD}")
         try:
             self.token = make_token(plan, state, programs)
         except ValueError as error:
-            raise UnsupportedError(f"{error}; use mode 'graph'") from error
+            raise UnsupportedError(f"mode 'token': {error}; {INSTEAD}") from error
+        self.ends = ends(plan)
 
     def __call__(self) -> None:
         self.token.launch()
@@ -99,13 +103,13 @@ class Whole:
         if step is not None:
             raise StalledError(
                 f"programs of the kernel of a whole token waited in vain before step {step}: expected "
-                "all of them to run at once; decode again on a GPU of its own, or use mode 'graph'"
+                f"all of them to run at once; decode again on a GPU of its own, or {INSTEAD}"
             )
 
 
 def _no_kernel(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return f"a whole token in one kernel on {device}: expected a GPU of capability 9"
+        return f"found {device}, expected a GPU of capability 9"
     try:
         from blr.kernels.decode.token import shims  # noqa: F401
     except (ImportError, AttributeError):

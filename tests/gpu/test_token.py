@@ -15,16 +15,21 @@ from blr.compressor.runtime.decoder import Decoder
 from blr.compressor.runtime.failures import StalledError
 
 pytestmark = pytest.mark.gpu
-SMALL = {"hidden_size": 256, "intermediate_size": 656, "num_hidden_layers": 2, "vocab_size": 512}
+SMALL = {"hidden_size": 256, "intermediate_size": 648, "num_hidden_layers": 2, "vocab_size": 512}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
 LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4, "vocab_size": 8192}
 LARGE |= {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 4096}
+ODD = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 4, "vocab_size": 49152}
+ODD |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 512}
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "heads-of-64": ("Llama", SMALL, 0),
     "window": ("Mistral", {**SMALL, "sliding_window": 40}, 0),
     "biases": ("Qwen2", SMALL, 0),
     "head-norms": ("Qwen3", {**SMALL, "head_dim": 128}, 0),
     "low-rank": ("Llama", SMALL, 136),
+    "nine-heads": ("Llama", {**ODD, "tie_word_embeddings": True}, 0),
+    "nine-heads-low-rank": ("Llama", ODD, 200),
+    "massive": ("Llama", SMALL, 0),
     "large": ("Llama", LARGE, 0),
     "large-low-rank": ("Llama", LARGE, 712),
 }
@@ -45,10 +50,21 @@ def make_model(case: str, device: str, dtype: torch.dtype) -> Any:
             replace_layers(model, entries)
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.02)
+    if case == "massive":
+        make_massive(model.model)
     for module in model.to(device, dtype).modules():
         if isinstance(module, KernelLinear):
             module.relayout_()
     return model
+
+
+def make_massive(model: Any) -> None:
+    """One channel of the residual stream is large, with its norms' gains beyond float16, and not seen by
+    the head."""
+    model.embed_tokens.weight.data[:, 5] = 30_000
+    for layer in model.layers:
+        layer.input_layernorm.weight.data[5] = layer.post_attention_layernorm.weight.data[5] = 2.5
+    model.norm.weight.data[5] = 0
 
 
 def logits(decoder: Decoder, ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -78,9 +94,9 @@ def test_tokens_are_those_of_the_graph_but_for_near_ties(on_cuda: str) -> None:
     at = next((n for n, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b), None)
     if at is not None:
         text = torch.cat((ids[0], torch.tensor(expected[:at])))[None]
-        best = graph.prefill(text)[0].topk(2)
-        assert {found[at], expected[at]} == set(best.indices.tolist())
-        assert float(best.values[0] - best.values[1]) < 2e-2 * float(best.values[0].abs())
+        scores = graph.prefill(text)[0]
+        chosen = scores[[found[at], expected[at]]]
+        assert float(scores.max() - chosen.min()) < 2e-2 * float(scores.abs().max())
 
 
 def test_many_launches_beside_other_work(on_cuda: str) -> None:

@@ -23,14 +23,17 @@ SIZES = {"hidden_size": 256, "intermediate_size": 656, "num_hidden_layers": 2, "
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 FAMILIES: dict[str, dict[str, Any]] = {"Llama": {}, "Mistral": {"sliding_window": 16}, "Qwen2": {}}
 FAMILIES["Qwen3"] = {"head_dim": 128}
+ODD = {"hidden_size": 576, "intermediate_size": 648, "num_attention_heads": 9, "num_key_value_heads": 3}
+FAMILIES["Llama-odd"] = ODD
 EXPONENTS = 1 << 16  # where they lie: nothing reads them here
 
 
 def make_model(family: str, ranks: tuple[int, ...] = (), dtype: torch.dtype = torch.bfloat16) -> Any:
     """ranks: of the layers in turn, 0 for one that stays dense."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family]})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    name = family.removesuffix("-odd")
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **FAMILIES[family]})
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     layers, linear = {}, [(n, m) for n, m in model.model.named_modules() if type(m) is nn.Linear]
     for number, (name, module) in enumerate(linear):
         rank = ranks[number % len(ranks)] if ranks else 0
@@ -101,9 +104,9 @@ class ByWords:
         for _ in range(n):
             column = min(k * 128, K - 128)
             at = torch.arange(column, column + 128)
-            a = self.attended[at] if flags & PARTS else self.sums[x * 16 + at]
+            a = self.attended[at] if flags & PARTS else self.sums[x * 8 + at]
             a = a * self.gains[gain, at] * factor if flags & NORM else a
-            a = nn.functional.silu(a) * self.sums[up * 16 + at] if flags & GATE else a
+            a = nn.functional.silu(a) * self.sums[up * 8 + at] if flags & GATE else a
             a = torch.where(at >= k * 128, a, 0)
             first = min(row, rows - 128)
             found = self.tile(which, r0 + first, c0 + column).double() @ a.double()
@@ -157,20 +160,25 @@ def test_words_do_what_phases_do(family: str, ranks: tuple[int, ...], programs: 
         ({"ranks": (96,)}, r"weights \[96, 256\]"),
         ({"ranks": (132,)}, r"weights \[256, 132\]"),
         ({"cache": "int8"}, "keys and values in torch.int8"),
+        ({"batch": 2}, "batch 2: expected 1"),
         ({"programs": 3}, "more heads than the 3"),
     ],
-    ids=["dtype", "few-rows", "odd-rank", "cache", "programs"],
+    ids=["dtype", "few-rows", "odd-rank", "cache", "batch", "programs"],
 )
 def test_what_it_lacks_is_said(change: dict[str, Any], said: str) -> None:
-    programs, cache = change.pop("programs", 9), change.pop("cache", "whole")
-    decoder = Decoder(make_model("Llama", **change), context=64, ops="torch", cache=cache)
+    programs, options = change.pop("programs", 9), {"context": 64, "ops": "torch"}
+    options |= {name: change.pop(name) for name in ("batch", "cache") if name in change}
+    decoder = Decoder(make_model("Llama", **change), **options)
     with pytest.raises(AssertionError, match=said):
         raise AssertionError(whole.lacks(decoder.plan, decoder.state, programs))
 
 
 def test_the_mode_is_for_a_gpu_and_without_drafts() -> None:
     model = make_model("Llama")
-    with pytest.raises(UnsupportedError, match="capability 9; use mode 'graph'"):
+    said = (
+        "mode 'token': found cpu, expected a GPU of capability 9; use mode 'graph', or unset BLR_DECODE"
+    )
+    with pytest.raises(UnsupportedError, match=said):
         Decoder(model, context=64, ops="torch", mode="token")
-    with pytest.raises(UnsupportedError, match="mode 'token' with a draft"):
+    with pytest.raises(UnsupportedError, match="mode 'token': found a draft"):
         DraftedDecoder(model, None, context=64, ops="torch", mode="token")
