@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "head-norms": ("Qwen3", {**SMALL, "head_dim": 128}, 0),
     "low-rank": ("Llama", SMALL, 136),
     "nine-heads": ("Llama", {**ODD, "tie_word_embeddings": True}, 0),
-    "nine-heads-low-rank": ("Llama", ODD, 200),
+    "nine-heads-low-rank": ("Llama", ODD, 136),
     "massive": ("Llama", SMALL, 0),
     "large": ("Llama", LARGE, 0),
     "large-low-rank": ("Llama", LARGE, 712),
