@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 from blr.compressor.modeling.layers import KernelLinear
 from blr.compressor.modeling.models import replace_layers
 from blr.compressor.runtime.decoder import Decoder
-from blr.compressor.runtime.failures import StalledError
+from blr.compressor.runtime.failures import ContextError, StalledError
 
 pytestmark = pytest.mark.gpu
 SMALL = {"hidden_size": 256, "intermediate_size": 648, "num_hidden_layers": 2, "vocab_size": 512}
@@ -30,6 +32,9 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "nine-heads": ("Llama", {**ODD, "tie_word_embeddings": True}, 0),
     "nine-heads-low-rank": ("Llama", ODD, 136),
     "massive": ("Llama", SMALL, 0),
+    "one-layer": ("Mistral", {**SMALL, "num_hidden_layers": 1}, 0),
+    "large-tied-vocabulary": ("Qwen2", {**SMALL, "vocab_size": 151936, "tie_word_embeddings": True}, 0),
+    "ranks-of-1496": ("Llama", LARGE, 1496),
     "large": ("Llama", LARGE, 0),
     "large-low-rank": ("Llama", LARGE, 712),
 }
@@ -116,6 +121,57 @@ def test_many_launches_beside_other_work(on_cuda: str) -> None:
         now = decoder.state.buffers["logits"].clone()
         expected = now if expected is None else expected
         assert torch.equal(now, expected)
+
+
+OTHER = """
+import torch
+a = torch.randn(4096, 4096, device="cuda")
+torch.cuda.synchronize()
+print("ready", flush=True)
+while True:
+    for _ in range(8):
+        a @ a
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("mode", ["graph", "token"])
+def test_a_second_process_changes_no_token(mode: str, on_cuda: str) -> None:
+    """2,000 launches while it multiplies on the same GPU."""
+    decoder = Decoder(make_model("heads-of-64", on_cuda, torch.bfloat16), context=400, mode=mode)
+    ids, tokens = torch.randint(2, 500, (1, 100)), torch.randint(2, 500, (200,), device=on_cuda)
+    expected = logits(decoder, ids, tokens)
+    with subprocess.Popen((sys.executable, "-c", OTHER), stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "ready\n"
+            for _ in range(10):
+                assert torch.equal(logits(decoder, ids, tokens), expected)
+            assert other.poll() is None, "it went on meanwhile"
+        finally:
+            other.kill()
+
+
+@pytest.mark.parametrize("mode", ["graph", "token"])
+def test_an_exception_in_between_changes_no_token(mode: str, on_cuda: str) -> None:
+    """Of whoever takes the tokens, of a prompt too long, of a product of other work."""
+    decoder = Decoder(make_model("heads-of-64", on_cuda, torch.bfloat16), context=400, mode=mode)
+    ids = torch.randint(2, 500, (1, 100))
+    expected = decoder.generate(ids, max_new_tokens=64)
+
+    def stop(row: int, token: int) -> None:
+        raise KeyboardInterrupt
+
+    def multiply(row: int, token: int) -> None:
+        torch.ones(2, 3, device=on_cuda) @ torch.ones(2, 3, device=on_cuda)
+
+    for taker, error in ((stop, KeyboardInterrupt), (multiply, RuntimeError)):
+        with pytest.raises(error):
+            decoder.generate(ids, max_new_tokens=64, on_token=taker)
+        assert decoder.generate(ids, max_new_tokens=64) == expected
+    with pytest.raises(ContextError):
+        decoder.generate(ids.repeat(1, 5), max_new_tokens=64)
+    assert decoder.generate(ids, max_new_tokens=64) == expected
 
 
 def test_programs_that_wait_in_vain_are_told(on_cuda: str) -> None:
