@@ -29,6 +29,7 @@ VARIABLES = {
     "BLR_DEBUG": "1 adds the traceback to an error",
     "BLR_KERNELS": "torch keeps layers on plain torch; triton makes a missing kernel an error",
     "BLR_COMPILED": "what `torch.compile` makes of layers: plain (library products) or operator (ours)",
+    "BLR_DECODE": "how exports decode: graph (default), eager or token (all layers in one kernel)",
     "BLR_TRANSIENT": "MiB of intermediates before chunks are computed, or off; 64 on a CPU, off on "
     "a GPU",
     "BLR_TUNED_DIR": "where `blr tune` keeps its tables; else blr/tuned in XDG_CACHE_HOME",

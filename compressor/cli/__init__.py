@@ -26,8 +26,9 @@ from blr.compressor.cli.options import OptionalValues
 from blr.compressor.cli.signals import end_member
 from blr.compressor.cli.streams import report
 from blr.compressor.cli.sweep import sweep
+from blr.compressor.runtime.failures import MODES
 from blr.compressor.workspace.ownership import absolute
-from blr.kernels.common.mode import NO_TRITON, kernels_mode
+from blr.kernels.common.mode import NO_TRITON, kernels_mode, setting
 
 FIRST_SAYS = 2.0  # seconds
 HARMLESS = "Attempting to run cuBLAS, but there was no current CUDA context"  # torch's, in a thread that
@@ -98,9 +99,10 @@ def command() -> Callable[..., object]:
 
 
 def _check_kernels() -> None:
-    """Refuse a BLR_KERNELS that cannot be followed before any work."""
+    """Refuse a BLR_KERNELS or BLR_DECODE that cannot be followed before any work."""
     try:
         mode = kernels_mode()
+        setting("BLR_DECODE", MODES)
         if {"BLR_TRANSIENT", "BLR_COMPILED"} & os.environ.keys():  # what reads them imports torch
             from blr.kernels.common.inlining import compiled_form
             from blr.kernels.common.transient import transient_bytes

@@ -89,9 +89,12 @@ def _text(prompt: str) -> str:
 
 
 def _generated(model: Any, inputs: dict[str, torch.Tensor], arguments: dict[str, Any]) -> torch.Tensor:
-    """Token ids [1, T + new]. Raises InputError if the model's defaults ask for the impossible."""
+    """Token ids [1, T + new]. Raises InputError if the model's defaults ask for the impossible,
+    CapabilityError for what the runtime refuses."""
     try:
         return model.generate(**inputs, **arguments)
+    except DecoderError as error:
+        raise CapabilityError(str(error)) from error
     except Exception as error:  # transformers raises any kind for settings that do not fit together
         odd = sorted(unusual_settings(model.generation_config))
         if isinstance(error, BlrError | MemoryError | torch.OutOfMemoryError) or not odd:

@@ -19,6 +19,7 @@ from blr.compressor.modeling.cache_key import held_for
 from blr.compressor.modeling.modeling_blr import Mixin
 from blr.compressor.modeling.settings import ExportSettings, export_settings, warn_once
 from blr.kernels.common.available import gpu_key, has_triton, kernels_on
+from blr.kernels.common.mode import setting
 
 # Of a GenerationConfig: what a `Request` holds, and what has no influence on the tokens.
 FOLLOWED = {
@@ -211,8 +212,11 @@ def _excess(settings: ExportSettings, request: Request | str) -> str | None:
 
 
 def _make_decoder(model: PreTrainedModel, settings: ExportSettings) -> object:
+    from blr.compressor.runtime.failures import MODES
+
     assert settings.context is not None  # as every export that generates has it
     options = {n: getattr(settings, n) for n in ("batch", "context", "cache")}
+    options["mode"] = setting("BLR_DECODE", MODES)
     if settings.draft is None:
         from blr.compressor.runtime.decoder import Decoder
 

@@ -59,7 +59,9 @@ class Decoder:
         model: a causal language model of transformers, on one device, in evaluation mode.
         batch: rows at most, 1 to 16. context: slots a row at most, prompt and new tokens together.
         mode: "graph" ("auto") replays one CUDA graph a token, captured for every number of rows and
-            power of two of the context; "eager", and without a GPU, the phases run one by one.
+            power of two of the context; "eager", and without a GPU, the phases run one by one; "token":
+            as "graph", with all layers of the one row in one kernel (`whole.py`), whose tokens may
+            be others than those of "graph" at near ties.
         ops: "triton" kernels, or "torch" for their references, on any device.
         tokens: of all rows at most that one pass computes (None: `batch`).
         cache: of keys and values, "whole" in the model's dtype or "int8" with a scale a token and head.
@@ -86,6 +88,11 @@ class Decoder:
         self.pdl = ops == "triton" and supports_pdl(model.device)  # kernels overlap with those before
         self.state = DecoderState(model, self.plan, batch, context, cache, tokens)
         captures = None if self.mode == "eager" or ops != "triton" else capture_on(model.device)
+        self.whole = None
+        if mode == "token":
+            from blr.compressor.runtime.whole import Whole
+
+            self.whole = Whole(self.plan, self.state)
         self.prompts = Prompts(model, self.state.kv, captures)
         self.rows = 0  # of the prompt that was taken last
         self.position = 0  # the slot of the next token, the same for all rows
@@ -105,6 +112,7 @@ class Decoder:
                 "least one token; split the prompt, or make the decoder with a larger batch"
             )
         self._check_room(length)
+        self._check_whole()
         device = self.model.device
         lengths = torch.full((rows,), length) if lengths is None else lengths.cpu()
         if lengths.shape != (rows,) or int(lengths.min()) < 1 or int(lengths.max()) > length:
@@ -182,6 +190,7 @@ class Decoder:
             collector.push(tokens)
             if collector.done:
                 break
+        self._check_whole()
         check_logits(logits)  # what is not finite stays in the cache and so comes to the last
         return collector.finish()
 
@@ -227,7 +236,11 @@ class Decoder:
         """One function that runs `phases` for `rows` rows in contexts of up to `bucket` slots: a CUDA
         graph on a GPU unless in mode "eager". They run once before; tokens and positions are put back
         then."""
-        runs = self.launches(rows, bucket, phases)
+        if self.whole is not None and phases is self.plan.phases:
+            before, after = (self.launches(rows, bucket, part) for part in self.whole.ends)
+            runs: list[Run] = [*before, self.whole, *after]
+        else:
+            runs = self.launches(rows, bucket, phases)
         return self.captured(partial(in_turn, runs), [self.state.tokens, self.state.pos], runs)
 
     def launches(
@@ -257,6 +270,11 @@ class Decoder:
             self._runs[key] = self.bind(*key, self.plan.phases)
         self._runs[key]()
         self.position += 1
+
+    def _check_whole(self) -> None:
+        """Raises StalledError for steps whose kernel gave up; their logits are NaN."""
+        if self.whole is not None:
+            self.whole.check()
 
     def _check_room(self, tokens: int) -> None:
         if tokens > self.context:

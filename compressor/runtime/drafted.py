@@ -18,6 +18,7 @@ from blr.compressor.checkpoint.context import NGRAM
 from blr.compressor.modeling.settings import warn_once
 from blr.compressor.planning.pace import times_as_fast
 from blr.compressor.runtime.decoder import MAX_BATCH, Decoder
+from blr.compressor.runtime.failures import UnsupportedError
 from blr.compressor.runtime.memory import bucket_of
 from blr.compressor.runtime.proposals import LIKELY, Lookup, SmallModel, repeat_starts, seconds_of
 from blr.compressor.runtime.sampling import Arriving, Collector, Sampler, check_logits
@@ -128,6 +129,10 @@ class DraftedDecoder(Decoder):
         choices: tuple[int, ...] = (NONE, *DRAFTS),
         **options: Any,
     ) -> None:
+        if options.get("mode") == "token":  # a pass that checks a draft has other sums
+            raise UnsupportedError(
+                "mode 'token': found a draft, expected none; use mode 'graph', or unset BLR_DECODE"
+            )
         super().__init__(model, batch=batch, tokens=MAX_BATCH, **options)
         self.draft: SmallModel | Lookup = Lookup(self)
         if draft is not None:

@@ -2,7 +2,7 @@
 
 import threading
 
-MODES = ("auto", "graph", "eager")
+MODES = ("auto", "graph", "eager", "token")
 OPS = ("triton", "torch")
 CACHES = ("whole", "int8")  # what is kept of keys and values
 
@@ -25,6 +25,10 @@ class BatchError(DecoderError):
 
 class BusyError(DecoderError):
     """A call from inside another one, whose caches it would overwrite."""
+
+
+class StalledError(DecoderError):
+    """A kernel whose programs wait for one another gave up."""
 
 
 class Turn:

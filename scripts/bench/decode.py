@@ -206,7 +206,7 @@ class DecodeCases:
             draft = _draft(models, model, name)
             share = name.share if models.model.folder is None else None
             return SpeculativeArm(model, draft, ids, room, name.cache, share)
-        return OursArm(model, ids, room, name.cache)
+        return OursArm(model, ids, room, name.cache, name.mode)
 
     def _compare(self, rows: Sequence[DecodeRow]) -> None:
         """Fill in floors, and `speedup` over the dense baseline or transformers on a checkpoint."""

@@ -23,6 +23,7 @@ from blr.compressor.runtime.sampling import Collector, Sampler
 HF, OURS = "hf", "ours"
 WHOLE, INT8 = CACHES
 CACHE = "kv8"  # in arms: keys and values in int8
+TOKEN = "token"  # in arms: the decoder's mode of this name
 HEADS = {f"head{bits}": kind for kind, bits in KINDS.items()}  # in arms: kind of the output head
 
 
@@ -34,15 +35,15 @@ ARM = re.compile(
     f"(?P<runtime>{HF}|{OURS})-(?P<structure>{'|'.join(STRUCTURED)})(?:-(?P<draft>{'|'.join(DRAFTED)}))?"
     f"(?:-(?P<share>[1-9][0-9]))?"
     f"(?:-(?P<kind>{'|'.join(FEW_BITS)}))?"
-    f"(?:-(?P<head>{'|'.join(HEADS)}))?(?:-(?P<cache>{CACHE}))?"
+    f"(?:-(?P<head>{'|'.join(HEADS)}))?(?:-(?P<cache>{CACHE}))?(?:-(?P<mode>{TOKEN}))?"
 )
 
 
 @dataclass(frozen=True)
 class ArmName:
     """``ours-lowrank-int4-head8``: who decodes, what structure, what quantization of the layers and
-    of the output head ("" for none), the kind of the cache, the draft if it is of `DRAFTED`, and the
-    share of drafts that is accepted."""
+    of the output head ("" for none), the kind of the cache, the draft if it is of `DRAFTED`, the share
+    of drafts that is accepted, and the decoder's mode ("" for the usual one)."""
 
     text: str
     runtime: str
@@ -52,6 +53,7 @@ class ArmName:
     cache: str
     draft: str = ""
     share: float = SHARE
+    mode: str = ""
 
     def __str__(self) -> str:
         return self.text
@@ -62,12 +64,12 @@ def parse_arm(text: str) -> ArmName:
     found = ARM.fullmatch(text)
     parts = {} if found is None else found.groupdict(default="")
     if parts and parts["runtime"] == HF:  # has nothing of ours
-        plain = not any(parts[name] for name in ("kind", "head", "cache"))
+        plain = not any(parts[name] for name in ("kind", "head", "cache", "mode"))
         known = plain and parts["structure"] in ("dense", OWN)
     else:
         known = bool(parts) and (parts["structure"] != CORRECTED or bool(parts["kind"]))
         if known and parts["structure"] == SPECULATIVE:
-            known = not parts["head"] and not (parts["draft"] and parts["kind"])
+            known = not (parts["head"] or parts["mode"]) and not (parts["draft"] and parts["kind"])
         elif parts.get("share") or parts.get("draft"):
             known = False
     if not known:
@@ -75,8 +77,9 @@ def parse_arm(text: str) -> ArmName:
             f"arm {text!r}: expected hf-dense or hf-own, or ours- with one of "
             f"{', '.join(STRUCTURED)} and, if quantized (corrected: always), -int8, -int4, -int3 or "
             f"-int2, then -head8 or -head4 for a quantized output head, then -{CACHE} for keys and "
-            f"values in int8; ours-{SPECULATIVE} may first name a draft ({', '.join(DRAFTED)}), then a "
-            "percentage of right ones, as -90"
+            f"values in int8, then -{TOKEN} for all layers in one kernel; "
+            f"ours-{SPECULATIVE} may first name a draft ({', '.join(DRAFTED)}), then a percentage of "
+            "right ones, as -90"
         )
     head, cache = HEADS.get(parts["head"], ""), INT8 if parts["cache"] else WHOLE
     share = int(parts.pop("share") or 100 * SHARE) / 100
@@ -137,11 +140,13 @@ class HfArm:
 class OursArm:
     """Our decoder on the model's own weights, by kernels on a GPU; arguments as of `HfArm`."""
 
-    def __init__(self, model: Any, ids: Tensor, steps: int, cache: str = WHOLE) -> None:
+    def __init__(self, model: Any, ids: Tensor, steps: int, cache: str = WHOLE, mode: str = "") -> None:
         self.ids = ids
         batch, context = len(ids), ids.shape[1] + steps + 1
         ops = "triton" if ids.is_cuda else "torch"
-        self.decoder: Decoder = Decoder(model, batch=batch, context=context, ops=ops, cache=cache)
+        self.decoder: Decoder = Decoder(
+            model, batch=batch, context=context, mode=mode or "auto", ops=ops, cache=cache
+        )
 
     def prefill(self) -> None:
         """Forget everything, take the prompt and choose the first token."""

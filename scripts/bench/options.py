@@ -147,7 +147,8 @@ class DecodeOptions(StructuredOptions):
         models: Comma-separated: 7b, 8b, 1b, pico (random weights) or checkpoint folders.
         arms: Comma-separated: hf- or ours- with dense or, for a checkpoint, own; ours- also with
             lowrank, blast, monarch or, in few bits, corrected. Ours may go on with -int8, -int4, -int3
-            or -int2, then -head8 or -head4 for the output head, -kv8 for keys and values in int8.
+            or -int2, then -head8 or -head4 for the output head, -kv8 for keys and values in int8,
+            -token for all layers in one kernel.
             ours-speculative has a draft: a folder's own, low rank (-int2: corrected), a model (-1b) or
             the text so far (-ngram), of which -90 says how many percent count as right. [all usual ones]
         contexts: Tokens of the prompt.

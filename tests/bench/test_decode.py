@@ -168,6 +168,7 @@ def test_tied_ends_stay_tied_in_other_models() -> None:
         "ours-dense-head4",
         "ours-own-int8",
         "ours-own-kv8",
+        "ours-lowrank-token",
         "ours-corrected-int2",
         "ours-speculative-1b-90",
         "ours-speculative-ngram",

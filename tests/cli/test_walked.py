@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, dict[str, str], int, str]] = {
     "in one, deep": ("bench layers -o SMALL/a/b", {}, 5, "an output of blr, which would no longer be"),
     "transient": ("compress DENSE -o out", {"BLR_TRANSIENT": "64MB"}, 2, "BLR_TRANSIENT is '64MB'"),
     "compiled": ("eval SMALL --text t.txt", {"BLR_COMPILED": "fast"}, 2, "BLR_COMPILED is 'fast'"),
+    "decode": ("generate SMALL a", {"BLR_DECODE": "fast"}, 2, "BLR_DECODE is 'fast'"),
     "nobody to meet": ("compress DENSE -o out", {"WORLD_SIZE": "2"}, 2, "WORLD_SIZE is 2 and nobody"),
     "heal of a sweep": (
         "sweep DENSE -o out --eval t.txt --methods svd --cf 2 --heal 0,-1",
