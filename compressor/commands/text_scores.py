@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from blr.compressor import __version__
 from blr.compressor.base.disk import scratch_for, settle
-from blr.compressor.base.errors import InputError, NumericsError
+from blr.compressor.base.errors import CapabilityError, InputError, NumericsError
 from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import first_line
 from blr.compressor.checkpoint.config import read_config
@@ -120,13 +120,13 @@ def text_scores(
 ) -> list[ScoredWindow]:
     """Scores of the tokens `ids` [n] in windows every `stride` tokens, beside those of a `dense` model.
 
-    A token is scored in the first window that has something before it. Raises InputError for a window
-    that does not fit or unknown ids, NumericsError for a loss that is not finite.
+    A token is scored in the first window that has something before it. Raises CapabilityError for a
+    window beyond the context, InputError for unknown ids, NumericsError for a loss that is not finite.
     """
     limit = context_of(model.config.to_dict())
     if window > limit:
         remedy = "take a shorter one, or leave --window out"
-        raise InputError(f"window {window} is longer than the model's context of {limit}; {remedy}")
+        raise CapabilityError(f"window {window} is longer than the model's context of {limit}; {remedy}")
     check_ids(model, torch.cat([ids.new_tensor(beginning), ids]))
     room, found = room_in(window, beginning), list[ScoredWindow]()
     stride = min(stride, room)

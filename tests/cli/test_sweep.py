@@ -133,7 +133,7 @@ def test_a_dense_model_that_cannot_be_judged_ends_a_sweep_before_its_points(
     limited: Limited, arguments: list[str], tmp_path: Path
 ) -> None:
     too_long = limited.run(*arguments, "--window", "4096", cwd=tmp_path, patch=FORKED)
-    refused(too_long, 4, "the dense model cannot be judged: window 4096 is longer than the model's")
+    refused(too_long, 9, "the dense model cannot be judged: window 4096 is longer than the model's")
     assert [path.name for path in (tmp_path / "out/logs").glob("*.log")] == ["dense.log"]
 
 

@@ -172,6 +172,15 @@ def test_eval_says_how_it_counts(
     assert (found["counted"], found["beginning"]) == (said, list(BEGINNINGS[around]))
 
 
+def test_a_window_beyond_the_context_is_a_limit_of_the_model(
+    made: Callable[[str], Path], text: Path, invoke: Invoke
+) -> None:
+    """Exit code 9, as of `generate`."""
+    code, _, said = invoke("eval", made(NONE), "--text", text, "--window", 100_000)
+    assert code == 9
+    assert "window 100000 is longer than the model's context of" in said
+
+
 TEMPLATE = "{% for m in messages %}<{{ m.content }}{% endfor %}"
 
 

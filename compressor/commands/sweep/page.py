@@ -113,9 +113,9 @@ def page(result: SweepResult) -> str:
     kinds = list(dict.fromkeys(point.kind for point in result.points))
     colours = {kind: n % 8 for n, kind in enumerate(kinds)}
     parts = [legend([*colours.items(), ("dense model", DENSE_COLOUR)])] if kinds else []
-    for n, text in enumerate(result.texts):
+    for n, text in enumerate(_names(result.texts)):
         loss = "nats a token over dense"
-        parts.append(f"<h2>Loss in {escape(_name(text))}</h2>")
+        parts.append(f"<h2>Loss in {escape(text)}</h2>")
         parts.append(chart(_series(result, colours, "bits", n), "stored bits a weight", loss))
         series = _series(result, colours, "bits", n, "kl")
         parts.append(chart(series, "stored bits a weight", "mean KL to the dense model, nats a token"))
@@ -176,14 +176,17 @@ def _commands(points: Sequence[MadePoint]) -> str:
     return "".join(parts)
 
 
-def _name(text: str) -> str:
-    return printable(Path(text).name)
+def _names(texts: Sequence[str]) -> list[str]:
+    """What texts are called: by their files, with the folder where two files have one name."""
+    names = [Path(text).name for text in texts]
+    twice = len(set(names)) < len(names)
+    return [printable(text if twice else name) for text, name in zip(texts, names, strict=True)]
 
 
 def table_rows(result: SweepResult) -> list[Sequence[str]]:
     """A row a point, by rising bits, a head first."""
     head = ["", "point", "bits"]
-    for name in map(_name, result.texts):
+    for name in _names(result.texts):
         head += [f"loss in {name}", "of plain", "KL"]
     paced = len({point.speed for point in result.points}) > 1  # else launches alone decide
     rows: list[Sequence[str]] = [[*head, *["tokens/s (predicted)"] * paced, "seconds"]]
@@ -203,7 +206,7 @@ def table(result: SweepResult) -> str:
     """As plain text: what failed in a line each, and every point's command."""
     rows, (best, others) = table_rows(result), _parted(result)
     spread = "; in brackets how far seeds differ" * any(p.spread for p in result.points)
-    perplexities = zip(result.dense, map(_name, result.texts), strict=True)
+    perplexities = zip(result.dense, _names(result.texts), strict=True)
     dense = ", ".join(f"{value:.3f} in {name}" for value, name in perplexities)
     return "\n".join(
         [

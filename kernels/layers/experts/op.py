@@ -244,8 +244,8 @@ def _tile(stack: Stack, rows: int, deep: int, dtype: torch.dtype) -> QuantizedTi
     high = max(min(deep * beside, power_of_two(rows)), beside)
     full = rows % high == 0 and quads == chunk and stack.K % stack.group == 0
     unit = 4 if -(-stack.K // stack.group) * stack.group * stack.bits // 32 % 4 == 0 else 1
-    known = {"ONE": quads <= chunk, "UNIT": unit, "RANKS": _ranks(stack), "FULL": full}
-    return QuantizedTile(*form, high, chunk, beside, **known, EXACT=takes_offsets(form, dtype))
+    exact, sizes = takes_offsets(form, dtype), (*form, high, chunk, beside, quads <= chunk)
+    return QuantizedTile(*sizes, UNIT=unit, RANKS=_ranks(stack), FULL=full, EXACT=exact)
 
 
 def _run_weights(like: Tensor, ends: Tensor, addresses: Tensor, rows: int, K: int, bits: int, group: int,
