@@ -159,14 +159,14 @@ def profile(
     """Time the stages of the tokens behind `prompt`. Raises CapabilityError."""
     settings = export_settings(model.config)
     found = obstacle(model.device) or supports(model)
-    if settings is not None and found is None:
-        found = held_decoder(model, settings)
-    if isinstance(found, str):
-        raise CapabilityError(f"no fused runtime for this model: {found}; leave --profile out")
-    context = min(context_of(model.config.to_dict()), MAX_CONTEXT)
-    decoder = found or Decoder(model, batch=1, context=context)
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     try:
+        if settings is not None and found is None:
+            found = held_decoder(model, settings)
+        if isinstance(found, str):
+            raise CapabilityError(f"no fused runtime for this model: {found}; leave --profile out")
+        context = min(context_of(model.config.to_dict()), MAX_CONTEXT)
+        decoder = found or Decoder(model, batch=1, context=context)
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         decoder.prefill(ids.to(model.device))
         *stages, token = [PhaseTime(*stage) for stage in decoder.profile(steps)]
     except DecoderError as error:

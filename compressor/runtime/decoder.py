@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial, wraps
 from time import perf_counter
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -28,13 +28,16 @@ from blr.compressor.runtime.failures import (
 )
 from blr.compressor.runtime.memory import DecoderState, bucket_of
 from blr.compressor.runtime.phases import make_plan
-from blr.compressor.runtime.plan import Phase
+from blr.compressor.runtime.plan import Phase, TokenPlan
 from blr.compressor.runtime.prompt import Prompts, capture_on, left_padded
 from blr.compressor.runtime.sampling import Collector, Sampler, check_logits
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
 from blr.kernels.common.capturing import Captured, own_stream
 from blr.kernels.common.placing import on_gpu
 from blr.kernels.decode.gemv.segments import Run, in_turn
+
+if TYPE_CHECKING:
+    from blr.compressor.runtime.whole import Whole
 
 MAX_BATCH = 16  # rows, up to which stages were measured
 Method = TypeVar("Method", bound=Callable[..., object])
@@ -88,11 +91,7 @@ class Decoder:
         self.pdl = ops == "triton" and supports_pdl(model.device)  # kernels overlap with those before
         self.state = DecoderState(model, self.plan, batch, context, cache, tokens)
         captures = None if self.mode == "eager" or ops != "triton" else capture_on(model.device)
-        self.whole = None
-        if mode == "token":
-            from blr.compressor.runtime.whole import Whole
-
-            self.whole = Whole(self.plan, self.state)
+        self.whole = _token_launch(self.plan, self.state) if mode == "token" else None
         self.prompts = Prompts(model, self.state.kv, captures)
         self.rows = 0  # of the prompt that was taken last
         self.position = 0  # the slot of the next token, the same for all rows
@@ -104,7 +103,8 @@ class Decoder:
     def prefill(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Forget what was decoded and read a prompt [B, T], padded on the left. Returns [B, vocab] in
         float32, the logits of the first new token. lengths: [B], tokens of each row at its end (default:
-        T). Raises BatchError, ContextError: more rows or tokens than the decoder was made for."""
+        T). Raises BatchError, ContextError: more rows or tokens than the decoder was made for;
+        StalledError: steps before this call gave up waiting (mode "token")."""
         rows, length = input_ids.shape
         if not 1 <= rows <= self.batch or length == 0:
             raise BatchError(
@@ -163,7 +163,7 @@ class Decoder:
 
         Raises BatchError, ContextError: more rows or tokens than the decoder was made for; ValueError:
         sampling parameters out of range; NumericsError: logits that choose no token; BusyError: a call
-        by `on_token` of this decoder's own.
+        by `on_token` of this decoder's own; StalledError: the kernel gave up waiting (mode "token").
         """
         sampler = Sampler(temperature, top_k, top_p)
         if max_new_tokens < 1:
@@ -282,6 +282,18 @@ class Decoder:
                 f"{tokens} tokens: expected at most {self.context}; shorten the prompt, ask for fewer "
                 "new tokens, or make the decoder with a larger context"
             )
+
+
+def _token_launch(plan: TokenPlan, state: DecoderState) -> Whole:
+    """The launch of mode "token". Raises UnsupportedError for what it does not run."""
+    try:
+        from blr.compressor.runtime.whole import Whole
+    except ImportError as error:  # of a self-contained export, which leaves the kernel out
+        raise UnsupportedError(
+            "mode 'token': found a self-contained export, expected the installed package; export "
+            "without --self-contained, or unset BLR_DECODE"
+        ) from error
+    return Whole(plan, state)
 
 
 def _put_back(moved: Sequence[Tensor], kept: Sequence[Tensor]) -> None:

@@ -12,7 +12,7 @@ from blr.compressor.modeling.stages import Packed
 from blr.compressor.runtime.failures import StalledError, UnsupportedError
 from blr.compressor.runtime.memory import DecoderState
 from blr.compressor.runtime.plan import Columns, Heads, Phase, TokenPlan
-from blr.kernels.common.available import HALF, multiprocessors
+from blr.kernels.common.available import HALF, has_triton, multiprocessors
 from blr.kernels.decode.token.tables import (
     GATE,
     KINDS,
@@ -39,6 +39,7 @@ def ends(plan: TokenPlan) -> tuple[list[Phase], list[Phase]]:
 
 
 def layers(plan: TokenPlan) -> list[Phase]:
+    """The phases of all layers, which follow one another."""
     return [phase for phase in plan.phases if phase.name.startswith("layer.")]
 
 
@@ -49,7 +50,7 @@ def lacks(plan: TokenPlan, state: DecoderState, programs: int) -> str | None:
     heads = [phase.heads for phase in phases if phase.heads]
     parts = [part for phase in phases for part in phase.parts]
     if batch > 1:
-        return f"batch {batch}: expected 1"
+        return f"a decoder for {batch} sequences: expected one for 1 (--batch 1)"
     if dtype not in HALF:
         return f"keys and values in {dtype}: expected whole ones in bfloat16 or float16"
     if any(phase.kind not in KNOWN or phase.activation not in ("", "silu") for phase in phases):
@@ -59,15 +60,16 @@ def lacks(plan: TokenPlan, state: DecoderState, programs: int) -> str | None:
             return "blocks or packed weights: expected plain dense or low-rank layers"
         if not fits(stage.w[0]) or stage.w.dtype != dtype or stage.part is not None:
             shape = list(stage.w.shape[1:])
-            return f"weights {shape} in {stage.w.dtype}: expected 128 rows and 8 n columns at least"
+            said = "128 rows and columns at least, and columns in multiples of 8"
+            return f"weights {shape} in {stage.w.dtype}: expected {dtype}, {said}"
     if any(part.stage.bias is not None and part.target.name != "qkv" for part in parts):
-        return "biases: expected those of queries, keys and values alone"
+        return "biases beside those of queries, keys and values: expected none"
     if (
         heads[0].width not in (64, 128)
         or state.cos.shape[1] != heads[0].width
         or heads[0].sinks is not None
     ):
-        return f"heads of {heads[0].width}: expected 64 or 128, rotated as a whole, without sinks"
+        return f"heads of {heads[0].width}, or sinks: expected 64 or 128, rotated as a whole, no sinks"
     if len({(head.scale, head.eps, head.q_gain is None) for head in heads}) > 1:
         return "layers whose attention differs: expected the same settings"
     if len({w.stride(1) for w in (part.stage.w for part in parts) if isinstance(w, Tensor)}) > KINDS:
@@ -99,7 +101,7 @@ class Whole:
 
     def check(self) -> None:
         """Raises StalledError if a launch gave up waiting."""
-        step = self.token.lost()
+        step = self.token.take_stall()
         if step is not None:
             raise StalledError(
                 f"programs of the kernel of a whole token waited in vain before step {step}: expected "
@@ -108,12 +110,15 @@ class Whole:
 
 
 def _no_kernel(device: torch.device) -> str | None:
+    """Why the kernel does not run on a device, in one line; None if it does."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return f"found {device}, expected a GPU of capability 9"
-    try:
-        from blr.kernels.decode.token import shims  # noqa: F401
-    except (ImportError, AttributeError):
-        return "no Gluon in this Triton: expected version 3.6 or later"
+    if not has_triton():
+        return "found no Triton, expected version 3.6 or later"
+    from triton import __version__ as version
+
+    if tuple(map(int, version.split(".")[:2])) < (3, 6):
+        return f"found Triton {version}, expected 3.6 or later"
     return None
 
 
@@ -170,8 +175,9 @@ class _Places:
     def at(self, columns: Columns, group: str) -> int:
         return self.of(columns.name, group if columns.name[:1] == "z" else "") + columns.start
 
-    def of(self, name: str, phase: str = "") -> int:
-        key = name + phase
+    def of(self, name: str, group: str = "") -> int:
+        """Where the buffer `name` begins; a new one gets a place behind the last."""
+        key = name + group
         if key not in self.found:
             width = self.widths.get(name, 0) or 2 * self.widths["inner"]  # gate and up
             self.found[key] = self.size

@@ -382,7 +382,7 @@ def test_profile_needs_a_gpu(exports: dict[str, Path], invoke: Invoke) -> None:
     assert (code, out) == (9, "") and "a profile needs a CUDA GPU" in err
 
 
-def test_a_mode_that_the_machine_lacks_is_refused(
+def test_a_mode_that_the_kernel_lacks_is_refused_where_the_runtime_runs(
     exports: dict[str, Path], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from blr.compressor.runtime import decoder
@@ -393,3 +393,12 @@ def test_a_mode_that_the_machine_lacks_is_refused(
     code, out, err = invoke("generate", exports["svd"], "a", "--device", "cpu")
     assert (code, out) == (9, "")
     assert "mode 'token': found cpu, expected a GPU of capability 9; use mode 'graph'" in err
+
+
+def test_without_a_gpu_the_mode_is_for_transformers_too(
+    exports: dict[str, Path], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = invoke("generate", exports["svd"], "a", "--device", "cpu")
+    monkeypatch.setenv("BLR_DECODE", "token")
+    found = invoke("generate", exports["svd"], "a", "--device", "cpu")
+    assert found[:2] == usual[:2] and found[0] == 0

@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon")
-from blr.kernels.decode.token import inputs, sums
+from blr.kernels.decode.token import inputs, ring, sums, tables
 
 KC, CHUNKS, SPLIT, D = 2, 5, 3, 64  # the first chunk, how many, programs of a head, its width
+
+
+def test_tables_have_the_constants_of_the_kernel() -> None:
+    assert (sums.WORDS.value, ring.ROWS.value) == (tables.WORDS, tables.TILE)
+    assert inputs.AT_ONCE.value * inputs.TIMES.value == tables.CHUNKS
+    flags = inputs.NORM.value, inputs.GATE.value, inputs.PARTS.value
+    assert flags == (tables.NORM, tables.GATE, tables.PARTS)
 
 
 class Pointer:

@@ -3,6 +3,7 @@ phases give."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -160,17 +161,17 @@ def test_words_do_what_phases_do(family: str, ranks: tuple[int, ...], programs: 
         ({"ranks": (96,)}, r"weights \[96, 256\]"),
         ({"ranks": (132,)}, r"weights \[256, 132\]"),
         ({"cache": "int8"}, "keys and values in torch.int8"),
-        ({"batch": 2}, "batch 2: expected 1"),
+        ({"batch": 2}, "for 2 sequences"),
         ({"programs": 3}, "more heads than the 3"),
     ],
     ids=["dtype", "few-rows", "odd-rank", "cache", "batch", "programs"],
 )
 def test_what_it_lacks_is_said(change: dict[str, Any], said: str) -> None:
+    change = dict(change)
     programs, options = change.pop("programs", 9), {"context": 64, "ops": "torch"}
     options |= {name: change.pop(name) for name in ("batch", "cache") if name in change}
     decoder = Decoder(make_model("Llama", **change), **options)
-    with pytest.raises(AssertionError, match=said):
-        raise AssertionError(whole.lacks(decoder.plan, decoder.state, programs))
+    assert re.search(said, whole.lacks(decoder.plan, decoder.state, programs) or "")
 
 
 def test_the_mode_is_for_a_gpu_and_without_drafts() -> None:

@@ -177,10 +177,9 @@ def _commands(points: Sequence[MadePoint]) -> str:
 
 
 def _names(texts: Sequence[str]) -> list[str]:
-    """What texts are called: by their files, with the folder where two files have one name."""
+    """What texts are called: by their files' names, or all by their paths if two files have one name."""
     names = [Path(text).name for text in texts]
-    twice = len(set(names)) < len(names)
-    return [printable(text if twice else name) for text, name in zip(texts, names, strict=True)]
+    return list(map(printable, names if len(set(names)) == len(names) else texts))
 
 
 def table_rows(result: SweepResult) -> list[Sequence[str]]:

@@ -1,1 +1,1 @@
-"""A whole token in one kernel (issue 53). Not in the product."""
+"""All layers of one token in one kernel, by Gluon."""

@@ -47,7 +47,8 @@ class Token:
 
     x: [hidden] in float32, the residual stream before and after. gains: [norms, hidden] in float32; eps:
     of these norms. pos, start: int64, of which the first counts. sums: how many numbers steps need.
-    split: programs of a head.
+    split: programs of a head. steps: of `tables.make_table`, in order. programs: one a multiprocessor.
+    Raises ValueError for weights that cannot be shared out.
     """
 
     def __init__(
@@ -91,9 +92,9 @@ class Token:
         grid = (self.sizes[1],)
         token_kernel[grid](*self.arguments, *self.sizes, *self.numbers, self.shape, **options)
 
-    def lost(self) -> int | None:
-        """The step before which a program waited in vain, and everything as it was before; None if all
-        programs did what they should."""
+    def take_stall(self) -> int | None:
+        """The step before which a program waited in vain; None if none did. After a stall, sets sums and
+        counters back for the next launch."""
         codes = self.state[2:].tolist()
         if not any(codes):
             return None

@@ -41,7 +41,8 @@ class Step:
     products: list[Product] = field(default_factory=list)
 
 
-def blocks(a: int, b: int) -> int:
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 
@@ -55,11 +56,11 @@ class Piece:
 
     @property
     def wide(self) -> int:
-        return blocks(self.columns, TILE)
+        return cdiv(self.columns, TILE)
 
     @property
     def tiles(self) -> int:
-        return blocks(len(self.product.w), TILE) * self.wide
+        return cdiv(len(self.product.w), TILE) * self.wide
 
 
 def parts_of(heads: int, programs: int) -> int:
@@ -87,7 +88,7 @@ class Stores:
             _, row, _ = self.place(w)
             self.rows[w.stride(0)] = max(self.rows.get(w.stride(0), 0), row + len(w))
         if max(self.rows.values()) > MOST_ROWS:
-            raise ValueError("weights too far apart in memory: expected 2^31 rows between them")
+            raise ValueError("weights too far apart in memory: expected 2^31 rows between them at most")
 
     def place(self, w: Tensor) -> tuple[int, int, int]:
         """Which of the tensors, and the row and column of a matrix in it."""
@@ -101,8 +102,7 @@ def make_table(steps: Sequence[Step], stores: Stores, programs: int, heads: int,
     rows = [
         [[0] * 13 + [-1] + [0] * (WORDS - 14) for _ in range(programs)] for _ in range(len(steps) + 1)
     ]
-    for i in range(len(steps)):
-        after = steps[i]
+    for i, after in enumerate(steps):
         for c in range(programs):
             b, e = after.size * c // programs, after.size * (c + 1) // programs
             if e - b > SHARE:
@@ -126,8 +126,8 @@ def _pieces(step: Step, programs: int) -> list[Piece]:
     found = []
     for product in step.products:
         whole = Piece(product, 0, product.w.shape[1])
-        each = blocks(whole.tiles * len(step.products), programs)
-        groups = 1 if min(whole.wide, each) <= CHUNKS else blocks(whole.wide, CHUNKS)
+        each = cdiv(whole.tiles * len(step.products), programs)
+        groups = 1 if min(whole.wide, each) <= CHUNKS else cdiv(whole.wide, CHUNKS)
         if groups > 1 and step.flags & PARTS:
             raise ValueError(f"heads of {whole.columns} columns: expected {CHUNKS * TILE} at most")
         for g in range(groups):
@@ -144,7 +144,7 @@ def _share(rows: list[list[int]], turn: int, pieces: Sequence[Piece], stores: St
         first, end = (round(n * tiles / total) for tiles in (done, done + piece.tiles))
         done += piece.tiles
         product, of = piece.product, end - first
-        if of == 0 or min(-(-piece.tiles // of), piece.wide) > CHUNKS:
+        if of == 0 or min(cdiv(piece.tiles, of), piece.wide) > CHUNKS:
             raise ValueError(f"weights {list(product.w.shape)} beside much larger ones: expected less")
         which, row, column = stores.place(product.w)
         up = product.up + piece.column if product.up else 0

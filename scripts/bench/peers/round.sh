@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SmolLM2's rows that want a GPU, in LIMIT seconds (400) on a node without an index (../bare.sh).
 #   round.sh ENV SMOLLM2 TEXTS RESULTS LANE…   returns at once; a line of each job in RESULTS/proof.txt
-# Lanes run side by side: "dense" in every round, "healed" and "blast" with nothing else beside them:
+# Lanes run side by side: "dense" in every round, "healed" and "blast-CF" with nothing else beside them:
 #   healed    2.45 bits in closed form, seeds 0 and 1, healed for the time that is left
 #   layers    3.45 bits, the same for all; bits by layer at 2.45, behind a refit and in closed form
-#   blast-CF  as blast-1.5: seed 1, judged as fitted and healed; fit-blast-CF the fit alone, which
-#             a later round of the same RESULTS goes on from
+#   blast-CF      as blast-1.5: fitted at that CF and healed, seed 1; both are judged
+#   fit-blast-CF  that fit alone, from which blast-CF starts in a later round of the same RESULTS
 #   awq, gptqmodel, gptqmodel_eora   in 4, 3, 2 bits, by the packages in RESULTS/wheels, with RESULTS/ids.pt
 # RESULTS/code.txt is the third domain. Not a folder that is emptied: $OUT of a device's run is.
 set -uo pipefail
