@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -28,16 +29,13 @@ from blr.compressor.runtime.failures import (
 )
 from blr.compressor.runtime.memory import DecoderState, bucket_of
 from blr.compressor.runtime.phases import make_plan
-from blr.compressor.runtime.plan import Phase, TokenPlan
+from blr.compressor.runtime.plan import Phase
 from blr.compressor.runtime.prompt import Prompts, capture_on, left_padded
 from blr.compressor.runtime.sampling import Collector, Sampler, check_logits
 from blr.kernels.common.available import has_triton, interpreted, supports_pdl
 from blr.kernels.common.capturing import Captured, own_stream
 from blr.kernels.common.placing import on_gpu
 from blr.kernels.decode.gemv.segments import Run, in_turn
-
-if TYPE_CHECKING:
-    from blr.compressor.runtime.whole import Whole
 
 MAX_BATCH = 16  # rows, up to which stages were measured
 Method = TypeVar("Method", bound=Callable[..., object])
@@ -91,7 +89,11 @@ class Decoder:
         self.pdl = ops == "triton" and supports_pdl(model.device)  # kernels overlap with those before
         self.state = DecoderState(model, self.plan, batch, context, cache, tokens)
         captures = None if self.mode == "eager" or ops != "triton" else capture_on(model.device)
-        self.whole = _token_launch(self.plan, self.state) if mode == "token" else None
+        self.whole = None
+        if mode == "token":
+            with _not_left_out():
+                from blr.compressor.runtime.whole import Whole
+            self.whole = Whole(self.plan, self.state)
         self.prompts = Prompts(model, self.state.kv, captures)
         self.rows = 0  # of the prompt that was taken last
         self.position = 0  # the slot of the next token, the same for all rows
@@ -284,16 +286,16 @@ class Decoder:
             )
 
 
-def _token_launch(plan: TokenPlan, state: DecoderState) -> Whole:
-    """The launch of mode "token". Raises UnsupportedError for what it does not run."""
+@contextmanager
+def _not_left_out() -> Iterator[None]:
+    """Raises UnsupportedError for an import that a self-contained export leaves out."""
     try:
-        from blr.compressor.runtime.whole import Whole
-    except ImportError as error:  # of a self-contained export, which leaves the kernel out
+        yield
+    except ImportError as error:
         raise UnsupportedError(
             "mode 'token': found a self-contained export, expected the installed package; export "
             "without --self-contained, or unset BLR_DECODE"
         ) from error
-    return Whole(plan, state)
 
 
 def _put_back(moved: Sequence[Tensor], kept: Sequence[Tensor]) -> None:

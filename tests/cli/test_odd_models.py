@@ -377,4 +377,4 @@ def test_windows_are_as_long_as_a_short_model_has_positions(limited: Limited, mo
     (model.parent / "t.txt").write_text(TEXT)
     command = ("eval", "model", "--text", "t.txt", "--format", "json")
     assert json.loads(limited.run(*command, cwd=model.parent).out)["window"] == 64
-    refused(limited.run(*command, "--window", "65", cwd=model.parent), 4, "leave --window out")
+    refused(limited.run(*command, "--window", "65", cwd=model.parent), 9, "leave --window out")
