@@ -105,3 +105,51 @@ def compile_for(
         done = bare.run(_CHILD, file.name)
     assert done.returncode == 0, f"{kernel} for sm_{capability}: {done.stderr[-9000:]}"
     return json.loads(done.stdout.splitlines()[-1])
+
+
+# Runs the code of the request where launches compile, for a GPU that is not there, and run nothing.
+_LAUNCHES = """
+import json, re, subprocess, sys, tempfile
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class Driver:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_active_torch_device(self): return torch.device("cpu")
+
+def spilled(ptx):
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return sum(map(int, re.findall(r"(\\d+) bytes spill", said)))
+
+found, real = [], JITFunction.run
+def run(self, *args, grid, warmup, **options):
+    made = real(self, *args, grid=grid, warmup=True, **options)
+    found.append([self.fn.__name__, spilled(made.asm["ptx"])])
+    return made
+
+driver.set_active(Driver())
+JITFunction.run = run
+exec(sys.argv[1])
+print(json.dumps(found))
+"""
+
+
+def compile_launches(code: str) -> list[list[Any]]:
+    """[name, bytes a thread spilled] of the kernels that `code` launches on tensors of the CPU, compiled
+    for compute capability 90 and not run. It takes types from the launch, `compile_for` from the test.
+
+    Raises AssertionError: the code fails, or a kernel does not compile, with what was said.
+    """
+    done = bare.run(_LAUNCHES, code)
+    assert done.returncode == 0, done.stderr[-9000:]
+    found: list[list[Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found

@@ -25,7 +25,11 @@ def replace_once() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         return
     import triton.language as tl
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
+
+    if not hasattr(TritonSemantic, "_cast_to_computation_type"):
+        return  # an older release, whose interpreter stays as it is
 
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     replaced: set[frozenset[int]] = set()
