@@ -20,6 +20,7 @@ from blr.kernels.decode.token.tables import (
     PARTS,
     Product,
     Step,
+    cdiv,
     fits,
     parts_of,
 )
@@ -181,7 +182,7 @@ class _Places:
         if key not in self.found:
             width = self.widths.get(name, 0) or 2 * self.widths["inner"]  # gate and up
             self.found[key] = self.size
-            self.size += -(-width // APART) * APART
+            self.size += cdiv(width, APART) * APART
         return self.found[key]
 
 

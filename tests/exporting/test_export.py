@@ -16,11 +16,7 @@ from pico import inputs_for, save_pico
 from running import Invoke
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.dynamic_module_utils import (
-    get_class_from_dynamic_module,
-    get_imports,
-    get_relative_imports,
-)
+from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 from blr.compressor import __version__, register
 from blr.compressor.base.errors import NumericsError
@@ -65,20 +61,6 @@ def test_copied_elsewhere_and_without_blr_the_tokens_are_those_of_the_source(
     expected |= {"packed": greedy(packed), "own": expected["svd"]}
     folders = {**exports, "packed": packed, "own": own}
     assert tokens_without_blr(folders, PROMPT, tmp_path / "elsewhere") == expected
-
-
-def test_a_self_contained_export_refuses_what_it_left_out(
-    sources: dict[str, Path], tmp_path: Path
-) -> None:
-    own = export_to(sources["svd"], tmp_path / "own", self_contained=True)
-    decoder = get_class_from_dynamic_module("runtime_blr.Decoder", own)
-    with pytest.raises(ValueError, match="mode 'token': found a self-contained export, expected the"):
-        decoder(
-            AutoModelForCausalLM.from_pretrained(own, trust_remote_code=True),
-            context=64,
-            ops="torch",
-            mode="token",
-        )
 
 
 @pytest.mark.parametrize("name", ["dense", *STRUCTURES])

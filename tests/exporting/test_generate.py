@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -380,25 +379,3 @@ def test_the_command_streams_what_the_runtime_generates(
 def test_profile_needs_a_gpu(exports: dict[str, Path], invoke: Invoke) -> None:
     code, out, err = invoke("generate", exports["svd"], "a", "--profile", "--device", "cpu")
     assert (code, out) == (9, "") and "a profile needs a CUDA GPU" in err
-
-
-def test_a_mode_that_the_kernel_lacks_is_refused_where_the_runtime_runs(
-    exports: dict[str, Path], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from blr.compressor.runtime import decoder
-
-    monkeypatch.setattr(fused, "obstacle", lambda device: None)
-    monkeypatch.setattr(decoder, "Decoder", partial(decoder.Decoder, ops="torch"))
-    monkeypatch.setenv("BLR_DECODE", "token")
-    code, out, err = invoke("generate", exports["svd"], "a", "--device", "cpu")
-    assert (code, out) == (9, "")
-    assert "mode 'token': found cpu, expected a GPU of capability 9; use mode 'graph'" in err
-
-
-def test_without_a_gpu_the_mode_is_for_transformers_too(
-    exports: dict[str, Path], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usual = invoke("generate", exports["svd"], "a", "--device", "cpu")
-    monkeypatch.setenv("BLR_DECODE", "token")
-    found = invoke("generate", exports["svd"], "a", "--device", "cpu")
-    assert found[:2] == usual[:2] and found[0] == 0
