@@ -129,6 +129,23 @@ def test_what_is_not_finite(bad: float) -> None:
     assert torch.equal(found.isfinite(), expected.isfinite())
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bits, group, curved", FORMATS)
+def test_one_token_that_is_not_finite(bits: int, group: int, curved: bool, bad: float) -> None:
+    """NaN and infinities, with their signs, are where the dense weight in float32 gives them."""
+    for rows, columns in ((130, 96), (33, 448), (1, 256), (4096, 4096), (512, 14336), (4096, 2048)):
+        packed, scale = weight(bits, group, curved, rows, columns, torch.bfloat16)
+        dense = dequantize(packed, scale, bits, columns, torch.float32, group, curved)
+        x = torch.randn(1, columns, device="cuda").bfloat16()
+        for place in (5, 5, columns - 1):
+            x[0, place] = bad
+            found = packed_linear(x, packed, scale, None, bits, group, curved).float()
+            expected = (dense * x.float()).sum(1)[None]
+            assert torch.equal(found.isnan(), expected.isnan()), (rows, columns)
+            infinite = expected.isinf()
+            assert torch.equal(found[infinite], expected[infinite]), (rows, columns)
+
+
 def test_in_a_graph_and_by_the_compiler() -> None:
     """Replays of a CUDA graph and a compiled call give what an eager call gives, parts of rows too."""
     packed, scale = weight(2, 64, True, 320, 8192, torch.bfloat16)

@@ -244,11 +244,11 @@ def test_wide_loads_where_addresses_come_from_a_table(bits: int) -> None:
     common = {"table": "*i64", "chosen": "*i64", "z": "*fp32", "x": "*bf16"}
     sizes = dict.fromkeys(("rows", "K", "w_row", "scale_row"), "i32")
     gate_up, down = stack_like(768, 2048, 2, bits), stack_like(2048, 768, 1, bits)
-    tile = op._tile(gate_up, gate_up.rows, op.DEEP_GATED)
+    tile = op._tile(gate_up, gate_up.rows, op.DEEP_GATED, torch.bfloat16)
     constants = {"PARTS": 2, "ACT": "silu", "T": tile, "EARLY": True, "PDL": True}
     types = {**common, **sizes, "x_row": "i32", "each": "i32", "y": "*bf16"}
     assert_loads_wide("products_kernel", types, constants)
-    tile = op._tile(down, down.rows, op.DEEP_MIXED)
+    tile = op._tile(down, down.rows, op.DEEP_MIXED, torch.bfloat16)
     constants = {"COUNT": 8, "ADD": True, "T": tile, "PDL": True}
     types = {**common, **sizes, "weights": "*fp32", "y": "*fp32", "y_row": "i32"}
     assert_loads_wide("mixed_kernel", types, constants)

@@ -73,16 +73,100 @@ def test_any_rank(ranks: int, way: str, bits: int) -> None:
     assert distance(found(way, s), expected) < TOLERANCES[torch.float16]
 
 
+# Values at places of the first token: of one quad, of several, with what is NaN anyway.
+BAD = {
+    "nan": {5: torch.nan},
+    "infinity": {5: torch.inf},
+    "negative": {70: -torch.inf},
+    "two": {5: torch.inf, 6: -torch.inf},
+    "apart": {5: torch.inf, 199: torch.inf},
+    "both": {5: torch.inf, 130: torch.nan},
+}
+
+
+def spoiled(tokens: int, columns: int, bad: str) -> torch.Tensor:
+    """Inputs whose first token is not finite."""
+    x = torch.randn(tokens, columns)
+    for place, value in BAD[bad].items():
+        x[0, place] = value
+    return x
+
+
+def same(y: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether NaN and infinities, with their signs, are as expected, and all else is near."""
+    finite = expected.isfinite()
+    there = torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.isfinite(), finite)
+    signs = torch.equal(y[expected.isinf()], expected[expected.isinf()])
+    near = not finite.any() or distance(y[finite], expected[finite]) < TOLERANCES[torch.float16]
+    return there and signs and near
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")
 @CASE
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite(bad: float, way: str, bits: int) -> None:
-    """Inputs spoil what they spoil by plain weights, and no other token. An infinity is NaN on the CUDA
-    cores, which take the levels' offset off a sum."""
+@pytest.mark.parametrize("bad", BAD)
+def test_what_is_not_finite(bad: str, way: str, bits: int) -> None:
+    """Inputs spoil what they spoil by plain weights, with the same sign, and no other token."""
     torch.manual_seed(0)
-    x = torch.randn(TOKENS[way], K)
-    x[0, 5] = bad
-    s = stage(x, 33, bits)
+    s = stage(spoiled(TOKENS[way], K, bad), 33, bits)
     expected, y = s.product(None, 0.0), found(way, s)
-    assert torch.equal(y.isfinite(), expected.isfinite())
-    assert way != CORES or torch.equal(y.isnan(), expected.isnan())
+    assert same(y, expected)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("bad", ["infinity", "two"])
+@pytest.mark.parametrize(
+    "way, bits, curved",
+    [
+        (ROWS, 4, False),
+        (ROWS, 8, False),
+        *[(BYTES, bits, False) for bits in (4, 3, 2)],
+        (BYTES, 3, True),
+    ],
+)
+def test_infinities_of_other_stages(way: str, bits: int, curved: bool, bad: str) -> None:
+    """Added to what results hold with a bias, and of a pair; with a correction where one can be."""
+    from blr.kernels.decode import choice
+
+    torch.manual_seed(1)
+    bias, x = torch.randn(33), spoiled(1, K, bad)
+    s = replace(stage(x, 33, bits), bias=bias, curved=curved)
+    if way != BYTES or bits < 4:
+        s = corrected(s, 5)
+    run = choice.stages if way == ROWS else choice.bytewise
+    expected = s.product(None, 0.0) + 1
+    s.y.fill_(1)
+    run([s], How(add=True))()
+    assert same(s.y, expected)
+    gate, up = (stage(x, 33, bits) for _ in range(2))
+    expected = gate.product(None, 0.0).relu() * up.product(None, 0.0)
+    run([gate, up], How(activation="relu"))()
+    assert same(up.y, expected)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("way, bits", [(ROWS, 4), (BYTES, 4), (BYTES, 2)])
+def test_infinities_before_a_norm(way: str, bits: int) -> None:
+    """A norm makes NaN of all results."""
+    from blr.kernels.decode import choice
+
+    torch.manual_seed(0)
+    s = stage(spoiled(1, K, "infinity"), 33, bits)
+    run = choice.stages if way == ROWS else choice.bytewise
+    run([s], How(torch.rand(K), 1e-5))()
+    assert s.y.isnan().all() and s.product(torch.rand(K), 1e-5).isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_infinities_of_blocks(blocks: int, bits: int) -> None:
+    """Of blocks, mixed (BLAST) and not (Monarch), the same outputs are infinite or NaN."""
+    from blr.kernels.decode.quantized.launch import grouped
+
+    torch.manual_seed(0)
+    packed, scale = quantize(torch.randn(blocks, 7, K), bits, torch.float16, GROUP, curved=False)
+    x, y = spoiled(1, blocks * K, "infinity"), torch.empty(1, blocks * 7)
+    for mix in (None, torch.randn(blocks, blocks, 7)):
+        s = QuantizedSegment(x, packed, scale, bits, K, y, mix=mix, group=GROUP, curved=False)
+        grouped([s])
+        assert same(y, s.product(None, 0.0))

@@ -91,7 +91,9 @@ def test_tiles_stay_in_registers(bits: int, kind: str) -> None:
     warps, rows = tile["num_warps"], tile["BR"] // tile["T"]
     # A sum over lanes: at most one float of every row and thread.
     assert made["shared"] <= 4 * rows * 32 * warps
-    ptx, chunks = made["asm"]["ptx"], 1 if kind != "wide" else 2  # the one under way is loaded in a loop
+    # Without what mends sums that are not finite, behind the store.
+    ptx = made["asm"]["ptx"].split("st.global")[0]
+    chunks = 1 if kind != "wide" else 2  # the one under way is loaded in a loop
     quads = rows * tile["T"] * tile["BQ"] // (32 * warps)
     fields = 32 // bits
     assert ptx.count("ld.global.v4.b32") == chunks * quads + fields

@@ -88,7 +88,7 @@ def _fill(s: QuantizedSegment, firsts: Sequence[QuantizedSegment], inputs: Input
         *(*three(stages, stage(s)), ends),
         **{"OFFSET": offset_of(s.bits), "STEP": 1 / _unit(s), "PLACES": PLACES},
         **{"BQ": min(PACKED, quads), "T": form, "NORM": gain is not None, "COUNT": len(stages)},
-        **numbered("V", tiles, _row_tile(s, s.packed.shape[1])),
+        **numbered("V", tiles, _row_tile(s, s.packed.shape[1], gain)),
         ASM=not interpreted(),
         num_warps=warps,
         **launch_options(how.pdl),
@@ -100,7 +100,7 @@ def _multiply(segments: Sequence[QuantizedSegment], inputs: Inputs, how: How) ->
     from blr.kernels.decode.integer.rows import gated_kernel, rows_kernel
 
     s, total = segments[0], sum(s.packed.shape[1] for s in segments)
-    tiles = [_row_tile(s, total, bool(how.activation)) for s in segments]
+    tiles = [_row_tile(s, total, how.gain, bool(how.activation)) for s in segments]
     low, high = table(s.curved)
     given = *inputs, _lanes(s)
     _run(rows_kernel, gated_kernel, segments, tiles, given, how, LOW=low, HIGH=high)
@@ -172,11 +172,14 @@ def _shape(s: QuantizedSegment, deep: int) -> dict[str, int]:
     return complete({"BR": rows, "BQ": quads}, warps)
 
 
-def _row_tile(s: QuantizedSegment, total: int, paired: bool = False) -> QuantizedTile:
-    """The tile of 2 and 3 bits in a launch of `total` rows; of a pair each has half as many."""
+def _row_tile(
+    s: QuantizedSegment, total: int, gain: Tensor | None, paired: bool = False
+) -> QuantizedTile:
+    """The tile of 2 and 3 bits in a launch of `total` rows; of a pair each has half as many. gain: of
+    the inputs that were made."""
     wanted = max(total // (PROGRAMS * (32 * _warps(s) // _lanes(s))), 1)
     deep = min(power_of_two(wanted + 1) // 2, DEEPEST) // (1 + paired)
-    return quantized_tile(s, _shape(s, max(deep, 1)), None)
+    return quantized_tile(s, _shape(s, max(deep, 1)), gain)
 
 
 def _first_warps(v: QuantizedSegment) -> int:

@@ -10,7 +10,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from blr.kernels.decode.gemv.triton import activate, bias_of, store_rows
 from blr.kernels.decode.integer.rows import apart, byte_products, whole
 from blr.kernels.decode.quantized.bytes import MAGIC, TOP, packed_bytes
-from blr.kernels.decode.quantized.triton import row_sums
+from blr.kernels.decode.quantized.plain import spoiled
+from blr.kernels.decode.quantized.triton import plain_tile, row_sums
 from blr.kernels.decode.quantized.words import field_inputs, lane_columns, load_chunk, tile_places
 
 
@@ -82,6 +83,20 @@ def tile_rows(tile, started, s, inputs, T: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def plain_results(tile, s, T: tl.constexpr):
+    """The same of any input (`quantized/plain.py`)."""
+    row = tile * T.BR + tl.arange(0, T.BR)
+    there = row < s.rows
+    return plain_tile(tile, s, T) + bias_of(s, row, there, T.BIAS), row, there
+
+
+@triton.jit
+def not_finite(inputs, T: tl.constexpr):
+    """Whether what `own_inputs` gave makes no numbers. False of a norm, which is NaN then anyway."""
+    return spoiled(tl.sum(inputs[2], 0)) if T.NORM == 0 else False
+
+
+@triton.jit
 def stage_tiles(first, step, s, x, gain, eps, OFFSET: tl.constexpr, T: tl.constexpr, ADD: tl.constexpr,
                 ASM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Tiles `first`, `first + step`, … of a stage, stored, or added to what its result holds."""
@@ -90,12 +105,18 @@ def stage_tiles(first, step, s, x, gain, eps, OFFSET: tl.constexpr, T: tl.conste
     if PDL:
         gdc_wait()
     inputs = own_inputs(x, gain, eps, s.K, OFFSET, T, ASM)
+    bad = not_finite(inputs, T)
     for tile in range(first, tiles, step):
         # The last tile is read twice, the second time from a cache, so that loads need no mask.
         following = tile_start(tl.minimum(tile + step, tiles - 1), s, T)
         found, row, there = tile_rows(tile, started, s, inputs, T, ASM)
-        store_rows(s.y, found, row, there, ADD)
+        store_rows(s.y, found, row, there if T.NORM > 0 else there & (not bad), ADD)
         started = following
+    if T.NORM == 0:  # noqa: SIM102 (known when compiled, the rest is not)
+        if bad:
+            for tile in range(first, tiles, step):
+                found, row, there = plain_results(tile, s, T)
+                store_rows(s.y, found, row, there, ADD)
 
 
 @triton.jit
@@ -141,3 +162,9 @@ def pair_kernel(
         ups = tile_start(after, up, T1)
         found = activate(first, ACT) * second
         store_rows(up.y, found, row, there, False)
+    if T0.NORM == 0:  # noqa: SIM102
+        if not_finite(inputs, T0):
+            for tile in range(at, tiles, programs):
+                first, row, there = plain_results(tile, gate, T0)
+                second, row, there = plain_results(tile, up, T1)
+                store_rows(up.y, activate(first, ACT) * second, row, there, False)

@@ -10,7 +10,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.decode.gemv.triton import activate, bias_of, input_chunk, store_rows
 from blr.kernels.decode.quantized.bytes import MAGIC, TOP, four_products, packed_bytes
-from blr.kernels.decode.quantized.triton import correction, row_sums, run_segment, stage_start
+from blr.kernels.decode.quantized.plain import spoiled
+from blr.kernels.decode.quantized.triton import (
+    correction,
+    plain_tile,
+    row_sums,
+    run_segment,
+    stage_start,
+)
 from blr.kernels.decode.quantized.words import column_at
 
 AT_ONCE = tl.constexpr(4096)  # inputs that are squared at once
@@ -246,8 +253,11 @@ def tile_rows(tile, s, words, sums, quads, LOW: tl.constexpr, HIGH: tl.constexpr
         gdc_wait()
     inputs = tile_inputs(words, sums, quads, T)
     more = added(started, s, T, ADD)
-    found = tile_sums(started, inputs, LOW, HIGH, T, ASM) + more
-    store_rows(s.y, found, started[4], started[5], False)
+    found = tile_sums(started, inputs, LOW, HIGH, T, ASM)
+    store_rows(s.y, found + more, started[4], started[5], False)
+    if T.NORM == 0:  # noqa: SIM102 (known when compiled)
+        if spoiled(found):
+            store_rows(s.y, plain_tile(tile, s, T) + more, started[4], started[5], False)
 
 
 @triton.jit
@@ -284,6 +294,10 @@ def gated_kernel(
         gdc_wait()
     inputs = tile_inputs(words, sums, quads, T0)
     one, two = added(gates, gate, T0, False), added(ups, up, T1, False)
-    found = activate(tile_sums(gates, inputs, LOW, HIGH, T0, ASM) + one, ACT)
-    found *= tile_sums(ups, inputs, LOW, HIGH, T1, ASM) + two
-    store_rows(up.y, found, ups[4], ups[5], False)
+    first = activate(tile_sums(gates, inputs, LOW, HIGH, T0, ASM) + one, ACT)
+    second = tile_sums(ups, inputs, LOW, HIGH, T1, ASM)
+    store_rows(up.y, first * (second + two), ups[4], ups[5], False)
+    if T1.NORM == 0:  # noqa: SIM102 (known when compiled)
+        if spoiled(second):
+            first = activate(plain_tile(tile, gate, T0) + one, ACT)
+            store_rows(up.y, first * (plain_tile(tile, up, T1) + two), ups[4], ups[5], False)

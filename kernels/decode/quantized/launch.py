@@ -65,7 +65,7 @@ class QuantizedTile(NamedTuple):
     of words rows are counted; NORM, BIAS and MIX as of `gemv.launch.Tile`; the
     power of two RANKS of a correction or 0, U_GROUP of its levels or 0; products of BYTES: 0 in float32,
     1 by the GPU's instruction for four, 2 by what that computes. FULL: the tile has no row, quad or
-    column that is not there."""
+    column that is not there. EXACT: offsets are taken from each level, not from sums."""
 
     BITS: int
     GROUP: int
@@ -86,6 +86,7 @@ class QuantizedTile(NamedTuple):
     U_GROUP: int = 0
     BYTES: int = 0
     FULL: bool = False
+    EXACT: bool = False
 
 
 def tile_shape(
@@ -170,7 +171,13 @@ def quantized_tile(s: QuantizedSegment, shape: dict[str, int], gain: Tensor | No
         U_GROUP=0 if u is None or u.scale is None else u.group,
         BYTES=products_of(s, bool(shape.get("BYTES", 0))),
         FULL=_full(s, form, shape),
+        EXACT=takes_offsets(form, s.scale.dtype),
     )
+
+
+def takes_offsets(form: Form, dtype: torch.dtype) -> bool:
+    """`QuantizedTile.EXACT` of scales in `dtype`: where the sums are asked to be those of float32."""
+    return form.CURVED or (form.BITS < 8 and dtype == torch.float32)
 
 
 def _full(s: QuantizedSegment, form: Form, shape: dict[str, int]) -> bool:

@@ -10,6 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blr.kernels.decode.gemv.triton import activate, bias_of, outputs, row_scale, store_rows, tile_start
 from blr.kernels.decode.quantized.bytes import byte_sums
+from blr.kernels.decode.quantized.plain import plain_rows, plain_sums, spoiled
 from blr.kernels.decode.quantized.words import (
     lane_columns,
     load_chunk,
@@ -23,7 +24,7 @@ from blr.kernels.decode.quantized.words import (
 
 
 @triton.jit
-def chunk_products(chunk, inputs, start, EXACT: tl.constexpr, T: tl.constexpr):
+def chunk_products(chunk, inputs, start, T: tl.constexpr):
     """[RT, lanes, 1] products of a chunk and [1, lanes, 4] squares of its inputs."""
     tile, factor = chunk
     x, gain, past = inputs
@@ -31,7 +32,7 @@ def chunk_products(chunk, inputs, start, EXACT: tl.constexpr, T: tl.constexpr):
     if T.BYTES > 0:
         return byte_sums(tile, factor, x, gain, past, column, T)
     else:
-        return quad_sums(tile, factor, x, gain, past, column, EXACT, T)
+        return quad_sums(tile, factor, x, gain, past, column, T)
 
 
 @triton.jit
@@ -43,9 +44,8 @@ def rows_by_fma(chunk, words, scales, inputs, end, T: tl.constexpr):
     [lanes·4] to those for field 0 and to their gain (used if T.NORM), and how far each is past the end
     of the row (valid if negative). end: quads of the row.
     """
-    EXACT: tl.constexpr = T.CURVED or (T.BITS < 8 and scales[0].dtype.element_ty == tl.float32)
     if T.ONE:
-        sums, square = chunk_products(chunk, inputs, 0, EXACT, T)
+        sums, square = chunk_products(chunk, inputs, 0, T)
     else:
         tile, factor = chunk
         lanes: tl.constexpr = factor.shape[1]
@@ -53,7 +53,7 @@ def rows_by_fma(chunk, words, scales, inputs, end, T: tl.constexpr):
         square = tl.zeros([1, lanes, 4], tl.float32)
         for start in range(0, end, T.BQ):
             following, next_factor = load_chunk(words, scales, start + T.BQ, T, lanes)
-            found, squares = chunk_products((tile, factor), inputs, start, EXACT, T)
+            found, squares = chunk_products((tile, factor), inputs, start, T)
             sums += found
             square += squares
             tile = following
@@ -102,16 +102,30 @@ def correction(s, narrow, T: tl.constexpr):
 
 
 @triton.jit
+def tile_weights(tile, s, T: tl.constexpr):
+    """The block of tile number `tile`, its first row there, and where that row's words and scales are:
+    within a tile, offsets of 32 bits do."""
+    block, start = tile_start(tile, s, T.BR)
+    w = s.w + (block.to(tl.int64) * s.w_block + start.to(tl.int64) * (s.w_row * T.UNIT))
+    scale = s.scale + (block.to(tl.int64) * s.scale_block + start.to(tl.int64) * s.scale_row)
+    return block, start, w, scale
+
+
+@triton.jit
+def plain_tile(tile, s, T: tl.constexpr):
+    """Sums [BR] of tile number `tile` by plain numbers."""
+    block, start, w, scale = tile_weights(tile, s, T)
+    places = w, s.w_row * T.UNIT, scale, s.scale_row, s.x + block * s.x_block
+    return plain_rows(*places, s.rows - start, s.K, T)
+
+
+@triton.jit
 def stage_start(tile, s, T: tl.constexpr):
     """What does not depend on the inputs of tile number `tile` of a stage (see `stage_products`):
     (first chunk, words, scales, block, outputs [BR], valid, what corrects them)."""
-    block, start = tile_start(tile, s, T.BR)
-    # Pointers to the first row of the tile; within a tile, offsets of 32 bits do.
-    w_row = s.w_row * T.UNIT
-    w = s.w + (block.to(tl.int64) * s.w_block + start.to(tl.int64) * w_row)
-    scale = s.scale + (block.to(tl.int64) * s.scale_block + start.to(tl.int64) * s.scale_row)
+    block, start, w, scale = tile_weights(tile, s, T)
     rows = s.rows - start
-    words, scales = tile_places(w, w_row, scale, s.scale_row, rows, s.K, T)
+    words, scales = tile_places(w, s.w_row * T.UNIT, scale, s.scale_row, rows, s.K, T)
     chunk = load_chunk(words, scales, 0, T, T.T * T.BQ)
     row = tl.arange(0, T.BR)
     out = outputs(s, block, start + row)
@@ -134,7 +148,7 @@ def stage_products(started, s, gain, T: tl.constexpr):
 
 @triton.jit
 def stage_rows(products, started, s, eps, T: tl.constexpr):
-    """What `stage_products` gave as (sums, outputs, valid), with what corrects it."""
+    """What `stage_products` gave as (sums, what is added to them, outputs, valid)."""
     out, ok, narrow = started[4], started[5], started[6]
     sums, square = products
     constant = bias_of(s, out, ok, T.BIAS)
@@ -144,23 +158,26 @@ def stage_rows(products, started, s, eps, T: tl.constexpr):
         found *= tl.rsqrt(whole_sum(square) / (copies * s.K) + eps)
     if T.NORM == 2:
         found *= row_scale(s.x, s.blocks * s.K, eps)
-    return found + correction(s, narrow, T) + constant, out, ok
+    return found, correction(s, narrow, T) + constant, out, ok
 
 
 @triton.jit
-def mixed_rows(chunk, words, scales, x, gain, eps, s_tile, K, blocks, L: tl.constexpr, T: tl.constexpr):
+def mixed_rows(chunk, words, scales, tile, s, gain, eps, mix, L: tl.constexpr, T: tl.constexpr):
     """One token: [BR, L] in float32, ranks by output blocks.
 
-    chunk, words, scales: as `load_chunk` has them. s_tile: [rank, k, l] in float32.
+    chunk, words, scales: as `load_chunk` has them. mix: [rank, k, l] in float32.
     """
+    K, blocks = s.K, s.blocks
     LANES: tl.constexpr = L * T.BQ
     block = tl.arange(0, LANES * 4) // (4 * T.BQ)
     at = lane_columns(LANES, T)
-    x_at = x + (block * K + at)
+    x_at = s.x + (block * K + at)
     inputs = x_at, gain + (block * K + at), tl.where(block < blocks, at - K, at)
     sums, square = rows_by_fma(chunk, words, scales, inputs, row_quads(K, T), T)
     z = tl.sum(tl.reshape(sums, (sums.shape[0], L, T.BQ)), 2)
-    mixed = tl.sum(s_tile * z[:, None, :], 2)
+    if T.NORM == 0 and not T.EXACT:
+        z = mended_mix(z, tile, s, L, T)
+    mixed = tl.sum(mix * z[:, None, :], 2)
     if T.NORM:
         mixed *= tl.rsqrt(whole_sum(square) / (blocks * K) + eps)
     return mixed
@@ -174,6 +191,22 @@ def mixed_places(index, rank, ranks, row_step, block_step, blocks, L: tl.constex
     block = index // T.BQ % L
     at = here.to(tl.int64) * row_step + block.to(tl.int64) * block_step
     return at, index % T.BQ, (here < ranks) & (block < blocks)
+
+
+@triton.jit
+def mended_mix(z, tile, s, L: tl.constexpr, T: tl.constexpr):
+    """Sums [BR, L] of ranks by blocks, those found or, if not all are finite, `plain_sums`."""
+    if spoiled(tl.sum(z, 1)):
+        index, rank = tl.arange(0, T.BR * L), tile * T.BR
+        at, _quad, there = mixed_places(
+            index * T.BQ, rank, s.rows, s.w_row * T.UNIT, s.w_block, s.blocks, L, T
+        )
+        scale, _quad, there = mixed_places(
+            index * T.BQ, rank, s.rows, s.scale_row, s.scale_block, s.blocks, L, T
+        )
+        found = plain_sums(s.w + at, s.scale + scale, s.x + index % L * s.K, there, s.K, T)
+        z = tl.reshape(found, (T.BR, L))
+    return z
 
 
 @triton.jit
@@ -207,7 +240,7 @@ def mixed_segment(
     mix = tl.load(s.mix + at_mix, mask=mix_ok, other=0.0).to(tl.float32)
     if WAIT:
         gdc_wait()
-    mixed = mixed_rows(first, words, scales, s.x, gain, eps, mix, K, blocks, L, T)
+    mixed = mixed_rows(first, words, scales, tile, s, gain, eps, mix, L, T)
     to = s.y + block[None, :] * ranks + rank[:, None]
     tl.store(to, mixed.to(s.y.dtype.element_ty), mask=ok)
 
@@ -222,8 +255,13 @@ def run_segment(tile, s, gain, eps, T: tl.constexpr, ADD: tl.constexpr, WAIT: tl
         started = stage_start(tile, s, T)
         if WAIT:
             gdc_wait()
-        found, out, ok = stage_rows(stage_products(started, s, gain, T), started, s, eps, T)
-        store_rows(s.y, found, out, ok, ADD)
+        found, more, out, ok = stage_rows(stage_products(started, s, gain, T), started, s, eps, T)
+        if ADD:
+            more += tl.load(s.y + out, mask=ok, other=0.0).to(tl.float32)
+        store_rows(s.y, found + more, out, ok, False)
+        if T.NORM == 0 and not T.EXACT:  # noqa: SIM102 (known when compiled)
+            if spoiled(found):
+                store_rows(s.y, plain_tile(tile, s, T) + more, out, ok, False)
 
 
 @triton.jit
@@ -258,6 +296,10 @@ def dual_kernel(
     started1 = stage_start(program, s1, T1)
     if PDL:
         gdc_wait()
-    gate, out, ok = stage_rows(stage_products(started0, s0, gain, T0), started0, s0, eps, T0)
-    up, out, ok = stage_rows(stage_products(started1, s1, gain, T1), started1, s1, eps, T1)
-    store_rows(s1.y, activate(gate, ACT) * up, out, ok, False)
+    gate, one, out, ok = stage_rows(stage_products(started0, s0, gain, T0), started0, s0, eps, T0)
+    up, two, out, ok = stage_rows(stage_products(started1, s1, gain, T1), started1, s1, eps, T1)
+    store_rows(s1.y, activate(gate + one, ACT) * (up + two), out, ok, False)
+    if T1.NORM == 0 and not T1.EXACT:  # noqa: SIM102 (known when compiled)
+        if spoiled(up):
+            found = activate(plain_tile(program, s0, T0) + one, ACT)
+            store_rows(s1.y, found * (plain_tile(program, s1, T1) + two), out, ok, False)

@@ -209,21 +209,21 @@ def field_inputs(x, gain, past, ahead, T: tl.constexpr):
 
 
 @triton.jit
-def quad_sums(tile, factor, x, gain, past, column, EXACT: tl.constexpr, T: tl.constexpr):
+def quad_sums(tile, factor, x, gain, past, column, T: tl.constexpr):
     """[RT, lanes, 1] sums over the quads of a chunk that begins at `column`, of levels times inputs and
     scales, and squares of the inputs before the gain [1, lanes, 4].
 
     The offsets of numbers are multiplied with the inputs once for all rows and taken from the sum;
-    with EXACT from each number, which costs one instruction a weight and no rounding.
+    with T.EXACT from each number, which costs one instruction a weight and no rounding.
     """
     FIELDS: tl.constexpr = T.FIELDS
     v, square = field_inputs(x, gain, past, column, T)
     start = v * -field_offset(0, T.BITS, T.CURVED)
-    sums = (field_level(tile, 0, T.BITS, T.CURVED) if EXACT else field_number(tile, 0, T.BITS)) * v
+    sums = (field_level(tile, 0, T.BITS, T.CURVED) if T.EXACT else field_number(tile, 0, T.BITS)) * v
     for field in tl.static_range(1, FIELDS):
         v, more = field_inputs(x, gain, past, column + field * T.WORDS, T)
         square += more
-        if EXACT:
+        if T.EXACT:
             sums += field_level(tile, field, T.BITS, T.CURVED) * v
         else:
             start -= v * field_offset(field, T.BITS, T.CURVED)
@@ -234,6 +234,6 @@ def quad_sums(tile, factor, x, gain, past, column, EXACT: tl.constexpr, T: tl.co
     else:
         sums = tl.sum(tl.reshape(sums, (sums.shape[0], sums.shape[1], 2, 2)), 3)
         start = tl.sum(tl.reshape(start, (1, start.shape[1], 2, 2)), 3)
-    if not EXACT:
+    if not T.EXACT:
         sums += start
     return tl.sum(sums * factor, 2, keep_dims=True), square

@@ -16,7 +16,7 @@ from blr.kernels.common.launching import launch
 from blr.kernels.common.registration import apply, register
 from blr.kernels.decode.gemv.launch import power_of_two
 from blr.kernels.decode.quantized.formats import PLANES, form_of, grid_of
-from blr.kernels.decode.quantized.launch import CHUNK, QuantizedTile
+from blr.kernels.decode.quantized.launch import CHUNK, QuantizedTile, takes_offsets
 from blr.kernels.fused.launch import gated
 
 ALIGNED = 16  # bytes
@@ -158,7 +158,7 @@ def _run_products(x: Tensor, chosen: Tensor, addresses: Tensor, rows: int, K: in
         return _factor(U, z, each, chosen, stack, True, x.dtype)
     width, high = (parts * rows // 2, parts * rows // 2) if act else (parts * rows, rows)
     y = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    tile = _tile(stack, high, DEEP_GATED if act else DEEP)
+    tile = _tile(stack, high, DEEP_GATED if act else DEEP, x.dtype)
     constants = {"PARTS": parts, "ACT": act, "T": tile, "EARLY": bool(ranks) or early}
     launch(
         products_kernel,
@@ -175,7 +175,7 @@ def _mix(x: Tensor, chosen: Tensor, weights: Tensor, stack: Stack, y: Tensor, ad
     from blr.kernels.layers.experts.triton import mixed_kernel
 
     z = _factor(V, x, 1, chosen, stack, True) if stack.ranks else x
-    tile, options = _tile(stack, stack.rows, DEEP_MIXED), _launched(x)
+    tile, options = _tile(stack, stack.rows, DEEP_MIXED, x.dtype), _launched(x)
     arguments = (x, stack.addresses, chosen, weights, z, y, y.stride(0), stack.rows, stack.K)
     launch(
         mixed_kernel,
@@ -235,8 +235,8 @@ def _steps(stack: Stack, tile: QuantizedTile) -> tuple[int, int]:
     return groups * stack.group * stack.bits // 32 // tile.UNIT, groups
 
 
-def _tile(stack: Stack, rows: int, deep: int) -> QuantizedTile:
-    """What a program has of `rows` of a layer, `deep` of them a thread."""
+def _tile(stack: Stack, rows: int, deep: int, dtype: torch.dtype) -> QuantizedTile:
+    """What a program has of `rows` of a layer with scales in `dtype`, `deep` rows a thread."""
     form = form_of(stack.bits, stack.group, stack.curved)
     quads = form.quads(stack.K)
     chunk = min(max(power_of_two(quads), 4), CHUNK[stack.bits])
@@ -244,8 +244,8 @@ def _tile(stack: Stack, rows: int, deep: int) -> QuantizedTile:
     high = max(min(deep * beside, power_of_two(rows)), beside)
     full = rows % high == 0 and quads == chunk and stack.K % stack.group == 0
     unit = 4 if -(-stack.K // stack.group) * stack.group * stack.bits // 32 % 4 == 0 else 1
-    one, ranks = quads <= chunk, _ranks(stack)
-    return QuantizedTile(*form, high, chunk, beside, ONE=one, UNIT=unit, RANKS=ranks, FULL=full)
+    exact, sizes = takes_offsets(form, dtype), (*form, high, chunk, beside, quads <= chunk)
+    return QuantizedTile(*sizes, UNIT=unit, RANKS=_ranks(stack), FULL=full, EXACT=exact)
 
 
 def _run_weights(like: Tensor, ends: Tensor, addresses: Tensor, rows: int, K: int, bits: int, group: int,

@@ -6,17 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from blr.kernels.common.launching import launch
-from blr.kernels.decode.quantized.formats import CURVE, PLANES, grid_of
+from blr.kernels.decode.quantized.formats import PLANES, grid_of
+from blr.kernels.decode.quantized.plain import level_of
 
-BEND = tl.constexpr(CURVE[3])
-WHOLE = tl.constexpr(0x4B000000)  # 2^23 in float32, whose last bit is worth 1
 ROWS = 16  # of a program, which has one group of each
-
-
-@triton.jit
-def number_of(code, MIDDLE: tl.constexpr):
-    """An integer from 0 to 2^23 - 1 minus MIDDLE in float32, without the slow conversion of integers."""
-    return (code | WHOLE).to(tl.float32, bitcast=True) - 8388608.0 - MIDDLE
 
 
 @triton.jit
@@ -25,22 +18,10 @@ def group_numbers(words, word_row, scale, scale_row, row, there, group, BITS: tl
                   CURVED: tl.constexpr):  # fmt: skip
     """The numbers [BR, GROUP] in float32 of one group of the rows `row` that are `there`: levels times
     scales. LOW: bits of the lowest plane."""
-    EACH: tl.constexpr = GROUP * LOW // 32  # words of the lowest plane
     factor = tl.load(scale + row * scale_row + group, mask=there, other=0.0).to(tl.float32)
-    inside = tl.arange(0, GROUP)[None, :]
     at = words + row[:, None] * word_row + group * (GROUP * BITS // 32)
-    code = tl.load(at + inside % EACH, mask=there[:, None], other=0) >> (inside // EACH * LOW)
-    if BITS == 8:
-        number = ((code << 24) >> 24).to(tl.float32)
-    else:
-        code = code & ((1 << LOW) - 1)
-        if BITS == 3:
-            HIGH: tl.constexpr = GROUP // 32  # words of the highest plane
-            bit = tl.load(at + EACH + inside % HIGH, mask=there[:, None], other=0) >> (inside // HIGH)
-            code = code | ((bit & 1) << 2)
-        number = number_of(code, MIDDLE)
-    if CURVED:
-        number = number * (1.0 + BEND * number * number)
+    inside = tl.arange(0, GROUP)[None, :]
+    number = level_of(at, inside, there[:, None], BITS, GROUP, LOW, MIDDLE, CURVED)
     return number * factor[:, None]
 
 
