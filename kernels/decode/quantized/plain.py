@@ -13,7 +13,7 @@ WHOLE = tl.constexpr(0x4B000000)  # 2^23 in float32, whose last bit is worth 1
 # offsets of the grids: of three bits, curved or not, of four, of two
 CURVED_THREE, THREE = (tl.constexpr(grid_of(3, curved).offset) for curved in (True, False))
 FOUR, TWO = tl.constexpr(OFFSET[4]), tl.constexpr(OFFSET[2])
-AT_ONCE = tl.constexpr(512)  # weights: few registers, since fast sums are in the same kernel
+AT_ONCE = tl.constexpr(256)  # weights: few registers, since fast sums are in the same kernel
 
 
 @triton.jit
