@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from blr.kernels.common.available import interpreted
 from blr.kernels.common.launching import TritonKernel, run_kernel
 from blr.kernels.decode.gemv.segments import USUAL, AnySegment, How, Run, Segment
 
@@ -153,10 +154,11 @@ def mix_strides(mix: Tensor | None) -> tuple[int, int, int]:
 
 
 def run_stages(
-    rows: TritonKernel, pair: TritonKernel, stages: list[Any], tiles: list[Any], how: How, warps: int
-) -> None:
+    rows: TritonKernel, pair: TritonKernel, stages: list[Any], tiles: list[Any], how: How, warps: int,
+    registers: int = 0,
+) -> None:  # fmt: skip
     """One to three stages by `rows`, a `grouped_kernel` of plain or of quantized weights, or gate and up
-    by `pair`, a `dual_kernel`."""
+    by `pair`, a `dual_kernel`. registers: of a thread of `rows` at most, 0: as the compiler likes."""
     blocks = [1 if tile.MIX else s.blocks for s, tile in zip(stages, tiles, strict=True)]
     programs = [b * -(-s.rows // t.BR) for b, s, t in zip(blocks, stages, tiles, strict=True)]
     norm = (stages[0].x if how.gain is None else how.gain, how.eps)
@@ -168,6 +170,7 @@ def run_stages(
     ends = [*accumulate(programs)]
     given = (*three(stages), ends[0], ends[min(1, len(ends) - 1)], *norm)
     options |= {"COUNT": len(stages), "ADD": how.add, **numbered("T", tiles)}
+    options |= {"maxnreg": registers} if registers and not interpreted() else {}
     run_kernel(rows, (ends[-1],), *given, **options)
 
 

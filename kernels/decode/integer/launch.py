@@ -33,6 +33,8 @@ PACKED = 8  # quads of inputs of a program that makes them
 DEEP = 4  # rows of a thread at once in four bits
 REGISTER_FILE = 1 << 16  # of a multiprocessor
 REGISTERS = 128  # of a thread at most in four bits
+# Of a thread at most in eight warps of rows, by bits: three programs a multiprocessor, four of int2.
+EIGHT_WARPS = {2: 64, 3: 80}
 
 
 # One token's inputs as products read them: words [PLACES · 2, quads, 4] int32, of each place the high
@@ -103,7 +105,9 @@ def _multiply(segments: Sequence[QuantizedSegment], inputs: Inputs, how: How) ->
     tiles = [_row_tile(s, total, how.gain, bool(how.activation)) for s in segments]
     low, high = table(s.curved)
     given = *inputs, _lanes(s)
-    _run(rows_kernel, gated_kernel, segments, tiles, given, how, LOW=low, HIGH=high)
+    limited = _warps(s) == 8 and not how.activation and not interpreted()
+    fixed = {"maxnreg": EIGHT_WARPS[s.bits]} if limited else {}
+    _run(rows_kernel, gated_kernel, segments, tiles, given, how, LOW=low, HIGH=high, **fixed)
 
 
 def _loop(segments: Sequence[QuantizedSegment], how: How) -> None:

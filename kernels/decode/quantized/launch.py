@@ -26,6 +26,7 @@ CHUNK = {2: 64, 3: 64, 4: 128, 8: 256}
 DEEPEST, NARROW = 8, 2  # rows of a thread at most; of less than a chunk
 SHALLOW = 4  # of three bits at most: words of two planes need twice the registers
 PROGRAMS = 396  # that a launch has at least, if it can: three for each multiprocessor of an H200
+REGISTERS = 112  # of a thread at most in four bits: four programs of four warps a multiprocessor
 
 
 class QuantizedStage(NamedTuple):
@@ -232,8 +233,9 @@ def grouped(
     warps = max(shape["num_warps"] for shape in shapes)
     sizes = zip(segments, shapes, strict=True)
     tiles = [quantized_tile(s, complete(shape, warps), how.gain) for s, shape in sizes]
+    most = REGISTERS if warps == 4 and segments[0].bits == 4 else 0
     for token in tokens_of(segments):
-        run_stages(grouped_kernel, dual_kernel, [stage(s) for s in token], tiles, how, warps)
+        run_stages(grouped_kernel, dual_kernel, [stage(s) for s in token], tiles, how, warps, most)
 
 
 def _segment_shape(s: QuantizedSegment, total: int) -> dict[str, int]:
