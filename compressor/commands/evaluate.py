@@ -29,7 +29,7 @@ from blr.compressor.commands.text_scores import (
     kept_at,
     text_scores,
 )
-from blr.compressor.integrations.lm_eval import Asked, compared, run_tasks
+from blr.compressor.integrations.lm_eval import compared, run_tasks
 from blr.compressor.loading.load import EMBEDS, GENERATES, load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.loading.tokenizer import PROBE, check_ids, encode_padded, taken_by
@@ -39,16 +39,6 @@ from blr.compressor.text.reading import Beginning, beginning_of, read_whole_text
 
 MAX_BYTES = 64 * 2**20  # of a text; all of it is tokenized at once
 Pair: TypeAlias = tuple[str, str, float]  # two sentences and their score
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """`perplexity` over `tokens` predicted ones; the `beginning` of each window is not counted."""
-
-    perplexity: float
-    tokens: int
-    window: int
-    beginning: Beginning = ()
 
 
 def evaluate_folder(
@@ -127,13 +117,11 @@ class Evaluation:
 
     def of_tasks(self) -> dict[str, object]:
         """The scores in tasks."""
-        asked = self.asked
-        wanted = Asked(asked.task_names, asked.tasks_path, asked.shots, asked.limit, bool(self.against))
-        found = run_tasks(self.model(self.folder), self.tokenizer, wanted, asked.batch)
+        found = run_tasks(self.model(self.folder), self.tokenizer, self.asked)
         if self.against is None:
             return asdict(found[0])
-        dense = run_tasks(self.model(self.against), self.tokenizer, wanted, asked.batch)
-        return {**asdict(found[0]), "tasks_against": asdict(compared(found, dense))}
+        dense = run_tasks(self.model(self.against), self.tokenizer, self.asked)
+        return {**asdict(found[0]), "tasks_against": compared(found, dense)}
 
     def of_texts(self, tokens: list[Tensor]) -> dict[str, object]:
         """The result on one text, or those on several."""
@@ -152,7 +140,7 @@ class Evaluation:
         dense = None if self.against is None else self._dense(self.against, ids, beginning, *how)
         model = self.model(self.folder)
         found = text_scores(model, ids, *how, self.progress, beginning, dense)
-        told = asdict(perplexity(found, window, beginning))
+        told = {**perplexity(found), "window": window, "beginning": beginning}
         if dense is None:
             return told
         dense.write(self.progress)
@@ -188,10 +176,10 @@ def read_tokens(
     return torch.tensor(ids)
 
 
-def perplexity(found: list[ScoredWindow], window: int, beginning: Beginning) -> Perplexity:
-    """exp of the mean negative log-likelihood of what windows of a text score."""
+def perplexity(found: list[ScoredWindow]) -> dict[str, float]:
+    """exp of the mean negative log-likelihood of what windows of a text score, and their tokens."""
     losses = torch.cat([scores.loss for _, scores in found]).double()
-    return Perplexity(math.exp(float(losses.mean())), len(losses), window, beginning)
+    return {"perplexity": math.exp(float(losses.mean())), "tokens": len(losses)}
 
 
 @dataclass(frozen=True)
