@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperCommand
 from typer.models import ArgumentInfo
 
-from blr.compressor.base.device import COMPUTED, check_device
+from blr.compressor.base.device import check_device
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.quoting import is_numeral, printable_all
 from blr.compressor.recipe.option import Option, described, options_of
@@ -72,7 +72,6 @@ check_temperature = _checked(  # 0 for greedy decoding, or what logits can be di
 )
 check_seed = _checked(lambda n: n in SEEDS, "an integer of 64 bits")
 check_factor = _checked(lambda cf: isfinite(cf) and cf > 1, "a compression factor over 1")
-check_dtype = _checked(COMPUTED.__contains__, f"one of {', '.join(COMPUTED)}")
 check_gpu_name = _checked(  # under which a table is kept
     lambda name: re.fullmatch(r"[A-Za-z0-9][\w-]{0,63}", name, re.ASCII) is not None,
     "a name of letters, digits, _ and -",
@@ -228,14 +227,11 @@ OutputFolder = Annotated[
 ]
 FormatOption = Annotated[Format, typer.Option("--format", help="Print text, or one JSON object.")]
 Device = Annotated[str, typed(EvalSettings, "device")]
-Threads = Annotated[int | None, typed(EvalSettings, "threads")]
 PROCESSES = "Start this many processes, one on each GPU (or on the CPU with --device cpu)."
 Gpus = Annotated[int | None, typer.Option(min=1, max=64, help=PROCESSES, show_default="1")]
 EvalWindow = Annotated[int | None, typed(EvalSettings, "window")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
-Verify = Annotated[bool, typed(EvalSettings, "verify", "--verify/--no-verify")]
 Offline = Annotated[bool, typed(RunSettings, "offline", "--offline")]
-Trust = Annotated[bool, typed(EvalSettings, "trust_remote_code", "--trust-remote-code")]
 Revision = Annotated[str | None, typed(RunSettings, "revision")]
 Restart = Annotated[bool, typed(RunSettings, "restart", "--restart")]
 

@@ -230,8 +230,64 @@ def checked_minutes(minutes: float | None) -> float | None:
     return minutes
 
 
-@dataclass(frozen=True)
-class EvalSettings:
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """How a model is loaded and run.
+
+    Options:
+        dtype: Compute in this dtype.
+        device: Compute on auto, cpu, cuda or cuda:N.
+        threads: Compute with this many CPU threads. [OMP_NUM_THREADS, or all free cores]
+        trust_remote_code: Run modeling code found in the checkpoint.
+        verify: Compare files written by blr with their manifest while they are read.
+        offline: Read nothing from the network.
+    """
+
+    dtype: str | None = "float32"
+    device: str = "auto"
+    threads: Annotated[int, Limits(1, 1024)] | None = None
+    trust_remote_code: bool = False
+    verify: bool = True
+    offline: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings(ModelSettings):
+    """How a prompt is continued; temperature 0 is greedy decoding.
+
+    Options:
+        max_new_tokens: Tokens to generate.
+        temperature: Sample at this temperature; 0 takes the likeliest token.
+        top_k: Sample among the K likeliest tokens.
+        top_p: Sample among the likeliest tokens of this total probability.
+        seed: Seed of sampling.
+        profile: Time the stages of the fused runtime, on standard error.
+        dtype: Dtype to compute in. [float32; of exports on a GPU: as stored]
+    """
+
+    max_new_tokens: Count = 64
+    temperature: Annotated[float, Limits(0)] = 0.0
+    top_k: Count | None = None
+    top_p: float | None = None
+    seed: int = 0
+    profile: bool = False
+    dtype: str | None = None
+
+
+def check_generate(settings: GenerateSettings) -> None:
+    """Raise UsageError for settings that nothing would use."""
+    _check_dtype(settings.dtype)
+    if settings.temperature == 0 and (settings.top_k, settings.top_p) != (None, None):
+        raise UsageError("--top-k and --top-p belong to sampling; give --temperature, as 0.8, too")
+
+
+def _check_dtype(dtype: str | None) -> None:
+    if dtype is not None and dtype not in COMPUTED:
+        raise UsageError(f"dtype {dtype!r}: expected one of {', '.join(COMPUTED)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings(ModelSettings):
     """Texts, pairs or tasks, and how a model is judged by them.
 
     Options:
@@ -248,12 +304,6 @@ class EvalSettings:
         max_tokens: Read only this many tokens of a text.
         skip_tokens: Leave out the first tokens of a text. [read them all]
         batch: Windows or sentences computed at once.
-        dtype: Compute in this dtype.
-        device: Compute on auto, cpu, cuda or cuda:N.
-        threads: Compute with this many CPU threads. [OMP_NUM_THREADS, or all free cores]
-        trust_remote_code: Run modeling code found in the checkpoint.
-        verify: Compare files written by blr with their manifest while they are read.
-        offline: Read nothing from the network.
     """
 
     text: tuple[Path, ...] = ()
@@ -270,11 +320,6 @@ class EvalSettings:
     skip_tokens: Annotated[int, Limits(0)] | None = None
     batch: Count = 8
     dtype: str = "float32"
-    device: str = "auto"
-    threads: Annotated[int, Limits(1, 1024)] | None = None
-    trust_remote_code: bool = False
-    verify: bool = True
-    offline: bool = False
 
     @property
     def task_names(self) -> list[str]:
@@ -285,8 +330,7 @@ class EvalSettings:
 def check_eval(settings: EvalSettings) -> None:
     """Raise UsageError if there is nothing to do, or for settings that nothing would use."""
     check_limits(settings)
-    if settings.dtype not in COMPUTED:
-        raise UsageError(f"dtype {settings.dtype!r}: expected one of {', '.join(COMPUTED)}")
+    _check_dtype(settings.dtype)
     text, sts, tasks = settings.text, settings.sts, settings.tasks
     if not (text or tasks or sts):
         raise UsageError("eval needs --text FILE or --tasks NAMES (decoders), or --sts FILE (encoders)")
