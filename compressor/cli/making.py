@@ -27,14 +27,14 @@ from blr.compressor.cli.options import (
     OutputFolder,
     Quiet,
     named,
-    recipe_options,
-    setting_options,
+    options_for,
     taking,
 )
 from blr.compressor.cli.signals import Running, end_member, started, stop_on_signals
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.output.loss_messages import CheckFacts, number
 from blr.compressor.planning.roofline import ASKED
+from blr.compressor.recipe.schema import Recipe
 from blr.compressor.recipe.settings import MINUTES, CompressSettings, HealOptions
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def make(
         print(json.dumps(asdict(summary)) if format is Format.json else text(summary))
 
 
-@taking(recipe_options(), setting_options(CompressSettings), first=COMPRESS)
+@taking(options_for(Recipe), options_for(CompressSettings), first=COMPRESS)
 def compress(
     model: Model,
     output: Path | None = None,
@@ -133,7 +133,7 @@ def _compress_text(summary: Summary, teacher: str) -> str:
     )
 
 
-@taking(setting_options(HealOptions), first=HEAL)
+@taking(options_for(HealOptions), first=HEAL)
 def heal(
     checkpoint: Annotated[str, named("A folder written by blr compress, or a hub id.")],
     output: OutputFolder,
@@ -167,7 +167,7 @@ def _heal_text(summary: HealSummary) -> str:
     )
 
 
-@taking(setting_options(ExportOptions), first=EXPORT)
+@taking(options_for(ExportOptions), first=EXPORT)
 def export(
     checkpoint: Annotated[str, named("A folder, dense or compressed by blr, a hub id or a short name.")],
     output: OutputFolder,

@@ -17,8 +17,8 @@ from blr.compressor.cli.options import (
     Format,
     FormatOption,
     Quiet,
+    options_for,
     print_result,
-    setting_options,
     taking,
 )
 from blr.compressor.recipe.settings import EvalSettings, GenerateSettings, check_generate
@@ -27,7 +27,7 @@ EVAL = "text against tasks sts window max_tokens dtype device quiet format"
 GENERATE = "max_new_tokens temperature top_k top_p seed profile dtype device format"
 
 
-@taking(setting_options(EvalSettings), first=EVAL)
+@taking(options_for(EvalSettings), first=EVAL)
 def evaluate(
     checkpoint: Checkpoint, quiet: Quiet = False, format: FormatOption = Format.text, **options: Any
 ) -> None:
@@ -105,7 +105,7 @@ def _number(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-@taking(setting_options(GenerateSettings), first=GENERATE)
+@taking(options_for(GenerateSettings), first=GENERATE)
 def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],

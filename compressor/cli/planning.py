@@ -11,8 +11,6 @@ from blr.compressor.cli.making import compress
 from blr.compressor.cli.options import (
     Format,
     FormatOption,
-    Offline,
-    Revision,
     command_options,
     named,
     print_result,
@@ -45,8 +43,6 @@ def plan(
     ] = None,
     gpus: Annotated[int, Limits(1, 4096)] | None = None,
     every: bool = False,
-    revision: Revision = None,
-    offline: Offline = False,
     format: FormatOption = Format.text,
     **options: Any,
 ) -> None:
@@ -78,7 +74,8 @@ def plan(
     resolved = asked_recipe(options["recipe"], asked, calibrated, effort, text == OWN, apart=("gpu",))
     checked_minutes(heal)
     card, chosen = chosen_gpu(resolved.gpu)
-    found = resolve_model(model, revision=revision, offline=offline, weights=False)
+    place = {name: options[name] for name in ("revision", "offline")}
+    found = resolve_model(model, weights=False, **place)
     source, outlined = open_or_outline(found.folder)
     Progress().notes(source.notes())
     choose = draft_form if options["for_draft"] else sized
