@@ -96,7 +96,7 @@ def sweep(
         checked_minutes(minutes)
     grid = run.Grid(named, *sizes, lines, heals, seeds)
     card, _ = chosen_gpu(gpu)
-    recipes = run.points_of(grid, common, calibration is not None)
+    points = run.points_of(grid, common, calibration is not None)
     judging = [(f"--{name.replace('_', '-')}", options[name]) for name in JUDGING]
     tokens = tuple(word for name, value in judging if value is not None for word in (name, str(value)))
     offline = options["offline"]
@@ -120,7 +120,7 @@ def sweep(
             gpu=card.name,
             offline=offline,
         )
-        result = run.sweep(found.folder, recipes, output, settings, Progress(quiet))
+        result = run.sweep(found.folder, points, output, settings, Progress(quiet))
     none_made = bool(result.failed) and not result.points
     if format is not Format.json:
         print(page.table(result))
