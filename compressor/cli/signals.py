@@ -212,17 +212,10 @@ class Crew:
             thread.start()
 
     def _start(self, number: int, reader: int) -> subprocess.Popen[str]:
-        own = {"RANK": str(number), "LOCAL_RANK": str(number), environment.PARENT: str(reader)}
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "blr.compressor", *sys.argv[1:]],
-            env={**os.environ, **own},
-            pass_fds=(reader,),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="backslashreplace",
-        )
+        own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        how = {**streams, "text": True, "errors": "backslashreplace"}
+        return environment.start(sys.argv[1:], reader, own, **how)
 
     def _watch(self, number: int, member: subprocess.Popen[str]) -> None:
         """End the run if this process fails."""
