@@ -178,8 +178,8 @@ def _parameter(name: str, option: Option, default: object, check: bool = False) 
         *names,
         help=option.help,
         show_default=option.default or True,
-        min=option.limits.least,
-        max=option.limits.most,
+        min=option.least if check else None,
+        max=option.most if check else None,
         callback=(NAMED_CHECKS.get((name, option.kind)) or CHECKS.get(option.kind)) if check else None,
     )
     taken: object = Annotated[kind if default is not None else kind | None, info]

@@ -6,6 +6,7 @@ import json
 from typing import Annotated, Any
 
 import typer
+from pydantic import Field
 
 from blr.compressor.cli.making import compress
 from blr.compressor.cli.options import (
@@ -16,7 +17,6 @@ from blr.compressor.cli.options import (
     print_result,
     taking,
 )
-from blr.compressor.recipe.option import Limits
 
 NO_USE = (  # options of how compress runs, which change no plan
     *("output", "overwrite", "restart", "max_shard_size", "allow_pickle", "check", "stream"),
@@ -41,7 +41,7 @@ def plan(
             show_default="of decoders",
         ),
     ] = None,
-    gpus: Annotated[int, Limits(1, 4096)] | None = None,
+    gpus: Annotated[int, Field(ge=1, le=4096)] | None = None,
     every: bool = False,
     format: FormatOption = Format.text,
     **options: Any,

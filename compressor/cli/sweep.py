@@ -5,6 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from blr.compressor.base.errors import CapabilityError, kind_of_error
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.regular import read_start
@@ -18,7 +20,6 @@ from blr.compressor.cli.options import (
 )
 from blr.compressor.cli.signals import Running, stop_on_signals
 from blr.compressor.planning.roofline import chosen_gpu
-from blr.compressor.recipe.option import Limits
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.recipe.settings import EvalSettings, RunSettings, checked_minutes
 
@@ -52,7 +53,7 @@ def sweep(
     heal: str = "0",
     calibration: str | None = None,
     seed: str = "0",
-    jobs: Annotated[int, Limits(1, 64)] = 1,
+    jobs: Annotated[int, Field(ge=1, le=64)] = 1,
     keep: bool = False,
     quiet: Quiet = False,
     format: FormatOption = Format.text,
