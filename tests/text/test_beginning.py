@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, LlamaTokenizer
 from blr.compressor.base.errors import InputError
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.compress import Settings, compress
-from blr.compressor.commands.evaluate import Encoder, perplexity, read_tokens
+from blr.compressor.commands.evaluate import perplexity, pooled, read_tokens
 from blr.compressor.commands.heal import heal
 from blr.compressor.commands.text_scores import text_scores
 from blr.compressor.fitting import engine
@@ -324,5 +324,5 @@ def test_sentences_are_read_with_all_that_is_put_around_them(tmp_path: Path) -> 
     model.register_forward_pre_hook(
         lambda _, args, given: seen.append(given["input_ids"]), with_kwargs=True
     )
-    Encoder(model, tokenizer, Sentences(), 20, QUIET).pooled(lines)
+    pooled(model, tokenizer, Sentences(), lines)
     assert (seen[0][:, 0] == 123).all() and (seen[0][:, 11] == 125).all()
