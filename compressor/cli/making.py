@@ -1,5 +1,4 @@
-"""Commands that make a folder: compress, heal and export, and the labelled lines that they say at their
-end."""
+"""Commands that make a folder, compress, heal and export, and the lines that they say at their end."""
 
 from __future__ import annotations
 
@@ -256,10 +255,7 @@ def check_lines(found: CheckFacts | None) -> list[Line]:
 
 
 def healed_lines(summary: HealSummary) -> list[Line]:
-    """The lines on a training (`healing/summary.py`); none where nothing was trained.
-
-    The figures that chose the best step are of other tokens than the loss of the output.
-    """
+    """The lines on a training. Figures of the best step are of other tokens than the output's loss."""
     if not summary.steps:
         return []
     speed = summary.tokens / max(summary.trained_seconds, 1e-9)
@@ -292,8 +288,7 @@ def time_line(seconds: float, spent: Mapping[str, float] = NONE) -> Line:
 
 
 def use_lines(output: str, check: CheckFacts | None) -> list[Line]:
-    """What to do with a finished checkpoint: export it for the GPU of this machine, or try it; a server
-    takes it as it is."""
+    """What to do with a finished checkpoint: export it for this machine's GPU, try it, or serve it."""
     exported = next_line("export", output, "-o", quote(f"{output}-fast"))
     if not generates(check):
         return [exported if installed_card() else next_line("inspect", output)]

@@ -86,8 +86,7 @@ def _distance(far: dict[str, Any]) -> list[str]:
 
 
 def _tasks(scores: dict[str, Any], documents: dict[str, int], far: dict[str, Any] | None) -> list[str]:
-    """Scores as a table; beside a dense model also its scores, what is recovered, and the items whose
-    score changed."""
+    """Scores as a table; beside a dense model its own, what is recovered, and how many items changed."""
     rows, more = [], ("dense", "recovery", "lost", "gained") if far else ()
     for task, metrics in scores.items():
         for metric, value in metrics.items():

@@ -187,12 +187,10 @@ def started(gpus: int | None, running: Running) -> Iterator[None]:
 
 
 class Crew:
-    """Processes 1 to `count` − 1, of this command with `--gpus`; `running` tells what is kept.
-
-    They only compute: their standard output is dropped and their standard error kept, for what they say
-    last if they fail. One that dies ends the run with one line. They hold the end of a pipe whose other
-    end is this process's alone, and end when it does, however that happens.
-    """
+    """Processes 1 to `count` − 1, of this command with `--gpus`; `running` tells what is kept. They only
+    compute: their standard output is dropped and their standard error kept, for what they say last if
+    they fail. One that dies ends the run with one line. They hold the end of a pipe whose other end is
+    this process's alone, and end when it does, however that happens."""
 
     def __init__(self, count: int, running: Running) -> None:
         self.count, self.running, self.over = count, running, False

@@ -1,7 +1,5 @@
-"""Commands that time kernels and models on this machine: bench and tune.
-
-The options of each are the fields of its settings in `blr.bench.options` (scripts/bench).
-"""
+"""Commands that time kernels and models on this machine: bench and tune. The options of each are the
+fields of its settings in `blr.bench.options` (scripts/bench)."""
 
 from __future__ import annotations
 

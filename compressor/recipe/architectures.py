@@ -50,14 +50,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of a model family.
-
-    `modules` maps globs over names on disk to layer types, `shapes` globs over tensors to symbols.
-    `heads` stay dense unless asked for; `transposed` weights are stored [in, out]. `blocks` is the list
-    of blocks on disk, and `groups` are the layers of a block in order (without them there is no
-    calibration). `attention` maps layer types that hold heads to their side ("out" or "in") and number.
-    `prefix` begins module names in a checkpoint with a head. `experts`: whether they are compressed.
-    """
+    """What is known of a model family. `modules` maps globs over names on disk to layer types, `shapes`
+    globs over tensors to symbols. `heads` stay dense unless asked for; `transposed` weights are stored
+    [in, out]. `blocks` is the list of blocks on disk, and `groups` are the layers of a block in order
+    (without them there is no calibration). `attention` maps layer types that hold heads to their side
+    ("out" or "in") and number. `prefix` begins module names in a checkpoint with a head. `experts`:
+    whether they are compressed."""
 
     name: str
     model_types: tuple[str, ...]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field
 
+from blr.compressor.base.device import Computed
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import CHECKING, HEALING, OWN, WRITING
 from blr.compressor.recipe.fields import Share
@@ -26,7 +27,6 @@ NOT_IN_FINGERPRINT = (
 )
 Count = Annotated[int, Field(ge=1)]
 Minutes = Annotated[float, Field(gt=0, le=1e5)]
-Dtype = Literal["bfloat16", "float16", "float32", "float64"]  # as `device.COMPUTED`
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class ModelSettings:
         offline: Read nothing from the network.
     """
 
-    dtype: Dtype | None = "float32"
+    dtype: Computed | None = "float32"
     device: str = "auto"
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     trust_remote_code: bool = False
@@ -257,7 +257,7 @@ class GenerateSettings(ModelSettings):
     top_p: float | None = None
     seed: int = 0
     profile: bool = False
-    dtype: Dtype | None = None
+    dtype: Computed | None = None
 
 
 def check_generate(settings: GenerateSettings) -> None:
@@ -300,7 +300,7 @@ class EvalSettings(ModelSettings):
     max_tokens: Annotated[int, Field(ge=2)] | None = None
     skip_tokens: Annotated[int, Field(ge=0)] | None = None
     batch: Count = 8
-    dtype: Dtype = "float32"
+    dtype: Computed = "float32"
 
     @property
     def task_names(self) -> list[str]:

@@ -97,8 +97,7 @@ def _end(running: Mapping[subprocess.Popen[bytes], tuple[PointChain, object]]) -
 @dataclass
 class PointChain:
     """The commands that make one point of a sweep: `compress` (None: the dense model) and `evaluate` are
-    their options. `failure` and `code` tell of a command that failed, `spent` are seconds of all
-    runs."""
+    their options. `failure` and `code` tell of a failed command, `spent` are seconds of all runs."""
 
     folder: Folder
     name: str

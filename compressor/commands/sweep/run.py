@@ -1,5 +1,4 @@
-"""A sweep from a model and a grid to a table: its points, of which those that are missing are made; what
-fails is said and left."""
+"""A sweep from a model and a grid to a table: missing points are made, what fails is said and left."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
