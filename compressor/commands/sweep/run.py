@@ -100,11 +100,7 @@ def _shown(number: float) -> str:
 def points_of(grid: Grid, common: dict[str, object], calibrated: bool) -> list[Point]:
     """Every point, plain quantization first; `common` settings go to all that use them. Raises
     UsageError for settings that do not fit or are unused, and for a point twice or none."""
-    if DENSE in grid.methods:
-        raise UsageError(
-            "--methods are structures; dense weights in few bits are the line of --plain: give that"
-        )
-    _refuse_halves(grid)
+    _refuse_lists(grid)
     plain = (Point(k, "plain", {"method": DENSE, "quantize": k}) for k in grid.plain)
     bare = [*plain, *_structured(grid), *_corrected(grid)]
     found = [_varied(*one) for one in product(bare, grid.heals, grid.seeds or (None,))]
@@ -122,8 +118,12 @@ def points_of(grid: Grid, common: dict[str, object], calibrated: bool) -> list[P
     return [replace(point, shared=used) for point, used in zip(found, shared, strict=True)]
 
 
-def _refuse_halves(grid: Grid) -> None:
-    """Raise UsageError for lists that nothing is combined with."""
+def _refuse_lists(grid: Grid) -> None:
+    """Raise UsageError for lists that are of other options, or that nothing is combined with."""
+    if DENSE in grid.methods:
+        raise UsageError(
+            "--methods are structures; dense weights in few bits are the line of --plain: give that"
+        )
     if bool(grid.bases) != bool(grid.ranks):
         raise UsageError("--base and --rank make points together; give both, or leave out the other")
     if grid.methods and not grid.cfs and not grid.bases:
