@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 # What weights are stored and computed in, by torch's names
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPES: tuple[str, ...] = get_args(Dtype)
-COMPUTED = (*DTYPES, "float64")  # what a model can be loaded in
+Computed = Literal["bfloat16", "float16", "float32", "float64"]  # what a model can be loaded in
+COMPUTED: tuple[str, ...] = get_args(Computed)
 CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # safetensors' names
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _KNOWN = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d{1,3})?", re.ASCII)

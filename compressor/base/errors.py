@@ -1,6 +1,5 @@
 """Every failure `blr` reports on purpose, one exit code each. A message is one line: what was found
-(file, key or tensor), what was expected and what to do. Anything else that escapes is a bug (exit code
-1)."""
+(file, key or tensor), what was expected and what to do. Anything else that escapes is a bug (1)."""
 
 
 class BlrError(Exception):

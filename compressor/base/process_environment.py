@@ -2,8 +2,13 @@
 it. Nothing here imports torch."""
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from subprocess import Popen
 
 MEETING = "BLR_MEETING"  # the file where the processes that --gpus started find each other
 PARENT = "BLR_PARENT"  # in those, a descriptor that is at its end when the first process is
@@ -42,6 +47,19 @@ def is_started_by_us() -> bool:
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isascii() and text.isdigit() else default
+
+
+def start(arguments: Sequence[str], alive: int, own: Mapping[str, str], **streams: Any) -> "Popen[Any]":
+    """Start a command of `blr` with `own` variables, which ends when the other end of `alive` does."""
+    import subprocess  # as slow
+
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "blr.compressor", *arguments],
+        env={**os.environ, **own, PARENT: str(alive)},
+        pass_fds=(alive,),
+        stdin=subprocess.DEVNULL,
+        **streams,
+    )
 
 
 def follow() -> None:

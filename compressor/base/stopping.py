@@ -13,8 +13,7 @@ _waiting: tuple[int, Callable[[], object], float] | None = None  # a signal, how
 
 
 def hold(number: int, follow: Callable[[], object]) -> bool:
-    """Whether the signal `number` waits until work is saved, and `follow` is called. A later one does
-    not."""
+    """Whether the signal `number`, unlike a later one, waits until work is saved and `follow` called."""
     global _waiting
     with _lock:
         if _holding and _waiting is None:

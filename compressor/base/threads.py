@@ -35,8 +35,7 @@ def use_threads(asked: int | None = None, sharing: int = 1) -> int:
 
 def on_one_thread(items: Sequence[str], compute: Callable[[str], None]) -> None:
     """Compute each item on one thread, as many at once as torch has threads: threads that share small
-    products spend longer on waking each other. Behind an item that fails none begins, and its error is
-    raised."""
+    products spend longer on waking each other. Behind an item that fails none begins; it raises."""
     import torch
 
     number, failed = torch.get_num_threads(), Event()

@@ -116,11 +116,8 @@ def _check_kernels() -> None:
 
 
 def main() -> None:
-    """Entry point: runs a command and turns every outcome into an exit code.
-
-    `BlrError` becomes its own code and one line; a bug becomes 1, with the traceback only under
-    BLR_DEBUG=1; Ctrl-C becomes 130, a reader of the results that left 141.
-    """
+    """Entry point: runs a command and turns every outcome into an exit code. `BlrError` becomes its own
+    code and one line, a bug 1 (traceback under BLR_DEBUG=1), Ctrl-C 130, a reader that left 141."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

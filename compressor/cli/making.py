@@ -1,5 +1,4 @@
-"""Commands that make a folder: compress, heal and export, and the labelled lines that they say at their
-end."""
+"""Commands that make a folder, compress, heal and export, and the lines that they say at their end."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ from blr.compressor.cli.options import (
     OutputFolder,
     Quiet,
     named,
-    recipe_options,
-    setting_options,
+    options_for,
     taking,
 )
 from blr.compressor.cli.signals import Running, end_member, started, stop_on_signals
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.output.loss_messages import CheckFacts, number
 from blr.compressor.planning.roofline import ASKED
+from blr.compressor.recipe.schema import Recipe
 from blr.compressor.recipe.settings import MINUTES, CompressSettings, HealOptions
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def make(
         print(json.dumps(asdict(summary)) if format is Format.json else text(summary))
 
 
-@taking(recipe_options(), setting_options(CompressSettings), first=COMPRESS)
+@taking(options_for(Recipe), options_for(CompressSettings), first=COMPRESS)
 def compress(
     model: Model,
     output: Path | None = None,
@@ -133,7 +132,7 @@ def _compress_text(summary: Summary, teacher: str) -> str:
     )
 
 
-@taking(setting_options(HealOptions), first=HEAL)
+@taking(options_for(HealOptions), first=HEAL)
 def heal(
     checkpoint: Annotated[str, named("A folder written by blr compress, or a hub id.")],
     output: OutputFolder,
@@ -167,7 +166,7 @@ def _heal_text(summary: HealSummary) -> str:
     )
 
 
-@taking(setting_options(ExportOptions), first=EXPORT)
+@taking(options_for(ExportOptions), first=EXPORT)
 def export(
     checkpoint: Annotated[str, named("A folder, dense or compressed by blr, a hub id or a short name.")],
     output: OutputFolder,
@@ -256,10 +255,7 @@ def check_lines(found: CheckFacts | None) -> list[Line]:
 
 
 def healed_lines(summary: HealSummary) -> list[Line]:
-    """The lines on a training (`healing/summary.py`); none where nothing was trained.
-
-    The figures that chose the best step are of other tokens than the loss of the output.
-    """
+    """The lines on a training. Figures of the best step are of other tokens than the output's loss."""
     if not summary.steps:
         return []
     speed = summary.tokens / max(summary.trained_seconds, 1e-9)
@@ -292,8 +288,7 @@ def time_line(seconds: float, spent: Mapping[str, float] = NONE) -> Line:
 
 
 def use_lines(output: str, check: CheckFacts | None) -> list[Line]:
-    """What to do with a finished checkpoint: export it for the GPU of this machine, or try it; a server
-    takes it as it is."""
+    """What to do with a finished checkpoint: export it for this machine's GPU, try it, or serve it."""
     exported = next_line("export", output, "-o", quote(f"{output}-fast"))
     if not generates(check):
         return [exported if installed_card() else next_line("inspect", output)]

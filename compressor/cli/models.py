@@ -9,32 +9,25 @@ from typing import Annotated, Any
 
 import typer
 
-from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
 from blr.compressor.base.quoting import quote
 from blr.compressor.base.tables import aligned
 from blr.compressor.cli.options import (
     Checkpoint,
-    Device,
     Format,
     FormatOption,
-    Offline,
     Quiet,
-    Threads,
-    Trust,
-    Verify,
-    check_dtype,
+    options_for,
     print_result,
-    setting_options,
     taking,
 )
-from blr.compressor.recipe.option import Limits
-from blr.compressor.recipe.settings import EvalSettings
+from blr.compressor.recipe.settings import EvalSettings, GenerateSettings, check_generate
 
-FIRST = "text against tasks sts window max_tokens dtype device quiet format"
+EVAL = "text against tasks sts window max_tokens dtype device quiet format"
+GENERATE = "max_new_tokens temperature top_k top_p seed profile dtype device format"
 
 
-@taking(setting_options(EvalSettings), first=FIRST)
+@taking(options_for(EvalSettings), first=EVAL)
 def evaluate(
     checkpoint: Checkpoint, quiet: Quiet = False, format: FormatOption = Format.text, **options: Any
 ) -> None:
@@ -93,8 +86,7 @@ def _distance(far: dict[str, Any]) -> list[str]:
 
 
 def _tasks(scores: dict[str, Any], documents: dict[str, int], far: dict[str, Any] | None) -> list[str]:
-    """Scores as a table; beside a dense model also its scores, what is recovered, and the items whose
-    score changed."""
+    """Scores as a table; beside a dense model its own, what is recovered, and how many items changed."""
     rows, more = [], ("dense", "recovery", "lost", "gained") if far else ()
     for task, metrics in scores.items():
         for metric, value in metrics.items():
@@ -112,66 +104,37 @@ def _number(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-@taking()
+@taking(options_for(GenerateSettings), first=GENERATE)
 def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    max_new_tokens: Annotated[int, Limits(1)] = 64,
-    temperature: Annotated[float, Limits(0)] = 0.0,
-    top_k: Annotated[int, Limits(1)] | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    profile: bool = False,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            callback=check_dtype,
-            help="Dtype to compute in.",
-            show_default="float32; of exports on a GPU: as stored",
-        ),
-    ] = None,
-    device: Device = "auto",
-    threads: Threads = None,
-    trust_remote_code: Trust = False,
-    verify: Verify = True,
-    offline: Offline = False,
     format: FormatOption = Format.text,
+    **options: Any,
 ) -> None:
-    """Continue a prompt with a decoder, written as it is generated.
-
-    Options:
-        max_new_tokens: Tokens to generate.
-        temperature: Sample at this temperature; 0 takes the likeliest token.
-        top_k: Sample among the K likeliest tokens.
-        top_p: Sample among the likeliest tokens of this total probability.
-        seed: Seed of sampling.
-        profile: Time the stages of the fused runtime, on standard error.
-    """
+    """Continue a prompt with a decoder, written as it is generated."""
     from blr.compressor.base.threads import use_threads
     from blr.compressor.loading.resolve import resolve_model
 
-    if temperature == 0 and (top_k, top_p) != (None, None):
-        raise UsageError("--top-k and --top-p belong to sampling; give --temperature, as 0.8, too")
-    use_threads(threads)
-    folder = resolve_model(checkpoint, offline=offline).folder
+    asked = GenerateSettings(**options)
+    check_generate(asked)
+    use_threads(asked.threads)
+    folder = resolve_model(checkpoint, offline=asked.offline).folder
 
     progress = Progress()
     progress.loading()
     from blr.compressor.commands import generate as library
-    from blr.compressor.loading.load import load_model, load_tokenizer
+    from blr.compressor.loading.load import GENERATES, load_model, load_tokenizer
 
-    if profile:
-        library.check_profile(device)
-    tokenizer = load_tokenizer(folder, trust=trust_remote_code, text=prompt)
-    dtype = dtype or library.default_dtype(folder, device)
-    options = {"trust": trust_remote_code, "verify": verify}
-    model = load_model(
-        folder, "AutoModelForCausalLM", dtype=dtype, device=device, progress=progress, **options
-    )
-    sampling = library.Sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    if asked.profile:
+        library.check_profile(asked.device)
+    trust = asked.trust_remote_code
+    tokenizer = load_tokenizer(folder, trust=trust, text=prompt)
+    dtype = asked.dtype or library.default_dtype(folder, asked.device)
+    how = {"trust": trust, "verify": asked.verify}
+    model = load_model(folder, GENERATES, dtype=dtype, device=asked.device, progress=progress, **how)
     stream = sys.stdout if format is Format.text else None
-    result = library.generate(model, tokenizer, prompt, sampling, stream)
-    found = library.profile(model, tokenizer, prompt) if profile else None
+    result = library.generate(model, tokenizer, prompt, asked, stream)
+    found = library.profile(model, tokenizer, prompt) if asked.profile else None
     if format is Format.json:
         print(json.dumps({**asdict(result), **({"profile": asdict(found)} if found else {})}))
     elif found is not None:

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from math import isfinite
 from pathlib import Path
@@ -21,12 +21,11 @@ import typer
 from typer.core import TyperCommand
 from typer.models import ArgumentInfo
 
-from blr.compressor.base.device import COMPUTED, check_device
+from blr.compressor.base.device import check_device
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.quoting import is_numeral, printable_all
 from blr.compressor.recipe.option import Option, described, options_of
-from blr.compressor.recipe.schema import Recipe
-from blr.compressor.recipe.settings import MINUTES, EvalSettings, RunSettings
+from blr.compressor.recipe.settings import MINUTES
 from blr.compressor.workspace.shards import parse_size
 
 MOST = 2**31 - 1
@@ -72,7 +71,6 @@ check_temperature = _checked(  # 0 for greedy decoding, or what logits can be di
 )
 check_seed = _checked(lambda n: n in SEEDS, "an integer of 64 bits")
 check_factor = _checked(lambda cf: isfinite(cf) and cf > 1, "a compression factor over 1")
-check_dtype = _checked(COMPUTED.__contains__, f"one of {', '.join(COMPUTED)}")
 check_gpu_name = _checked(  # under which a table is kept
     lambda name: re.fullmatch(r"[A-Za-z0-9][\w-]{0,63}", name, re.ASCII) is not None,
     "a name of letters, digits, _ and -",
@@ -106,8 +104,10 @@ def completed(args: list[str]) -> list[str]:
 
 Command = Callable[..., None]
 Check = Callable[..., object]
-NUMBERS: dict[object, Check] = {int: check_count, float: check_number}
-CHECKS: dict[object, Check] = {**NUMBERS, Path: expanded, list[Path]: expanded}
+CHECKS: dict[object, Check] = {
+    **{int: check_count, float: check_number},
+    **{Path: expanded, list[Path]: expanded},
+}
 NAMED_CHECKS: dict[tuple[str, object], Check] = {  # by name and type, of what is more than its type
     **{("seed", int): check_seed, ("device", str): check_device, ("teacher", str): check_name},
     **{("max_shard_size", int): parse_size, ("train", list[str]): listed},
@@ -143,30 +143,23 @@ def taking(*groups: Iterable[inspect.Parameter], first: str = "") -> Callable[[C
     return decorated
 
 
-def recipe_options(names: Collection[str] = ()) -> list[inspect.Parameter]:
-    """Options of the recipe's fields, or of these `names`; None if not typed."""
+def options_for(owner: Any, *names: str) -> list[inspect.Parameter]:
+    """Options of the fields of a dataclass, or of these `names`, with its defaults; what is typed is
+    checked at once. Those of a recipe, which checks itself, are None if not typed."""
+    check, defaults = is_dataclass(owner), dict[str, object]()
+    if is_dataclass(owner):
+        defaults = {field.name: TYPED.get(field.name, field.default) for field in fields(owner)}
     return [
-        _parameter(name, option, None)
-        for name, option in options_of(Recipe).items()
-        if name in (names or Recipe.model_fields)
+        _parameter(name, option, defaults.get(name), check)
+        for name, option in options_of(owner).items()
+        if not names or name in names
     ]
-
-
-def setting_options(owner: Any) -> list[inspect.Parameter]:
-    """Options of the fields of a dataclass, with its defaults; what is typed is checked at once."""
-    defaults = {field.name: TYPED.get(field.name, field.default) for field in fields(owner)}
-    return [_parameter(n, option, defaults[n], check=True) for n, option in options_of(owner).items()]
 
 
 def command_options(command: Command, hidden: Collection[str]) -> list[inspect.Parameter]:
     """The parameters of another command for this one too, some `hidden` from its help."""
     found = inspect.signature(command, eval_str=True).parameters.values()
     return [_with(option, hidden=True) if option.name in hidden else option for option in found]
-
-
-def typed(owner: type, name: str, *names: str) -> object:
-    """An option of typer like that of a field, for parameters that are checked as such fields are."""
-    return _info(name, options_of(owner)[name], names, check=True)
 
 
 def _parameter(name: str, option: Option, default: object, check: bool = False) -> inspect.Parameter:
@@ -180,22 +173,17 @@ def _parameter(name: str, option: Option, default: object, check: bool = False) 
     default = None if repeats else default
     if isinstance(default, str):
         kind = str
-    info: object = _info(name, option, names, check)
-    taken: object = Annotated[kind if default is not None else kind | None, info]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=taken)
-
-
-def _info(name: str, option: Option, names: Collection[str], check: bool) -> object:
-    checks = (NAMED_CHECKS.get((name, option.kind)) or CHECKS.get(option.kind)) if check else None
-    return typer.Option(
+    info: object = typer.Option(
         ...,
         *names,
         help=option.help,
         show_default=option.default or True,
-        min=option.limits.least,
-        max=option.limits.most,
-        callback=checks,
+        min=option.least if check else None,
+        max=option.most if check else None,
+        callback=(NAMED_CHECKS.get((name, option.kind)) or CHECKS.get(option.kind)) if check else None,
     )
+    taken: object = Annotated[kind if default is not None else kind | None, info]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=taken)
 
 
 def _with(option: inspect.Parameter, **changes: object) -> inspect.Parameter:
@@ -227,17 +215,9 @@ OutputFolder = Annotated[
     Path, typer.Option("--output", "-o", callback=expanded, help="Write this folder.")
 ]
 FormatOption = Annotated[Format, typer.Option("--format", help="Print text, or one JSON object.")]
-Device = Annotated[str, typed(EvalSettings, "device")]
-Threads = Annotated[int | None, typed(EvalSettings, "threads")]
 PROCESSES = "Start this many processes, one on each GPU (or on the CPU with --device cpu)."
 Gpus = Annotated[int | None, typer.Option(min=1, max=64, help=PROCESSES, show_default="1")]
-EvalWindow = Annotated[int | None, typed(EvalSettings, "window")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
-Verify = Annotated[bool, typed(EvalSettings, "verify", "--verify/--no-verify")]
-Offline = Annotated[bool, typed(RunSettings, "offline", "--offline")]
-Trust = Annotated[bool, typed(EvalSettings, "trust_remote_code", "--trust-remote-code")]
-Revision = Annotated[str | None, typed(RunSettings, "revision")]
-Restart = Annotated[bool, typed(RunSettings, "restart", "--restart")]
 
 
 def print_result(result: dict[str, object], text: Callable[..., str], format: Format) -> None:

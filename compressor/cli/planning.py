@@ -6,19 +6,17 @@ import json
 from typing import Annotated, Any
 
 import typer
+from pydantic import Field
 
 from blr.compressor.cli.making import compress
 from blr.compressor.cli.options import (
     Format,
     FormatOption,
-    Offline,
-    Revision,
     command_options,
     named,
     print_result,
     taking,
 )
-from blr.compressor.recipe.option import Limits
 
 NO_USE = (  # options of how compress runs, which change no plan
     *("output", "overwrite", "restart", "max_shard_size", "allow_pickle", "check", "stream"),
@@ -43,10 +41,8 @@ def plan(
             show_default="of decoders",
         ),
     ] = None,
-    gpus: Annotated[int, Limits(1, 4096)] | None = None,
+    gpus: Annotated[int, Field(ge=1, le=4096)] | None = None,
     every: bool = False,
-    revision: Revision = None,
-    offline: Offline = False,
     format: FormatOption = Format.text,
     **options: Any,
 ) -> None:
@@ -78,7 +74,8 @@ def plan(
     resolved = asked_recipe(options["recipe"], asked, calibrated, effort, text == OWN, apart=("gpu",))
     checked_minutes(heal)
     card, chosen = chosen_gpu(resolved.gpu)
-    found = resolve_model(model, revision=revision, offline=offline, weights=False)
+    place = {name: options[name] for name in ("revision", "offline")}
+    found = resolve_model(model, weights=False, **place)
     source, outlined = open_or_outline(found.folder)
     Progress().notes(source.notes())
     choose = draft_form if options["for_draft"] else sized

@@ -187,12 +187,10 @@ def started(gpus: int | None, running: Running) -> Iterator[None]:
 
 
 class Crew:
-    """Processes 1 to `count` − 1, of this command with `--gpus`; `running` tells what is kept.
-
-    They only compute: their standard output is dropped and their standard error kept, for what they say
-    last if they fail. One that dies ends the run with one line. They hold the end of a pipe whose other
-    end is this process's alone, and end when it does, however that happens.
-    """
+    """Processes 1 to `count` − 1, of this command with `--gpus`; `running` tells what is kept. They only
+    compute: their standard output is dropped and their standard error kept, for what they say last if
+    they fail. One that dies ends the run with one line. They hold the end of a pipe whose other end is
+    this process's alone, and end when it does, however that happens."""
 
     def __init__(self, count: int, running: Running) -> None:
         self.count, self.running, self.over = count, running, False
@@ -212,17 +210,10 @@ class Crew:
             thread.start()
 
     def _start(self, number: int, reader: int) -> subprocess.Popen[str]:
-        own = {"RANK": str(number), "LOCAL_RANK": str(number), environment.PARENT: str(reader)}
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "blr.compressor", *sys.argv[1:]],
-            env={**os.environ, **own},
-            pass_fds=(reader,),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="backslashreplace",
-        )
+        own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        how = {**streams, "text": True, "errors": "backslashreplace"}
+        return environment.start(sys.argv[1:], reader, own, **how)
 
     def _watch(self, number: int, member: subprocess.Popen[str]) -> None:
         """End the run if this process fails."""

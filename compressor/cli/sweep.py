@@ -5,25 +5,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from blr.compressor.base.errors import CapabilityError, kind_of_error
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.regular import read_start
 from blr.compressor.cli.options import (
-    Device,
-    EvalWindow,
     Format,
     FormatOption,
     Model,
-    Offline,
     Quiet,
-    Restart,
-    recipe_options,
+    options_for,
     taking,
 )
 from blr.compressor.cli.signals import Running, stop_on_signals
 from blr.compressor.planning.roofline import chosen_gpu
-from blr.compressor.recipe.option import Limits
-from blr.compressor.recipe.settings import checked_minutes
+from blr.compressor.recipe.schema import Recipe
+from blr.compressor.recipe.settings import EvalSettings, RunSettings, checked_minutes
 
 METHODS = "svd,blast"
 COMMON = (  # what all points have in common
@@ -31,11 +29,17 @@ COMMON = (  # what all points have in common
     *("blocks", "group", "grid", "include", "exclude", "gpu"),
 )
 
+JUDGING = ("window", "max_tokens")
 FIRST = """output text methods cf base rank plain quantize
 heal calibration window max_tokens jobs keep device quiet"""
 
 
-@taking(recipe_options(COMMON), first=FIRST)
+@taking(
+    options_for(Recipe, *COMMON),
+    options_for(EvalSettings, *JUDGING, "device"),
+    options_for(RunSettings, "restart", "offline"),
+    first=FIRST,
+)
 def sweep(
     model: Model,
     output: Path,
@@ -49,16 +53,11 @@ def sweep(
     heal: str = "0",
     calibration: str | None = None,
     seed: str = "0",
-    window: EvalWindow = None,
-    max_tokens: Annotated[int, Limits(2)] | None = None,
-    jobs: Annotated[int, Limits(1, 64)] = 1,
+    jobs: Annotated[int, Field(ge=1, le=64)] = 1,
     keep: bool = False,
-    device: Device = "auto",
-    restart: Restart = False,
-    offline: Offline = False,
     quiet: Quiet = False,
     format: FormatOption = Format.text,
-    **common: Any,
+    **options: Any,
 ) -> None:
     """Compress one model in many ways, and compare their sizes and losses on texts.
 
@@ -74,7 +73,6 @@ def sweep(
         heal: Minutes of healing to try, as 0,8.
         calibration: Fit every point to this text, as --text of blr compress.
         seed: Seeds to try; the spread over several, as 0,1, is shown.
-        max_tokens: Read only this many tokens of each text.
         jobs: Work on this many points at once on each GPU, or on the CPU.
         keep: Keep every checkpoint beside its figures.
     """
@@ -82,8 +80,8 @@ def sweep(
     from blr.compressor.loading.resolve import resolve_model
     from blr.compressor.text.reading import check_text
 
-    gpu = common.pop("gpu")
-    common = {name: value for name, value in common.items() if value not in (None, [])}
+    common = {name: options[name] for name in COMMON if options[name] not in (None, [])}
+    gpu = common.pop("gpu", None)
     lines = () if plain == run.NONE else run.listed("--plain", plain, str)
     sizes = (
         *(run.listed("--cf", cf, float), run.listed("--quantize", quantize, str, least=1)),
@@ -99,9 +97,10 @@ def sweep(
         checked_minutes(minutes)
     grid = run.Grid(named, *sizes, lines, heals, seeds)
     card, _ = chosen_gpu(gpu)
-    recipes = run.points_of(grid, common, calibration is not None)
-    judging = (("--window", window), ("--max-tokens", max_tokens))
+    points = run.points_of(grid, common, calibration is not None)
+    judging = [(f"--{name.replace('_', '-')}", options[name]) for name in JUDGING]
     tokens = tuple(word for name, value in judging if value is not None for word in (name, str(value)))
+    offline = options["offline"]
     with stop_on_signals(Running(kept="finished points are")) as running:
         if calibration is not None:
             check_text(calibration, offline)
@@ -115,14 +114,14 @@ def sweep(
             common=common,
             calibration=calibration,
             evaluate=tokens,
-            device=device,
+            device=options["device"],
             jobs=jobs,
             keep=keep,
-            restart=restart,
+            restart=options["restart"],
             gpu=card.name,
             offline=offline,
         )
-        result = run.sweep(found.folder, recipes, output, settings, Progress(quiet))
+        result = run.sweep(found.folder, points, output, settings, Progress(quiet))
     none_made = bool(result.failed) and not result.points
     if format is not Format.json:
         print(page.table(result))

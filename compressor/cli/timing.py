@@ -1,7 +1,5 @@
-"""Commands that time kernels and models on this machine: bench and tune.
-
-The options of each are the fields of its settings in `blr.bench.options` (scripts/bench).
-"""
+"""Commands that time kernels and models on this machine: bench and tune. The options of each are the
+fields of its settings in `blr.bench.options` (scripts/bench)."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from blr.bench.options import (
 from blr.bench.results import BenchReport, check_output, publish
 from blr.bench.shapes import layer_work
 from blr.compressor.base.progress import Progress
-from blr.compressor.cli.options import Format, FormatOption, Quiet, expanded, setting_options, taking
+from blr.compressor.cli.options import Format, FormatOption, Quiet, expanded, options_for, taking
 from blr.compressor.cli.streams import report_now
 
 bench_app = typer.Typer(
@@ -62,7 +60,7 @@ def add_command(name: str, settings: type, said: str) -> None:
         finish(report, code, output, format)
 
     command.__doc__ = said
-    bench_app.command(name)(taking(setting_options(settings))(command))
+    bench_app.command(name)(taking(options_for(settings))(command))
 
 
 add_command("layers", LayerOptions, "Time layers: dense, plain torch, torch.compile and ours.")
@@ -78,7 +76,7 @@ Table = Annotated[
 ]
 
 
-@taking(setting_options(TuneOptions))
+@taking(options_for(TuneOptions))
 def tune(
     output: Table = None, quiet: Quiet = False, format: FormatOption = Format.text, **options: object
 ) -> None:

@@ -210,7 +210,7 @@ def evaluate(
 
     names = [name for name in ("sts", "tasks_path", "keep_dense") if settings.get(name) is not None]
     settings |= {name: Path(settings[name]) for name in names}
-    asked = EvalSettings(tuple(map(Path, _several(text))), **settings)
+    asked = EvalSettings(text=tuple(map(Path, _several(text))), **settings)
     progress = progress or Progress(quiet=True)
     check_eval(asked)
     if asked.tasks:

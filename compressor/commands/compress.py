@@ -1,5 +1,4 @@
-"""The compression of one checkpoint: plan, factorize layer by layer, write, check, heal if asked,
-commit."""
+"""The compression of one checkpoint: plan, fit layer by layer, write, check, heal if asked, commit."""
 
 from __future__ import annotations
 
@@ -22,13 +21,10 @@ from blr.compressor.recipe.settings import CompressSettings as Settings
 
 @dataclass
 class Summary:
-    """Result of a compression. Sizes are in bytes, times in seconds of this run.
-
-    `layers` were replaced by what `became` says, `kept` stay dense. `cf` and `bits` a weight are of
-    both, `share` is the replaced part of the parameters, `factor` the compression of the model. `errors`
-    of weights and `output_errors` (on the calibration text) are means by layer type. `check` is of
-    `output/check.py`.
-    """
+    """Result of a compression. Sizes are in bytes, times in seconds of this run. `layers` were replaced
+    by what `became` says, `kept` stay dense. `cf` and `bits` a weight are of both, `share` is the
+    replaced part of the parameters, `factor` the compression of the model. `errors` of weights and
+    `output_errors` (on the calibration text) are means by layer type."""
 
     output: str
     method: str
@@ -56,11 +52,9 @@ class Summary:
 def compress(
     folder: Path, recipe: Recipe, output: Path, settings: Settings, progress: Progress
 ) -> Summary | None:
-    """Write the compressed checkpoint of `folder` to `output`, resuming an earlier run.
-
-    All processes fit layers; the first does the rest and alone gets a summary. Headers are checked
-    before torch is imported. Raises BlrError; finished work stays in ``<output>.blr-partial``.
-    """
+    """Write the compressed checkpoint of `folder` to `output`, resuming an earlier run. All processes
+    fit layers; the first does the rest and alone gets a summary. Headers are checked before torch is
+    imported. Raises BlrError; finished work stays in ``<output>.blr-partial``."""
     started = monotonic()
     progress.loading()
     settings = replace(settings, threads=use_threads(settings.threads, environment.local_count()))

@@ -2,8 +2,9 @@
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import TypeAlias
@@ -29,7 +30,7 @@ from blr.compressor.commands.text_scores import (
     kept_at,
     text_scores,
 )
-from blr.compressor.integrations.lm_eval import Asked, compared, run_tasks
+from blr.compressor.integrations.lm_eval import compared, run_tasks
 from blr.compressor.loading.load import EMBEDS, GENERATES, load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.loading.tokenizer import PROBE, check_ids, encode_padded, taken_by
@@ -39,16 +40,6 @@ from blr.compressor.text.reading import Beginning, beginning_of, read_whole_text
 
 MAX_BYTES = 64 * 2**20  # of a text; all of it is tokenized at once
 Pair: TypeAlias = tuple[str, str, float]  # two sentences and their score
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """`perplexity` over `tokens` predicted ones; the `beginning` of each window is not counted."""
-
-    perplexity: float
-    tokens: int
-    window: int
-    beginning: Beginning = ()
 
 
 def evaluate_folder(
@@ -122,18 +113,26 @@ class Evaluation:
         return {**found, "against": far}
 
     def _correlation(self, folder: Path, pairs: list[Pair]) -> tuple[float, Tensor]:
-        how = read_sentences(folder), self.asked.batch, self.progress
-        return sts_spearman(Encoder(self.model(folder), self.tokenizer, *how), pairs)
+        return sts_spearman(partial(self._embed, self.model(folder), read_sentences(folder)), pairs)
+
+    def _embed(self, model: PreTrainedModel, head: Sentences, sentences: list[str]) -> Tensor:
+        """Embeddings [n, d], computed in batches of similar length."""
+        order, batch = sorted(range(len(sentences)), key=lambda n: len(sentences[n])), self.asked.batch
+        groups = [order[n : n + batch] for n in range(0, len(order), batch)]
+        rows: dict[int, Tensor] = {}
+        with self.progress.layers(len(groups), "embedding") as advance:
+            for group in groups:
+                advance("")
+                found = pooled(model, self.tokenizer, head, [sentences[n] for n in group])
+                rows.update(zip(group, found, strict=True))
+        return torch.stack([rows[n] for n in range(len(sentences))])
 
     def of_tasks(self) -> dict[str, object]:
-        """The scores in tasks."""
-        asked = self.asked
-        wanted = Asked(asked.task_names, asked.tasks_path, asked.shots, asked.limit, bool(self.against))
-        found = run_tasks(self.model(self.folder), self.tokenizer, wanted, asked.batch)
+        found = run_tasks(self.model(self.folder), self.tokenizer, self.asked)
         if self.against is None:
             return asdict(found[0])
-        dense = run_tasks(self.model(self.against), self.tokenizer, wanted, asked.batch)
-        return {**asdict(found[0]), "tasks_against": asdict(compared(found, dense))}
+        dense = run_tasks(self.model(self.against), self.tokenizer, self.asked)
+        return {**asdict(found[0]), "tasks_against": compared(found, dense)}
 
     def of_texts(self, tokens: list[Tensor]) -> dict[str, object]:
         """The result on one text, or those on several."""
@@ -152,7 +151,7 @@ class Evaluation:
         dense = None if self.against is None else self._dense(self.against, ids, beginning, *how)
         model = self.model(self.folder)
         found = text_scores(model, ids, *how, self.progress, beginning, dense)
-        told = asdict(perplexity(found, window, beginning))
+        told = {**perplexity(found), "window": window, "beginning": beginning}
         if dense is None:
             return told
         dense.write(self.progress)
@@ -188,47 +187,27 @@ def read_tokens(
     return torch.tensor(ids)
 
 
-def perplexity(found: list[ScoredWindow], window: int, beginning: Beginning) -> Perplexity:
-    """exp of the mean negative log-likelihood of what windows of a text score."""
+def perplexity(found: list[ScoredWindow]) -> dict[str, float]:
+    """exp of the mean negative log-likelihood of what windows of a text score, and their tokens."""
     losses = torch.cat([scores.loss for _, scores in found]).double()
-    return Perplexity(math.exp(float(losses.mean())), len(losses), window, beginning)
+    return {"perplexity": math.exp(float(losses.mean())), "tokens": len(losses)}
 
 
-@dataclass(frozen=True)
-class Encoder:
-    """A model that embeds sentences, `batch` at once, as `head` pools its states."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    head: Sentences
-    batch: int
-    progress: Progress
-
-    def embed(self, sentences: list[str]) -> Tensor:
-        """Embeddings [n, d], computed in batches of similar length."""
-        order = sorted(range(len(sentences)), key=lambda n: len(sentences[n]))
-        groups = [order[n : n + self.batch] for n in range(0, len(order), self.batch)]
-        rows: dict[int, Tensor] = {}
-        with self.progress.layers(len(groups), "embedding") as advance:
-            for group in groups:
-                advance("")
-                rows.update(zip(group, self.pooled([sentences[n] for n in group]), strict=True))
-        return torch.stack([rows[n] for n in range(len(sentences))])
-
-    def pooled(self, sentences: list[str]) -> Tensor:
-        """Embeddings [m, d] of one batch."""
-        model, tokenizer, head = self.model, self.tokenizer, self.head
-        limit = min(context_of(model.config.to_dict()), head.length or tokenizer.model_max_length)
-        tokens = encode_padded(tokenizer, head.texts(sentences), limit).to(model.device)
-        check_ids(model, tokens["input_ids"])
-        hidden = model(**taken_by(model, tokens)).last_hidden_state  # [m, w, d]
-        return head.embed(hidden, tokens["attention_mask"], head.unpooled(tokenizer)).cpu()
+def pooled(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: Sentences, sentences: list[str]
+) -> Tensor:
+    """Embeddings [m, d] of one batch, as `head` pools the states of `model`."""
+    limit = min(context_of(model.config.to_dict()), head.length or tokenizer.model_max_length)
+    tokens = encode_padded(tokenizer, head.texts(sentences), limit).to(model.device)
+    check_ids(model, tokens["input_ids"])
+    hidden = model(**taken_by(model, tokens)).last_hidden_state  # [m, w, d]
+    return head.embed(hidden, tokens["attention_mask"], head.unpooled(tokenizer)).cpu()
 
 
 @torch.inference_mode()
-def sts_spearman(encoder: Encoder, pairs: Sequence[Pair]) -> tuple[float, Tensor]:
+def sts_spearman(embed: Callable[[list[str]], Tensor], pairs: Sequence[Pair]) -> tuple[float, Tensor]:
     """Correlation of cosine similarities with gold scores, in percent, and the embeddings [2 n, d]."""
-    embeddings = encoder.embed([s for first, second, _ in pairs for s in (first, second)]).double()
+    embeddings = embed([s for first, second, _ in pairs for s in (first, second)]).double()
     gold = torch.tensor([score for *_, score in pairs], dtype=torch.float64)
     return rank_correlation(_of_each_pair(embeddings), gold), embeddings
 

@@ -20,23 +20,13 @@ from blr.compressor.loading.tokenizer import check_ids, encode_prompt
 from blr.compressor.modeling.cache_key import Check
 from blr.compressor.modeling.generation import held_decoder, obstacle, unusual_settings
 from blr.compressor.modeling.settings import export_settings
+from blr.compressor.recipe.settings import GenerateSettings
 from blr.compressor.runtime.decoder import Decoder, average
 from blr.compressor.runtime.failures import DecoderError
 from blr.compressor.runtime.phases import supports
 from blr.compressor.runtime.sampling import check_logits
 
 MAX_CONTEXT = 8192  # tokens that the cache of a profiled model without export settings has room for
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Temperature 0 is greedy decoding."""
-
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +43,7 @@ def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
-    sampling: Sampling,
+    sampling: GenerateSettings,
     stream: TextIO | None = None,
 ) -> Generation:
     """Generate a continuation, and write it to `stream` as it comes. Raises UsageError for an empty
@@ -193,7 +183,7 @@ def copy_bandwidth(device: torch.device, size: int = 1 << 30, repeats: int = 10)
     return 2 * size / average(lambda: target.copy_(source), repeats, device)
 
 
-def _streams(model: PreTrainedModel, sampling: Sampling) -> bool:
+def _streams(model: PreTrainedModel, sampling: GenerateSettings) -> bool:
     """Whether tokens are final as they come, as without beams and assistants."""
     config = copy.deepcopy(model.generation_config)
     config.do_sample = sampling.temperature > 0
@@ -201,7 +191,10 @@ def _streams(model: PreTrainedModel, sampling: Sampling) -> bool:
 
 
 def _arguments(
-    model: PreTrainedModel, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, stream: TextIO | None
+    model: PreTrainedModel,
+    sampling: GenerateSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    stream: TextIO | None,
 ) -> dict[str, object]:
     # one sequence of tokens is the result, whatever else the model's defaults ask for
     plain = {"return_dict_in_generate": False, "num_return_sequences": 1}

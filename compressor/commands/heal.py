@@ -65,9 +65,8 @@ from blr.compressor.workspace.workspace import Workspace
 def heal(
     folder: Path, teacher: Path, output: Path, options: HealOptions, progress: Progress
 ) -> HealSummary | None:
-    """Write the compressed checkpoint in `folder` to `output`, trained to answer as `teacher` does,
-    resuming an earlier run. All processes train; the first writes and alone gets a summary. Raises
-    BlrError."""
+    """Write the compressed checkpoint in `folder` to `output`, trained to answer as `teacher`, resuming
+    an earlier run. All processes train; the first writes and alone gets a summary. Raises BlrError."""
     started = monotonic()
     options = check_options(options)
     if options.track:
@@ -86,8 +85,7 @@ def heal(
 
 
 def check_student(student: Checkpoint, teacher: Checkpoint, options: HealOptions) -> list[str]:
-    """Notes on a student. Raises BlrError for one that is not of the teacher, or cannot be trained as
-    asked."""
+    """Notes on a student. Raises BlrError if it is not of the teacher, or not trainable as asked."""
     told = check_teacher(student, teacher, options.force)
     written.check_told(student)
     if not options.lora:

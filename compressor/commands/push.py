@@ -58,11 +58,8 @@ class Push:
 
 def prepare_push(folder: Path, repository: str, metrics: Path | None = None) -> Push:
     """Verify `folder`, and make its card and manifest, with figures of `blr eval --format json` from
-    `metrics`. Nothing is changed or sent.
-
-    Raises UsageError for the name, OutputError or VerifyError for the folder, InputError for the
-    metrics.
-    """
+    `metrics`. Nothing is changed or sent. Raises UsageError for the name, OutputError or VerifyError for
+    the folder, InputError for the metrics."""
     if not _is_repository(repository):
         raise UsageError(f"{quote(repository, 120)}: expected owner/name, as the hub has them")
     check_is_folder(folder, "one that blr wrote")

@@ -119,10 +119,8 @@ def text_scores(
     dense: DenseStates | None = None,
 ) -> list[ScoredWindow]:
     """Scores of the tokens `ids` [n] in windows every `stride` tokens, beside those of a `dense` model.
-
-    A token is scored in the first window that has something before it. Raises CapabilityError for a
-    window beyond the context, InputError for unknown ids, NumericsError for a loss that is not finite.
-    """
+    Each is scored in the first window that has something before it. Raises CapabilityError for a window
+    beyond the context, InputError for unknown ids, NumericsError for a loss that is not finite."""
     limit = context_of(model.config.to_dict())
     if window > limit:
         remedy = "take a shorter one, or leave --window out"
@@ -157,8 +155,7 @@ def text_scores(
 def _stack(
     ids: Tensor, starts: list[int], room: int, stride: int, begins: bool
 ) -> list[tuple[Tensor, int, list[int]]]:
-    """Rows of equal length and count of new tokens together, as ([m, w], new, places of the first new
-    ones)."""
+    """Rows of equal length and count of new tokens: ([m, w], new, places of the first new ones)."""
     groups: dict[tuple[int, int], list[int]] = {}
     for start in starts:
         length = min(room, len(ids) - start)

@@ -11,18 +11,7 @@ from typing import Any
 from blr.compressor.base.errors import HubError, InputError
 from blr.compressor.base.exhaustion import check_packages, raise_exhausted
 from blr.compressor.base.quoting import named_line, quote
-
-
-@dataclass(frozen=True)
-class Asked:
-    """`names` of tasks, also in files of `path`; `shots` in a prompt, a `limit` of documents; whether to
-    give every item's score, too."""
-
-    names: list[str]
-    path: Path | None = None
-    shots: int | None = None
-    limit: int | None = None
-    items: bool = False
+from blr.compressor.recipe.settings import EvalSettings
 
 
 @dataclass(frozen=True)
@@ -38,18 +27,9 @@ class Scores:
 Items = dict[str, dict[str, float]]  # by task and item what the first metric of the task gave it
 
 
-@dataclass(frozen=True)
-class TaskDistance:
+def compared(found: tuple[Scores, Items], dense: tuple[Scores, Items]) -> dict[str, object]:
     """By task: the scores of the dense model, the percentage of each that is recovered (if it is not
     0), and how many items score less than by the dense model (`lost`), and more (`gained`)."""
-
-    dense: dict[str, dict[str, float]]
-    recovery: dict[str, dict[str, float]]
-    lost: dict[str, int]
-    gained: dict[str, int]
-
-
-def compared(found: tuple[Scores, Items], dense: tuple[Scores, Items]) -> TaskDistance:
     wanted = dense[0].tasks
     recovery = {
         task: {n: 100 * v / wanted[task][n] for n, v in metrics.items() if wanted[task].get(n)}
@@ -61,25 +41,26 @@ def compared(found: tuple[Scores, Items], dense: tuple[Scores, Items]) -> TaskDi
     }
     lost = {task: sum(gap < 0 for gap in every) for task, every in gaps.items()}
     gained = {task: sum(gap > 0 for gap in every) for task, every in gaps.items()}
-    return TaskDistance(wanted, recovery, lost, gained)
+    return {"dense": wanted, "recovery": recovery, "lost": lost, "gained": gained}
 
 
 def check_installed() -> None:
     check_packages("--tasks", "lm_eval", extra="eval")
 
 
-def run_tasks(model: object, tokenizer: object, asked: Asked, batch: int = 8) -> tuple[Scores, Items]:
-    """Score a causal model, and its items if those are asked for. Raises CapabilityError without
-    lm_eval, InputError for unknown or broken tasks, HubError without data."""
+def run_tasks(model: object, tokenizer: object, asked: EvalSettings) -> tuple[Scores, Items]:
+    """Score a causal model, and its items if they are compared with a dense model's. Raises
+    CapabilityError without lm_eval, InputError for unknown or broken tasks, HubError without data."""
     check_installed()
     os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    names, manager = asked.names, _manager(asked.names, asked.path)
-    subject: object = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
-    options = {"num_fewshot": asked.shots, "limit": asked.limit, "log_samples": asked.items}
+    names, manager = asked.task_names, _manager(asked.task_names, asked.tasks_path)
+    subject: object = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=asked.batch)
+    items = asked.against is not None
+    options = {"num_fewshot": asked.shots, "limit": asked.limit, "log_samples": items}
     try:
         found = lm_eval.simple_evaluate(
             subject, tasks=names, task_manager=manager, bootstrap_iters=0, **options
@@ -101,8 +82,8 @@ def run_tasks(model: object, tokenizer: object, asked: Asked, batch: int = 8) ->
     }
     samples = {task: int(n["effective"]) for task, n in (found.get("n-samples") or {}).items()}
     shots = {task: int(n) for task, n in (found.get("n-shot") or {}).items()}
-    items = {task: _items(logged) for task, logged in (found.get("samples") or {}).items()}
-    return Scores(tasks, samples, shots, lm_eval.__version__), items
+    logged = {task: _items(rows) for task, rows in (found.get("samples") or {}).items()}
+    return Scores(tasks, samples, shots, lm_eval.__version__), logged
 
 
 def _items(logged: list[dict[str, Any]]) -> dict[str, float]:

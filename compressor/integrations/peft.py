@@ -177,8 +177,7 @@ def described(layer: Any) -> str:
 
 @torch.no_grad()
 def add_product(layer: Any, B: Tensor, A: Tensor) -> None:
-    """Add ``B A``, [o, r'] and [r', i], to a layer: r' more columns of its factors. Raises ValueError as
-    `check_takes_products`."""
+    """Add ``B A``, [o, r'] and [r', i], as r' more columns. Raises as `check_takes_products`."""
     check_takes_products(layer)
     added: dict[str, Tensor] = {"U": B, "V": A.mT}
     if "S" in layer.held:

@@ -132,8 +132,7 @@ def added(specs: Mapping[str, Spec], rank: int) -> int:
 
 @dataclass(frozen=True)
 class GpuGroup:
-    """The GPUs of a run, each of `room` bytes (None: of its kind); `sharded`: both models are, over
-    them."""
+    """The GPUs of a run, each of `room` bytes (None: of its kind); `sharded`: both models are."""
 
     count: int = 1
     sharded: bool = False

@@ -8,6 +8,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from blr.compressor.base.globs import matches, matches_any
 
 # What families of transformers call layers of one block that read the same input
@@ -48,14 +50,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of a model family.
-
-    `modules` maps globs over names on disk to layer types, `shapes` globs over tensors to symbols.
-    `heads` stay dense unless asked for; `transposed` weights are stored [in, out]. `blocks` is the list
-    of blocks on disk, and `groups` are the layers of a block in order (without them there is no
-    calibration). `attention` maps layer types that hold heads to their side ("out" or "in") and number.
-    `prefix` begins module names in a checkpoint with a head. `experts`: whether they are compressed.
-    """
+    """What is known of a model family. `modules` maps globs over names on disk to layer types, `shapes`
+    globs over tensors to symbols. `heads` stay dense unless asked for; `transposed` weights are stored
+    [in, out]. `blocks` is the list of blocks on disk, and `groups` are the layers of a block in order
+    (without them there is no calibration). `attention` maps layer types that hold heads to their side
+    ("out" or "in") and number. `prefix` begins module names in a checkpoint with a head. `experts`:
+    whether they are compressed."""
 
     name: str
     model_types: tuple[str, ...]
@@ -86,32 +86,16 @@ def find_family(model_type: str) -> Family | None:
 
 @cache
 def families() -> tuple[Family, ...]:
-    folder = files("blr.configs")
-    names = sorted(f.name for f in folder.iterdir() if f.name.endswith(".yaml"))
+    names = sorted(f.name for f in files("blr.configs").iterdir() if f.name.endswith(".yaml"))
     tables = ((name.removesuffix(".yaml"), read_config_table(name)) for name in names)
-    return tuple(_family(name, table) for name, table in tables if "model_types" in table)
+    found = [{"name": name, **table} for name, table in tables if "model_types" in table]
+    return TypeAdapter(tuple[Family, ...]).validate_python(found)
 
 
 @cache
 def short_names() -> dict[str, str]:
     """Short model names and the hub ids that they stand for."""
     return dict(read_config_table("hub.yaml"))
-
-
-def _family(name: str, table: dict[str, Any]) -> Family:
-    return Family(
-        name=name,
-        model_types=tuple(table["model_types"]),
-        modules=dict(table["modules"]),
-        heads=tuple(table["heads"]),
-        shapes={glob: [str(d) for d in dims] for glob, dims in table["shapes"].items()},
-        transposed=table.get("stored") == "conv1d",
-        attention={kind: (side, str(count)) for kind, (side, count) in table["attention"].items()},
-        prefix=table["prefix"],
-        experts=table.get("experts", False),
-        blocks=table.get("blocks"),
-        groups=tuple(Group(tuple(g["modules"])) for g in table.get("groups", [])),
-    )
 
 
 def read_config_table(name: str) -> Any:

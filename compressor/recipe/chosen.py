@@ -41,10 +41,9 @@ FITTED: dict[str, tuple[Use, str]] = {  # settings of some structures: who uses 
 def load_recipe(
     recipe: Recipe | str | Path | None, overrides: Mapping[str, object] | None = None
 ) -> Recipe:
-    """The recipe of a name or path, with everything it extends and with `overrides`. These also
-    replace the same settings of rules, except in rules that keep layers dense. With another method
-    pattern, solver and rounds are dropped. Raises RecipeError, or UsageError if an override does not
-    fit."""
+    """The recipe of a name or path, with everything it extends and with `overrides`, which also replace
+    the settings of rules, except in rules that keep layers dense. With another method pattern, solver
+    and rounds are dropped. Raises RecipeError, or UsageError if an override does not fit."""
     overrides = dict(overrides or {})
     if {"rank", "cf"} <= overrides.keys():
         given = f"--rank {overrides['rank']} and --cf {overrides['cf']:g}"

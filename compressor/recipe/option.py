@@ -12,38 +12,28 @@ import inspect
 import re
 from dataclasses import dataclass
 from functools import cache
-from math import inf
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from blr.compressor.base.errors import UsageError
+from blr.compressor.recipe.fields import said_of
 
 ENTRY = re.compile(r"(\w+)(?: \((-[\w, -]+)\))?: (.*?)(?: \[(.*)\])?")
 
 
-TYPES = {  # by a field's type: which types its values may have, and what is expected, in words
-    bool: ((bool,), "True or False"),
-    int: ((int,), "a whole number"),
-    float: ((int, float), "a number"),
-    str: ((str,), "text"),
-}
-
-
-class Limits(NamedTuple):
-    """The least and the largest allowed number of a field, given in its annotation."""
-
-    least: float | None = None
-    most: float | None = None
-
-
 @dataclass(frozen=True)
 class Option:
-    """A field as an option: `kind` is the type of its value, `default` the text shown as its default."""
+    """A field as an option: `kind` is the type of its value, `default` the text shown as its default,
+    `least` and `most` the numbers that its annotation allows, where that has a least one."""
 
     kind: Any
     help: str
     default: str | None
     names: tuple[str, ...]
-    limits: Limits
+    least: float | None = None
+    most: float | None = None
 
 
 def described(owner: object) -> str:
@@ -59,29 +49,26 @@ def options_of(owner: object) -> dict[str, Option]:
         for name, names, said, default in _entries(part.__doc__ or ""):
             dashed = tuple(names.split(", ")) if names else (f"--{name.replace('_', '-')}",)
             said = said.replace("{values}", ", ".join(map(str, get_args(hints[name]))))
-            limits = _limits(hints[name]) or Limits()
-            found.setdefault(name, Option(plain_type(hints[name]), said, default, dashed, limits))
+            option = Option(plain_type(hints[name]), said, default, dashed, *_limits(hints[name]))
+            found.setdefault(name, option)
     return found
 
 
 def check_limits(settings: object) -> None:
-    """Raise UsageError for a value of another type than its field's, and a number outside of its
-    `Limits`."""
-    owner: object = type(settings)
+    """Raise UsageError for a value that does not fit the annotation of its field."""
+    owner: Any = type(settings)
+    hints = get_type_hints(owner, include_extras=True)
     for name, option in options_of(owner).items():
-        value, (least, most) = getattr(settings, name), option.limits
-        _check_type(name, value, option.kind, getattr(owner, name, None) is None)
-        low, high = -inf if least is None else least, inf if most is None else most
-        if value is not None and option.limits != Limits() and not low <= value <= high:
-            found = f"{option.names[0]} {value:g}"
-            raise UsageError(f"{found}: expected a number from {low:g} to {high:g}")
+        strict = option.kind in (bool, int, float, str)  # else paths may be text
+        check_value(option.names[0], getattr(settings, name), hints[name], strict)
 
 
-def _check_type(name: str, value: object, kind: object, optional: bool) -> None:
-    if kind in TYPES and not (value is None and optional):
-        types, expected = TYPES[kind]
-        if type(value) not in types:
-            raise UsageError(f"{name}={value!r}: expected {expected}")
+def check_value(name: str, value: object, hint: Any, strict: bool = True) -> None:
+    """Raise UsageError for a `value` of the option `name` that does not fit an annotation."""
+    try:
+        TypeAdapter(hint).validate_python(value, strict=strict)
+    except ValidationError as error:
+        raise UsageError(said_of(error.errors()[0], f"{name} is")) from None
 
 
 def plain_type(hint: object) -> object:
@@ -103,8 +90,12 @@ def _entries(text: str) -> list[tuple[str, ...]]:
     return [match.groups() for line in lines if (match := ENTRY.fullmatch(line.strip()))]
 
 
-def _limits(hint: object) -> Limits | None:
-    """The first `Limits` in an annotation."""
-    parts = [hint, *get_args(hint), *getattr(hint, "__metadata__", ())]
-    inner = (part if isinstance(part, Limits) else part is not hint and _limits(part) for part in parts)
-    return next((found for found in inner if found), None)
+def _limits(hint: object) -> list[float | None]:
+    """The numbers from which to which an annotation allows them; none without a least one."""
+    parts = [part for kind in (hint, *get_args(hint)) for part in getattr(kind, "__metadata__", ())]
+    bounds = [bound for part in parts if isinstance(part, FieldInfo) for bound in part.metadata]
+    least, most = (
+        next((getattr(bound, name) for bound in bounds if hasattr(bound, name)), None)
+        for name in ("ge", "le")
+    )
+    return [] if least is None else [least, most]

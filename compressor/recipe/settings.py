@@ -2,18 +2,20 @@
 
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self, get_args
 
-from blr.compressor.base.device import COMPUTED
+from pydantic import Field
+
+from blr.compressor.base.device import Computed
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import CHECKING, HEALING, OWN, WRITING
-from blr.compressor.recipe.option import Limits, check_limits
+from blr.compressor.recipe.fields import Share
+from blr.compressor.recipe.option import check_limits, check_value
 from blr.compressor.workspace.shards import DEFAULT_SHARD_BYTES
 
 SELF = "self"
-KINDS = ("factors", "norms", "biases", "dense", "embeddings", "head")
-LOSSES = ("kl", "lm", "variation")
-LONGEST = 1e5  # most minutes
+Kind = Literal["factors", "norms", "biases", "dense", "embeddings", "head"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 MINUTES = 3.0  # default budget
 MIX = 2 / 3  # default share of own text beside the user's
 USUAL_WINDOW = 512  # tokens of an evaluation's window by default, if the model has so many positions
@@ -23,7 +25,8 @@ NOT_IN_FINGERPRINT = (
     *("source_name", "revision", "teacher_name", "save_minutes", "overwrite", "restart", "check"),
     *("force", "fsdp", "micro", "track", "threads"),
 )
-Count = Annotated[int, Limits(1)]
+Count = Annotated[int, Field(ge=1)]
+Minutes = Annotated[float, Field(gt=0, le=1e5)]
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class RunSettings:
 
     source_name: str
     _: KW_ONLY
-    threads: Annotated[int, Limits(1, 1024)] | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     max_shard_size: int = DEFAULT_SHARD_BYTES
     revision: str | None = None
     overwrite: bool = False
@@ -123,29 +126,29 @@ class HealOptions(RunSettings):
 
     teacher_name: str = ""
     data: tuple[str, ...] = ()
-    mix: float | None = None
+    mix: Share | None = None
     own_tokens: Count | None = None
-    vary: float | None = None
-    minutes: float | None = None
-    epochs: float | None = None
-    steps: int | None = None
-    rate: float = 0.003
+    vary: Annotated[float, Field(ge=0, lt=1)] | None = None
+    minutes: Minutes | None = None
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    steps: Annotated[int, Field(gt=0, le=1e9)] | None = None
+    rate: Annotated[float, Field(gt=0, le=1)] = 0.003
     batch: Count | None = None
-    window: Annotated[int, Limits(8)] = 512
-    loss: str = "kl"
+    window: Annotated[int, Field(ge=8)] = 512
+    loss: Literal["kl", "lm", "variation"] = "kl"
     top_k: Count | None = None
-    hidden: Annotated[float, Limits(0)] | None = None
-    train: tuple[str, ...] = KINDS[:3]
+    hidden: Annotated[float, Field(ge=0)] | None = None
+    train: tuple[Kind, ...] = KINDS[:3]
     lora: Count | None = None
-    warmup: Annotated[float, Limits(0, 0.9)] = 0.05
-    clip: float = 1.0
+    warmup: Annotated[float, Field(ge=0, le=0.9)] = 0.05
+    clip: Annotated[float, Field(gt=0, le=1e9)] = 1.0
     patience: Count | None = None
     checkpointing: bool | None = None
     compile: bool = False
     fsdp: bool | None = None
     micro: int | None = None
     track: str | None = None
-    save_minutes: Annotated[float, Limits(0)] = 5.0
+    save_minutes: Annotated[float, Field(ge=0)] = 5.0
     seed: int = 0
     device: str = "auto"
 
@@ -179,22 +182,8 @@ def check_options(options: HealOptions) -> HealOptions:
     budgets = [options.minutes, options.epochs, options.steps]
     if sum(budget is not None for budget in budgets) > 1:
         raise UsageError("give one of --minutes, --epochs and --steps, not several")
-    for name, low, high in (
-        ("minutes", 0, LONGEST), ("epochs", 0, 1e6), ("steps", 0, 1e9), ("rate", 0, 1), ("clip", 0, 1e9)
-    ):  # fmt: skip
-        value = getattr(options, name)
-        if value is not None and not low < value <= high:
-            option = "lr" if name == "rate" else name
-            raise UsageError(f"--{option} {value:g}: expected a number over {low}, at most {high:g}")
-    for name, values, known in (("loss", [options.loss], LOSSES), ("train", options.train, KINDS)):
-        if unknown := [value for value in values if value not in known]:
-            raise UsageError(f"--{name} {unknown[0]}: expected {', '.join(known)}")
     if not options.train:
         raise UsageError(f"--train: nothing to train; name some of {', '.join(KINDS)}")
-    if options.mix is not None and not 0 <= options.mix <= 1:
-        raise UsageError(f"--mix {options.mix:g}: expected a share from 0 to 1")
-    if options.vary is not None and not 0 <= options.vary < 1:
-        raise UsageError(f"--vary {options.vary:g}: expected a share from 0 to below 1")
     if options.mix and not options.files and options.mix < 1:
         raise UsageError(f"--mix {options.mix:g}: a mixture needs a text of yours; add --text FILE")
     _refuse_idle(options)
@@ -223,15 +212,63 @@ def healing_steps(options: HealOptions) -> list[str]:
 
 def checked_minutes(minutes: float | None) -> float | None:
     """`minutes` of healing, as an option of another command. Raises UsageError if out of range."""
-    if minutes is not None and type(minutes) not in (int, float):
-        raise UsageError(f"heal={minutes!r}: expected a number of minutes")
-    if minutes is not None and not 0 < minutes <= LONGEST:
-        raise UsageError(f"--heal {minutes:g}: expected minutes over 0, at most {LONGEST:g}")
+    check_value("--heal", minutes, Minutes | None)
     return minutes
 
 
-@dataclass(frozen=True)
-class EvalSettings:
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """How a model is loaded and run.
+
+    Options:
+        dtype: Compute in this dtype.
+        device: Compute on auto, cpu, cuda or cuda:N.
+        threads: Compute with this many CPU threads. [OMP_NUM_THREADS, or all free cores]
+        trust_remote_code: Run modeling code found in the checkpoint.
+        verify: Compare files written by blr with their manifest while they are read.
+        offline: Read nothing from the network.
+    """
+
+    dtype: Computed | None = "float32"
+    device: str = "auto"
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    trust_remote_code: bool = False
+    verify: bool = True
+    offline: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings(ModelSettings):
+    """How a prompt is continued; temperature 0 is greedy decoding.
+
+    Options:
+        max_new_tokens: Tokens to generate.
+        temperature: Sample at this temperature; 0 takes the likeliest token.
+        top_k: Sample among the K likeliest tokens.
+        top_p: Sample among the likeliest tokens of this total probability.
+        seed: Seed of sampling.
+        profile: Time the stages of the fused runtime, on standard error.
+        dtype: Dtype to compute in. [float32; of exports on a GPU: as stored]
+    """
+
+    max_new_tokens: Count = 64
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_k: Count | None = None
+    top_p: float | None = None
+    seed: int = 0
+    profile: bool = False
+    dtype: Computed | None = None
+
+
+def check_generate(settings: GenerateSettings) -> None:
+    """Raise UsageError for settings that do not fit, or that nothing would use."""
+    check_limits(settings)
+    if settings.temperature == 0 and (settings.top_k, settings.top_p) != (None, None):
+        raise UsageError("--top-k and --top-p belong to sampling; give --temperature, as 0.8, too")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings(ModelSettings):
     """Texts, pairs or tasks, and how a model is judged by them.
 
     Options:
@@ -248,12 +285,6 @@ class EvalSettings:
         max_tokens: Read only this many tokens of a text.
         skip_tokens: Leave out the first tokens of a text. [read them all]
         batch: Windows or sentences computed at once.
-        dtype: Compute in this dtype.
-        device: Compute on auto, cpu, cuda or cuda:N.
-        threads: Compute with this many CPU threads. [OMP_NUM_THREADS, or all free cores]
-        trust_remote_code: Run modeling code found in the checkpoint.
-        verify: Compare files written by blr with their manifest while they are read.
-        offline: Read nothing from the network.
     """
 
     text: tuple[Path, ...] = ()
@@ -262,19 +293,14 @@ class EvalSettings:
     keep_dense: Path | None = None
     tasks: str | None = None
     tasks_path: Path | None = None
-    shots: Annotated[int, Limits(0, 1024)] | None = None
+    shots: Annotated[int, Field(ge=0, le=1024)] | None = None
     limit: Count | None = None
-    window: Annotated[int, Limits(2)] | None = None
+    window: Annotated[int, Field(ge=2)] | None = None
     stride: Count | None = None
-    max_tokens: Annotated[int, Limits(2)] | None = None
-    skip_tokens: Annotated[int, Limits(0)] | None = None
+    max_tokens: Annotated[int, Field(ge=2)] | None = None
+    skip_tokens: Annotated[int, Field(ge=0)] | None = None
     batch: Count = 8
-    dtype: str = "float32"
-    device: str = "auto"
-    threads: Annotated[int, Limits(1, 1024)] | None = None
-    trust_remote_code: bool = False
-    verify: bool = True
-    offline: bool = False
+    dtype: Computed = "float32"
 
     @property
     def task_names(self) -> list[str]:
@@ -285,8 +311,6 @@ class EvalSettings:
 def check_eval(settings: EvalSettings) -> None:
     """Raise UsageError if there is nothing to do, or for settings that nothing would use."""
     check_limits(settings)
-    if settings.dtype not in COMPUTED:
-        raise UsageError(f"dtype {settings.dtype!r}: expected one of {', '.join(COMPUTED)}")
     text, sts, tasks = settings.text, settings.sts, settings.tasks
     if not (text or tasks or sts):
         raise UsageError("eval needs --text FILE or --tasks NAMES (decoders), or --sts FILE (encoders)")

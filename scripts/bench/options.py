@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
+from pydantic import Field
+
 from blr.compressor.base.errors import UsageError
-from blr.compressor.recipe.option import Limits, options_of
+from blr.compressor.recipe.option import options_of
 
 MOST = 2**31 - 1
 MOST_ROWS = 16  # that a decoder takes at once
@@ -81,7 +83,7 @@ class BenchOptions:
     """
 
     device: str = "auto"
-    seconds: Annotated[float, Limits(0)] | None = None
+    seconds: Annotated[float, Field(ge=0)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +106,12 @@ class LayerOptions(BenchOptions):
     models: Sequence[str] = ()
     structures: Sequence[str] = ()
     bits: Sequence[int] = ()
-    rank: Annotated[int, Limits(1)] = 16
+    rank: Annotated[int, Field(ge=1)] = 16
     n: Sequence[int] = ()
     dtype: str = "bfloat16"
     cf: float | None = None
     blocks: Sequence[int] = ()
-    repeats: Annotated[int, Limits(1)] = 10
+    repeats: Annotated[int, Field(ge=1)] = 10
     compiling: bool | None = None
 
 
@@ -123,7 +125,7 @@ class ModelOptions(BenchOptions):
     """
 
     dtype: str = "bfloat16"
-    rounds: Annotated[int, Limits(1)] = 5
+    rounds: Annotated[int, Field(ge=1)] = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,7 @@ class StructuredOptions(ModelOptions):
     """
 
     cf: float = 2.0
-    blocks: Annotated[int, Limits(2)] = 16
+    blocks: Annotated[int, Field(ge=2)] = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +164,9 @@ class DecodeOptions(StructuredOptions):
     arms: Sequence[str] = ()
     contexts: Sequence[int] = (128, 1024, 3072, 6144)
     batches: Sequence[int] = (1,)
-    steps: Annotated[int, Limits(1)] = 64
-    rounds: Annotated[int, Limits(1)] = 3
-    rank: Annotated[int, Limits(1)] = 16
+    steps: Annotated[int, Field(ge=1)] = 64
+    rounds: Annotated[int, Field(ge=1)] = 3
+    rank: Annotated[int, Field(ge=1)] = 16
     compiling: bool | None = None
 
 
@@ -186,7 +188,7 @@ class PrefillOptions(StructuredOptions):
     models: Sequence[str] = ("8b",)
     arms: Sequence[str] = ()
     tokens: Sequence[int] = (128, 512, 2048, 8192, 16384)
-    batch: Annotated[int, Limits(1)] = 1
+    batch: Annotated[int, Field(ge=1)] = 1
     compiling: bool | None = None
     graphs: bool = False
     runtime: bool = False
@@ -237,5 +239,5 @@ class TuneOptions(BenchOptions):
     structures: Sequence[str] = ("svd", "monarch", "blast", "ks")
     dtype: Sequence[str] = ("bfloat16",)
     quick: bool = False
-    seconds: Annotated[float, Limits(0)] | None = None
+    seconds: Annotated[float, Field(ge=0)] | None = None
     gpu_name: str | None = None

@@ -27,7 +27,6 @@ from blr.compressor.commands.sweep.page import (
     table,
 )
 from blr.compressor.commands.sweep.run import Grid, listed, points_of
-from blr.compressor.recipe.schema import Recipe
 
 DYING = """
 import signal
@@ -266,7 +265,7 @@ def test_the_grid_combines_what_belongs_together() -> None:
         *("int2-svd-r8", "int2-blast-r8"),
     ]
     assert len(found) == 2 * len(names)
-    by_name: dict[str, Recipe] = {point.name: recipe for point, recipe in found.items()}
+    by_name = {point.name: point.recipe for point in found}
     assert by_name["int2-blast-r8-heal5"].blocks == 4 and by_name["svd-cf2"].blocks is None
     assert by_name["int3"].quantize == "int3" and by_name["int3"].group == 64
     assert by_name["svd-cf2"].group is None and by_name["blast-cf2"].rounds == 9
@@ -278,7 +277,7 @@ def test_points_of_several_seeds_are_one_with_its_spread() -> None:
         ("svd-cf2-seed0", "svd-cf2"),
         ("svd-cf2-seed7", "svd-cf2"),
     ]
-    assert [recipe.seed for recipe in points.values()] == [0, 7]
+    assert [point.recipe.seed for point in points] == [0, 7]
     made = [
         replace(_found(f"a-seed{n}", 2.0, 0.1 + n / 10, 0.5), commands=(f"blr {n}",)) for n in (0, 1)
     ]

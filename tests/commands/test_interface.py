@@ -54,7 +54,7 @@ def test_what_is_wrong_is_an_error_of_its_kind(tmp_path: Path) -> None:
         compress(dense, tmp_path / "out", effort="best")
     with pytest.raises(OutputError, match="the model itself"):
         compress(dense, dense)
-    with pytest.raises(UsageError, match="--window 4: expected a number from 8 to inf"):
+    with pytest.raises(UsageError, match="--window is 4, expected it to be greater than or equal to 8"):
         heal(dense, tmp_path / "out", window=4)
     with pytest.raises(InputError, match="no such folder"):
         load(tmp_path / "nothing")
@@ -66,21 +66,21 @@ def test_what_is_wrong_is_an_error_of_its_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "found", "expected"),
     [
-        (compress, {"threads": "2"}, "a whole number"),
-        (compress, {"threads": 0}, "a number from 1"),
-        (compress, {"device": torch.device("cpu")}, "text"),
-        (compress, {"overwrite": "no"}, "True or False"),
-        (compress, {"heal": "3"}, "a number of minutes"),
-        (heal, {"steps": True}, "a whole number"),
-        (heal, {"rate": "fast"}, "a number"),
-        (export, {"kind": None}, "text"),
+        (compress, {"threads": "2"}, "a valid integer"),
+        (compress, {"threads": 0}, "greater than or equal to 1"),
+        (compress, {"device": torch.device("cpu")}, "a valid string"),
+        (compress, {"overwrite": "no"}, "a valid boolean"),
+        (compress, {"heal": "3"}, "a valid number"),
+        (heal, {"steps": True}, "a valid integer"),
+        (heal, {"rate": "fast"}, "a valid number"),
+        (export, {"kind": None}, "a valid string"),
     ],
 )
 def test_values_of_another_type_are_refused(
     call: Callable[..., object], found: dict[str, object], expected: str, tmp_path: Path
 ) -> None:
     """Before anything is read or written; what an option would refuse, too."""
-    with pytest.raises(UsageError, match=f"{next(iter(found))}.*: expected {expected}"):
+    with pytest.raises(UsageError, match=f"expected it to be {expected}"):
         call(tmp_path / "dense", tmp_path / "out", **found)
     assert not any(tmp_path.iterdir())
 

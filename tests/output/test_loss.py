@@ -41,7 +41,7 @@ def judged(folder: Path, text: Path, found: dict[str, Any]) -> float:
     ids = evaluate.read_tokens(text, tokenizer)[part]
     beginning = beginning_of(tokenizer)
     scored = text_scores(model, ids, window, window, 4, Progress(quiet=True), beginning)
-    return evaluate.perplexity(scored, window, beginning).perplexity
+    return evaluate.perplexity(scored)["perplexity"]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, LlamaTokenizer
 from blr.compressor.base.errors import InputError
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.commands.compress import Settings, compress
-from blr.compressor.commands.evaluate import Encoder, perplexity, read_tokens
+from blr.compressor.commands.evaluate import perplexity, pooled, read_tokens
 from blr.compressor.commands.heal import heal
 from blr.compressor.commands.text_scores import text_scores
 from blr.compressor.fitting import engine
@@ -135,7 +135,7 @@ def test_perplexity_is_that_of_the_text_behind_the_beginning(
     folder, beginning = made(around), BEGINNINGS[around]
     model = load_model(folder, "AutoModelForCausalLM", dtype="float32", device="cpu")
     ids = read_tokens(text, load_tokenizer(folder), 100)
-    found = perplexity(text_scores(model, ids, 16, stride, 4, QUIET, beginning), 16, beginning)
+    found = perplexity(text_scores(model, ids, 16, stride, 4, QUIET, beginning))
     losses, p = dict[int, float](), len(beginning)
     for start in range(0, 100, min(stride, 16 - p)):
         row = torch.cat([torch.tensor(beginning, dtype=torch.long), ids[start : start + 16 - p]])
@@ -144,9 +144,9 @@ def test_perplexity_is_that_of_the_text_behind_the_beginning(
         for n in range(max(p, 1), len(row)):
             losses.setdefault(start + n - p, -float(told[n - 1, row[n]]))
     expected = math.exp(sum(losses.values()) / len(losses))
-    assert found.perplexity == pytest.approx(expected, rel=1e-4)
-    assert (found.tokens, found.window, found.beginning) == (len(losses), 16, beginning)
-    assert not p or found.tokens == 100, "with something before it, every token is counted"
+    assert found["perplexity"] == pytest.approx(expected, rel=1e-4)
+    assert found["tokens"] == len(losses)
+    assert not p or found["tokens"] == 100, "with something before it, every token is counted"
 
 
 @pytest.mark.parametrize(
@@ -324,5 +324,5 @@ def test_sentences_are_read_with_all_that_is_put_around_them(tmp_path: Path) -> 
     model.register_forward_pre_hook(
         lambda _, args, given: seen.append(given["input_ids"]), with_kwargs=True
     )
-    Encoder(model, tokenizer, Sentences(), 20, QUIET).pooled(lines)
+    pooled(model, tokenizer, Sentences(), lines)
     assert (seen[0][:, 0] == 123).all() and (seen[0][:, 11] == 125).all()

@@ -6,10 +6,8 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -42,31 +40,13 @@ class Command:
 def start(command: Command, environ: dict[str, str], alive: int) -> subprocess.Popen[bytes]:
     """Start a command, which ends when the other end of the pipe `alive` does."""
     with _own(command.out, os.O_TRUNC) as out, _own(command.log, os.O_APPEND) as log:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "blr.compressor", *command.arguments],
-            env={**os.environ, **environ, environment.PARENT: str(alive)},
-            pass_fds=(alive,),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=log,
-        )
+        return environment.start(command.arguments, alive, environ, stdout=out, stderr=log)
 
 
 def _own(path: Path, how: int) -> BinaryIO:
     """Open a file of the sweep for writing, without following a link or waiting on a FIFO."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how
     return os.fdopen(os.open(path, flags, 0o666), "wb")
-
-
-@contextmanager
-def lifeline() -> Iterator[int]:
-    """A descriptor that is at its end when this process is."""
-    reader, writer = os.pipe()
-    try:
-        yield reader
-    finally:
-        os.close(writer)
-        os.close(reader)
 
 
 def slots(device: str, jobs: int) -> list[dict[str, str]]:
@@ -84,22 +64,24 @@ def run_chains(chains: Sequence[PointChain], places: Sequence[dict[str, str]]) -
     """Run all chains to their ends, in their order, one at a time in each of `places`."""
     waiting, free = list(chains), list(places)
     running: dict[subprocess.Popen[bytes], tuple[PointChain, dict[str, str]]] = {}
-    with lifeline() as alive:
-        try:
-            while waiting or running:
-                ready = [(waiting.pop(0), free.pop(0)) for _ in range(min(len(waiting), len(free)))]
-                time.sleep(PAUSE * bool(running))
-                for process in [each for each in running if each.poll() is not None]:
-                    chain, place = running.pop(process)
-                    chain.ended(process.poll() or 0)
-                    ready.append((chain, place))
-                for chain, place in ready:
-                    if (command := chain.command()) is None:
-                        free.append(place)
-                    else:
-                        running[start(command, place, alive)] = chain, place
-        finally:
-            _end(running)
+    alive, ours = os.pipe()  # whose first end is at its end when this process is
+    try:
+        while waiting or running:
+            ready = [(waiting.pop(0), free.pop(0)) for _ in range(min(len(waiting), len(free)))]
+            time.sleep(PAUSE * bool(running))
+            for process in [each for each in running if each.poll() is not None]:
+                chain, place = running.pop(process)
+                chain.ended(process.poll() or 0)
+                ready.append((chain, place))
+            for chain, place in ready:
+                if (command := chain.command()) is None:
+                    free.append(place)
+                else:
+                    running[start(command, place, alive)] = chain, place
+    finally:
+        _end(running)
+        os.close(ours)
+        os.close(alive)
 
 
 def _end(running: Mapping[subprocess.Popen[bytes], tuple[PointChain, object]]) -> None:
@@ -115,8 +97,7 @@ def _end(running: Mapping[subprocess.Popen[bytes], tuple[PointChain, object]]) -
 @dataclass
 class PointChain:
     """The commands that make one point of a sweep: `compress` (None: the dense model) and `evaluate` are
-    their options. `failure` and `code` tell of a command that failed, `spent` are seconds of all
-    runs."""
+    their options. `failure` and `code` tell of a failed command, `spent` are seconds of all runs."""
 
     folder: Folder
     name: str

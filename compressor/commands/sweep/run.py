@@ -1,5 +1,4 @@
-"""A sweep from a model and a grid to a table: its points, of which those that are missing are made; what
-fails is said and left."""
+"""A sweep from a model and a grid to a table: missing points are made, what fails is said and left."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -60,13 +59,19 @@ class Grid:
 
 @dataclass(frozen=True)
 class Point:
-    """One compression by its own `settings`, with `heal` minutes of training, on the curve `kind`."""
+    """One compression by its own `settings` and those of all points that it uses (`shared`), with `heal`
+    minutes of training, on the curve `kind`."""
 
     name: str
     kind: str
-    settings: tuple[tuple[str, object], ...]
+    settings: dict[str, object]
     heal: float = 0.0
     seed: int | None = None
+    shared: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def recipe(self) -> Recipe:
+        return make_recipe(**self.shared | self.settings)
 
     @property
     def setting(self) -> str:
@@ -74,13 +79,16 @@ class Point:
 
     @property
     def plain(self) -> bool:
-        return ("method", DENSE) in self.settings
+        return self.settings["method"] == DENSE
 
     @property
     def options(self) -> list[str]:
+        """Of `blr compress`."""
         found: list[str] = []
-        for name, value in self.settings:
-            found += [f"--{name}", _shown(value) if isinstance(value, float) else str(value)]
+        for name, value in (self.shared | self.settings).items():
+            for one in value if isinstance(value, list | tuple) else [value]:
+                shown = _shown(one) if isinstance(one, float) else str(one)
+                found += [f"--{name.replace('_', '-')}", shown]
         return found + ([f"--heal={_shown(self.heal)}"] if self.heal else [])
 
 
@@ -89,15 +97,11 @@ def _shown(number: float) -> str:
     return f"{number:g}" if float(f"{number:g}") == number else repr(number)
 
 
-def points_of(grid: Grid, common: dict[str, object], calibrated: bool) -> dict[Point, Recipe]:
-    """Every point with its recipe, plain quantization first; `common` settings go to all that use them.
-    Raises UsageError for settings that do not fit or are unused, and for a point twice or none."""
-    if DENSE in grid.methods:
-        raise UsageError(
-            "--methods are structures; dense weights in few bits are the line of --plain: give that"
-        )
-    _refuse_halves(grid)
-    plain = (Point(k, "plain", (("method", DENSE), ("quantize", k))) for k in grid.plain)
+def points_of(grid: Grid, common: dict[str, object], calibrated: bool) -> list[Point]:
+    """Every point, plain quantization first; `common` settings go to all that use them. Raises
+    UsageError for settings that do not fit or are unused, and for a point twice or none."""
+    _refuse_lists(grid)
+    plain = (Point(k, "plain", {"method": DENSE, "quantize": k}) for k in grid.plain)
     bare = [*plain, *_structured(grid), *_corrected(grid)]
     found = [_varied(*one) for one in product(bare, grid.heals, grid.seeds or (None,))]
     names = [point.name for point in found]
@@ -105,12 +109,21 @@ def points_of(grid: Grid, common: dict[str, object], calibrated: bool) -> dict[P
         raise UsageError(f"the sweep holds {twice} twice; give every method, factor and rank once")
     if not found:
         raise UsageError("the sweep holds no point; give --methods with --cf, or --base with --rank")
-    _refuse_unused(found, common, calibrated)
-    return {point: make_recipe(**_fitting(point, common)) for point in found}
+    unused = [idle(make_recipe(**common | p.settings), common, calibrated) for p in found]
+    for name in common:
+        if all(name in one for one in unused):
+            # --text of a sweep is what losses are measured on
+            refuse(name, common[name], unused[0][name].replace("--text", "--calibration"))
+    shared = [{name: common[name] for name in common if name not in one} for one in unused]
+    return [replace(point, shared=used) for point, used in zip(found, shared, strict=True)]
 
 
-def _refuse_halves(grid: Grid) -> None:
-    """Raise UsageError for lists that nothing is combined with."""
+def _refuse_lists(grid: Grid) -> None:
+    """Raise UsageError for lists that are of other options, or that nothing is combined with."""
+    if DENSE in grid.methods:
+        raise UsageError(
+            "--methods are structures; dense weights in few bits are the line of --plain: give that"
+        )
     if bool(grid.bases) != bool(grid.ranks):
         raise UsageError("--base and --rank make points together; give both, or leave out the other")
     if grid.methods and not grid.cfs and not grid.bases:
@@ -121,34 +134,17 @@ def _refuse_halves(grid: Grid) -> None:
         )
 
 
-def _refuse_unused(points: Sequence[Point], common: dict[str, object], calibrated: bool) -> None:
-    """Raise UsageError for a setting that no point uses."""
-    recipes = [make_recipe(**common | dict(point.settings)) for point in points]
-    unused = [idle(recipe, common, calibrated) for recipe in recipes]
-    for name in common:
-        if all(name in found for found in unused):
-            # --text of a sweep is what losses are measured on
-            refuse(name, common[name], unused[0][name].replace("--text", "--calibration"))
-
-
-def _fitting(point: Point, common: dict[str, object]) -> dict[str, object]:
-    """The settings of a point, with the common ones that it uses."""
-    own = dict(point.settings)
-    unused = idle(make_recipe(**common | own), common, calibrated=True)
-    return {name: value for name, value in common.items() if name not in unused} | own
-
-
 def _structured(grid: Grid) -> Iterator[Point]:
     for method, cf, kind in product(grid.methods, grid.cfs, grid.quantize):
-        stored = () if kind == NONE else (("quantize", kind),)
+        stored = {} if kind == NONE else {"quantize": kind}
         suffix = "" if kind == NONE else f"-{kind}"
-        settings = (("method", method), ("cf", cf), *stored)
+        settings = {"method": method, "cf": cf, **stored}
         yield Point(f"{method}-cf{cf:g}{suffix}", f"{method}{suffix}", settings)
 
 
 def _corrected(grid: Grid) -> Iterator[Point]:
     for base, method, rank in product(grid.bases, grid.methods, grid.ranks):
-        settings = (("base", base), ("method", method), ("rank", rank))
+        settings: dict[str, object] = {"base": base, "method": method, "rank": rank}
         yield Point(f"{base}-{method}-r{rank}", f"{base} + {method}", settings)
 
 
@@ -157,7 +153,7 @@ def _varied(point: Point, minutes: float, seed: int | None) -> Point:
     if minutes:
         name, kind = f"{name}-heal{minutes:g}", f"{kind}, healed"
     if seed is not None:
-        name, settings = f"{name}-seed{seed}", (*settings, ("seed", seed))
+        name, settings = f"{name}-seed{seed}", {**settings, "seed": seed}
     return Point(name, kind, settings, minutes, seed)
 
 
@@ -172,17 +168,6 @@ def listed(option: str, text: str, kind: Callable[[str], T], *, least: int = 0) 
         wanted = "whole numbers" if kind is int else "numbers"
         found = quote(text, 40)[1:-1]
         raise UsageError(f"{option} {found}: expected {wanted} with commas between") from None
-
-
-def common_options(common: dict[str, object], point: Point) -> Sequence[str]:
-    """`common` settings as options of `blr compress`."""
-    found: list[str] = []
-    for name, value in _fitting(point, common).items():
-        if name in dict(point.settings):
-            continue
-        values = value if isinstance(value, list | tuple) else [value]
-        found += [part for one in values for part in (f"--{name.replace('_', '-')}", str(one))]
-    return found
 
 
 @dataclass(frozen=True)
@@ -204,23 +189,23 @@ class SweepSettings:
 
 
 def sweep(
-    folder: Path, recipes: dict[Point, Recipe], output: Path, settings: SweepSettings, progress: Progress
+    folder: Path, points: list[Point], output: Path, settings: SweepSettings, progress: Progress
 ) -> SweepResult:
-    """Make the points of `recipes` that `output` lacks; the losses of all. Raises UsageError,
+    """Make the `points` that `output` lacks; the losses of all. Raises UsageError,
     InputError or OutputError before anything is made, and the error of the dense model."""
     check_apart(output, folder)
     check_outside(output)
     progress.loading()
     progress.expect(READING, SWEEPING)
     source, gpu = open_checked(folder), chosen_gpu(settings.gpu)[0]
-    made = {p.name: point_digest(r.model_dump(mode="json"), p.heal) for p, r in recipes.items()}
+    made = {p.name: point_digest(p.recipe.model_dump(mode="json"), p.heal) for p in points}
     place = Folder(output, _common(source, settings, progress), {MODEL: "", **made})
     with place.held(settings.restart):
         with scratch_folder() as states:
-            chains = _chains(place, list(recipes), settings, states)
+            chains = _chains(place, points, settings, states)
             _run(chains, settings, progress)
         calibrated = settings.calibration is not None
-        speeds = {p: tokens_per_second(source, r, gpu, calibrated) for p, r in recipes.items()}
+        speeds = [(p, tokens_per_second(source, p.recipe, gpu, calibrated)) for p in points]
         result = _result(place, chains, speeds, settings)
         place.finish(asdict(result))
         place.write(PAGE, page(result))
@@ -274,7 +259,7 @@ def _chains(
 
 def _options(point: Point, settings: SweepSettings) -> tuple[str, ...]:
     text = [] if settings.calibration is None else ["--calibration", settings.calibration]
-    return (*point.options, *text, *common_options(settings.common, point))
+    return (*point.options, *text)
 
 
 def _run(chains: dict[str, PointChain], settings: SweepSettings, progress: Progress) -> None:
@@ -296,14 +281,14 @@ def _run(chains: dict[str, PointChain], settings: SweepSettings, progress: Progr
 def _result(
     place: Folder,
     chains: dict[str, PointChain],
-    speeds: dict[Point, float | None],
+    speeds: Sequence[tuple[Point, float | None]],
     settings: SweepSettings,
 ) -> SweepResult:
     dense = place.record(MODEL)
     assert dense is not None  # else the sweep has ended
     base = dense.perplexities
     made, failed = dict[str, list[MadePoint]](), list[FailedPoint]()
-    for point, speed in speeds.items():
+    for point, speed in speeds:
         record = place.record(point.name)
         options = _options(point, settings)
         line = command_line(settings.model, options, point.name)
