@@ -11,5 +11,5 @@ python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo pyth
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$python" -m pip install --quiet --no-deps --target "$work" "triton==$version"
-mapfile -t files < <(git grep -l compile_for -- tests/kernels)
+mapfile -t files < <(git grep -l "^from compiling import" -- tests/kernels)
 PYTHONPATH=$work "$python" -m pytest -q -k "compile or spill or registers or loads" "${files[@]}" "$@"

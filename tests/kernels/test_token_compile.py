@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from compiling import compile_launches  # as compile_for: scripts/check_triton.sh looks for that name
+from compiling import compile_launches
 
 pytest.importorskip("triton.experimental.gluon")
 LAUNCH = """
