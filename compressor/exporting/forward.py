@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from io import StringIO
@@ -85,32 +85,18 @@ class ForwardPass(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.eval()
 
-
-class TextForward(ForwardPass):
-    """A text encoder."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
-        """Results by name for ids and mask [batch, tokens]."""
-        return tensors(self.model.forward(input_ids=input_ids, attention_mask=attention_mask))
-
-
-class ImageForward(ForwardPass):
-    """A vision encoder."""
-
-    def forward(self, pixel_values: Tensor) -> dict[str, Tensor]:
-        """Results by name for images [batch, channels, height, width]."""
-        return tensors(self.model.forward(pixel_values=pixel_values))
-
-
-def plain_forward(model: PreTrainedModel) -> nn.Module:
-    """`model` with named inputs and a dict of tensors as result."""
-    return (TextForward if model.main_input_name == "input_ids" else ImageForward)(model).eval()
-
-
-def tensors(found: Mapping[str, object]) -> dict[str, Tensor]:
-    """The tensors of a model's results, by name."""
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Results by name for ids and mask [batch, tokens] or images [batch, channels, height, width]."""
+        text = {"input_ids": input_ids, "attention_mask": attention_mask}
+        found = self.model.forward(**text if pixel_values is None else {"pixel_values": pixel_values})
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
 def compare(found: dict[str, Tensor], expected: dict[str, Tensor], kind: str) -> None:
@@ -149,7 +135,7 @@ def _written(folder: Path, names: Collection[str]) -> Written:
 
 def _trace(model: PreTrainedModel, path: Path) -> list[str]:
     inputs, free = example_inputs(model, "onnx")
-    forward = plain_forward(model)
+    forward = ForwardPass(model)
     with traced(model, "onnx"), torch.no_grad(), _quiet():
         names = list(forward(**inputs))
         options = {"dynamic_shapes": free, "output_names": names, "verbose": False}
@@ -172,7 +158,7 @@ def _check_graph(model: PreTrainedModel, path: Path, names: list[str], progress:
     given = {name: tensor.numpy() for name, tensor in inputs.items()}
     found = {n: torch.from_numpy(y) for n, y in zip(names, session.run(names, given), strict=True)}
     with torch.no_grad():
-        compare(found, plain_forward(model)(**inputs), "onnx")
+        compare(found, ForwardPass(model)(**inputs), "onnx")
 
 
 def _resized(example: Tensor) -> Tensor:
@@ -220,7 +206,7 @@ def write_pt2(model: PreTrainedModel, folder: Path) -> Written:
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     found = _results(path, inputs)
     with torch.no_grad():
-        compare(found, plain_forward(model)(**inputs), "pt2")
+        compare(found, ForwardPass(model)(**inputs), "pt2")
     return _written(folder, [COMPILED])
 
 
@@ -232,10 +218,10 @@ def export_program(
     trace = partial(torch.export.export, args=(), kwargs=inputs, dynamic_shapes=free, strict=False)
     with torch.no_grad():
         try:
-            return trace(plain_forward(model))
+            return trace(ForwardPass(model))
         except torch._dynamo.exc.UserError:  # fused attention of some GPUs fixes the length of a mask
             model.set_attn_implementation("eager")
-            return trace(plain_forward(model))
+            return trace(ForwardPass(model))
 
 
 def _results(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
