@@ -20,7 +20,7 @@ from blr.compressor.exporting.origin import FORMAT, Checkpoint, open_checkpoint
 from blr.compressor.loading.loader import load_empty, misfit
 from blr.compressor.loading.native import read_context
 from blr.compressor.loading.sidecar_files import token_ids
-from blr.compressor.loading.vendor import code_files, contents_of, exported_classes, runtime_files
+from blr.compressor.loading.vendor import code_files, exported_classes, needless, runtime_files
 from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import auto_name
 from blr.compressor.modeling.settings import ExportSettings
@@ -140,7 +140,7 @@ def small_files(
     name: of the source. kind: of the export, which may have a forward pass (`PASSES`). Raises InputError
     for a file to carry over that cannot be read."""
     folder, specs = checkpoint.source.folder, [*checkpoint.specs.values()]
-    contents = contents_of([*specs, *(draft.specs if draft else [])], settings, config)
+    left_out = needless([*specs, *(draft.specs if draft else [])], settings, config)
     files = carried_files(checkpoint.source)
     kept = {n: bytes(read_whole(inside(folder, n), MAX_BYTES)) for n in kept_files(checkpoint)}
     kept_card = kept.pop(CARD, b"").decode("utf-8", "replace")
@@ -157,7 +157,7 @@ def small_files(
         "config.json": json_file(config),
         CARD: card,
         **({f"{FOLDER}/config.json": json_file(draft.config)} if draft else {}),
-        **(runtime_files(contents) if _is_self_contained(config) else code_files()),
+        **(runtime_files(left_out) if _is_self_contained(config) else code_files()),
     }
 
 

@@ -93,7 +93,7 @@ class ForwardPass(nn.Module):
         attention_mask: Tensor | None = None,
         pixel_values: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Results by name for ids and mask [batch, tokens] or images [batch, channels, height, width]."""
+        """Results by name for ids and mask [batch, tokens], or images [batch, channels, h, w]."""
         text = {"input_ids": input_ids, "attention_mask": attention_mask}
         found = self.model.forward(**text if pixel_values is None else {"pixel_values": pixel_values})
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}

@@ -273,10 +273,9 @@ def whole_model(source: Source) -> PreTrainedModel:
 
 def empty_model(source: Source) -> PreTrainedModel:
     """The model in `source`, dense or of blr, on the meta device."""
-    config, name = made_config(source), source.config["architectures"][0]
+    name = source.config["architectures"][0]
     cls = model_class(name) if name.startswith(PREFIX) else getattr(transformers, name)
-    tensors = meta_tensors(source.entries.values())
-    return load_empty(cls, None, config=config, state_dict=tensors)[0].eval()
+    return _loaded(source, cls)[0].eval()
 
 
 def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:

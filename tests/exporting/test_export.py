@@ -22,7 +22,7 @@ from blr.compressor import __version__, register
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.exporting import origin as checkpoint
 from blr.compressor.exporting.tensors import orders, stored_name
-from blr.compressor.loading.vendor import Contents, code_files, runtime_files
+from blr.compressor.loading.vendor import code_files, left_out, runtime_files
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.modeling_blr import LAYOUT
 from blr.compressor.structures.specs import SPECS, spec_from_dict
@@ -240,7 +240,7 @@ def test_the_source_is_not_overwritten(sources: dict[str, Path], tmp_path: Path,
 
 def test_shipped_files_import_nothing_unguarded_but_torch_and_transformers(tmp_path: Path) -> None:
     """transformers refuses to load a file with any other import, triton's included."""
-    files = runtime_files(Contents(frozenset(SPECS), True, 16))
+    files = runtime_files(left_out(SPECS, True, 16))
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
         imported = set(get_imports(tmp_path / name)) - sys.stdlib_module_names
