@@ -111,7 +111,7 @@ class ExportPlan:
         beside: tensors in files of their own, that no index lists. headers: of
             those that are no safetensors, by file. names: of layers in few bits there, where they are
             others. told: notes on what is written. draft: the model beside it, whose file is one of
-            `beside`.
+            `beside`. more: small files of an engine alone.
     """
 
     checkpoint: Checkpoint
@@ -129,6 +129,7 @@ class ExportPlan:
     headers: Mapping[str, bytes] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     draft: files.Draft | None = None
+    more: Mapping[str, bytes] = field(default_factory=dict)
 
     def source_of(self, entry: TensorEntry) -> Source:
         """The checkpoint that a tensor is read from."""
@@ -139,15 +140,6 @@ class ExportPlan:
     def nbytes(self) -> int:
         beside = (slot.origin.nbytes for slots in self.beside.values() for slot in slots)
         return self.tensors.nbytes + sum(beside)
-
-    @property
-    def context(self) -> int | None:
-        return None if self.settings is None else self.settings.context
-
-    @property
-    def plain(self) -> int:
-        """How many structured layers packing would not make smaller."""
-        return 0 if self.settings is None else len(self.settings.plain)
 
     @property
     def untied_bytes(self) -> int:

@@ -88,10 +88,6 @@ class Quantizer:
             packed += sum(prod(shape) * BITS[kind] // 8 for kind, shape in parts)
         return before, packed
 
-    def copies(self, entry: TensorEntry) -> bool:
-        """Whether `entry` is an embedding that is stored and that the head is also made from."""
-        return self.head is not None and self.head.tied and self.head.weight is entry
-
     def parts(self, module: str, factor: str, dtype: str) -> Parts:
         """The stored tensors of a structured layer's factor, or of a dense "weight", with scales of
         `dtype`; scales, which are wider, come first."""

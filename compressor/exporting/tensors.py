@@ -31,11 +31,6 @@ def stored_name(factor: str) -> str:
     return f"{stem}_kernel{dot}{index}"
 
 
-def orders(spec: Spec) -> dict[str, Order]:
-    """The order of every factor's axes in kernel layout, as ``{"U": (0, 1), "V": (1, 0)}``."""
-    return {name: order_of(name, len(shape)) for name, shape in spec.shapes().items()}
-
-
 STORED = {name: dtype for dtype, name in TORCH_NAMES.items()}  # torch's name -> safetensors'
 Make = Callable[[], Tensor]
 CHUNK = 1 << 24  # bytes handed on at once
@@ -154,8 +149,9 @@ def plan_tensors(
         elif module in firsts and factor == next(iter(densified[module].stored())):  # once a weight
             parts = {each: densified[each] for each in joined[firsts[module]]}
             found.add_dense(firsts[module], parts, target, module in transposed)
-        if quantizer is not None and quantizer.head is not None and quantizer.copies(entry):
-            found.add_packed(quantizer, quantizer.head.module, "weight", target)
+        head = None if quantizer is None else quantizer.head
+        if quantizer and head and head.tied and head.weight is entry:  # the embedding, which stays
+            found.add_packed(quantizer, head.module, "weight", target)
     return found
 
 
@@ -226,7 +222,7 @@ def relaid_name(spec: Spec, name: str) -> tuple[str, Order | None]:
         return f"{part}.{relaid}", order
     if spec.packing is not None:
         return name, None
-    return stored_name(name), orders(spec)[name]
+    return stored_name(name), order_of(name, len(spec.shapes()[name]))
 
 
 def _check_stored(source: Source, name: str, stored: Stored) -> None:

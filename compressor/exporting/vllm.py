@@ -10,6 +10,7 @@ Experts are written one by one, in 8 and 4 bits: vLLM has kernels of experts for
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.header import TORCH_NAMES
-from blr.compressor.exporting.engines import CURVED, Begun, Engine, FewBits, layers_of, pack
+from blr.compressor.exporting.engines import CURVED, Engine, FewBits, layers_of, pack
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.exporting.plan import ExportPlan
 from blr.compressor.exporting.tensors import Tensors
@@ -64,26 +65,24 @@ def refusal(layer: FewBits) -> str:
     return f"an adapter of rank {layer.rank}, over {RANKS[-1]}" if layer.rank > RANKS[-1] else ""
 
 
-def plan(begun: Begun, options: ExportOptions) -> dict[str, Any]:
-    """The members of the plan. Raises UsageError for layers that vLLM fuses and that are stored
-    differently."""
-    layers, tensors = begun.layers, begun.tensors
+def plan(begun: ExportPlan, options: ExportOptions) -> ExportPlan:
+    """The whole plan. Raises UsageError for layers that vLLM fuses and that are stored differently."""
+    layers, tensors = layers_of(begun.checkpoint), begun.tensors
     _check_fused(layers)
     _check_experts(layers)
     corrected = [layer for layer in layers if layer.rank]
-    adapter = Tensors(begun.source, make=tensors.make)
+    adapter = Tensors(tensors.source, make=tensors.make)
     for layer in layers:
         _add_packed(tensors, layer, begun.names[layer.module], options.dtype)
     for layer in corrected:
         _add_adapter(adapter, layer, options.dtype)
-    return {
-        "files": {CONFIG: json_file(adapter_config(corrected))} if corrected else {},
-        "config": {**begun.config, "quantization_config": quantization(layers)},
-        "tensors": tensors,
-        "beside": {WEIGHTS: adapter.slots} if corrected else {},
-        "names": begun.names,
-        "told": _told(layers),
-    }
+    return replace(
+        begun,
+        more={CONFIG: json_file(adapter_config(corrected))} if corrected else {},
+        config={**begun.config, "quantization_config": quantization(layers)},
+        beside={WEIGHTS: adapter.slots} if corrected else {},
+        told=_told(layers),
+    )
 
 
 def _check_fused(layers: Sequence[FewBits]) -> None:
