@@ -24,6 +24,15 @@ class Extension(nn.Module):
         return _empty, (self.native, self.mixins), self.__dict__
 
 
+class GatedMlp(Extension):
+    """Base of mixins before an MLP ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+    act_fn: nn.Module
+
+
 Extended = TypeVar("Extended", bound=Extension)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.modeling.extended import Extension, extend
+from blr.compressor.modeling.extended import Extension, GatedMlp, extend
 from blr.compressor.modeling.probes import activation_of, gate_of, norm_of, siblings
 from blr.compressor.modeling.settings import warn_once
 from blr.compressor.structures.specs import QuantizedSpec, Spec
@@ -197,14 +197,9 @@ class Float8Maker(Extension):
         return y
 
 
-class Float8Gate(Extension):
-    """Mixin before an MLP ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``. float8_make: the name of the
-    gate in `reference.MAKES`."""
+class Float8Gate(GatedMlp):
+    """Mixin before a gated MLP. float8_make: the gate's name in `reference.MAKES`."""
 
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-    act_fn: nn.Module
     float8_make: str
 
     def forward(self, x: Tensor) -> Tensor:
