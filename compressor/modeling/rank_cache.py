@@ -82,6 +82,10 @@ class Tokens:
 
     held: Parts = ()
 
+    @property
+    def length(self) -> int:
+        return self.held[0].shape[1] if self.held else 0
+
     def append(self, new: Parts) -> None:
         """Add those of new tokens; one for all sequences is repeated where the other has one each."""
         pairs = zip(self.held, new, strict=True) if self.held else ()
@@ -92,23 +96,11 @@ class Tokens:
         self.held = tuple(map(function, self.held))
 
 
-class RankStore(Tokens):
-    """Ranks [B, T, …, r] of all tokens so far, in one of `FORMATS`."""
-
-    def __init__(self, kind: str) -> None:
-        self.format = FORMATS[kind]
-
-    @property
-    def length(self) -> int:
-        return self.held[0].shape[1] if self.held else 0
-
-    def ranks(self, dtype: torch.dtype) -> Tensor:
-        return self.format.unpack(self.held, dtype)
-
-
 class AngleTable(Tokens):
     """Cosines and sines of all tokens, shared by all layers that are given the same. The first of these
     layers, the leader, extends and changes them. new: those of the newest tokens."""
+
+    held: Angles
 
     def __init__(self, leader: RankLayer, new: Angles) -> None:
         self.leader, self.new, self.held = leader, new, new
@@ -119,7 +111,7 @@ class RankLayer(DynamicLayer):
     of the cache. kind: the name of its format. step: what an attention is making of new tokens, if it
     is."""
 
-    stores: tuple[RankStore, RankStore]
+    stores: tuple[Tokens, Tokens]
     rotation: AngleTable | None
     step: RankStep | None = None
 
@@ -174,7 +166,7 @@ class RankLayer(DynamicLayer):
         self.reset_ranks()
 
     def reset_ranks(self) -> None:
-        self.stores = (RankStore(self.kind), RankStore(self.kind))
+        self.stores = (Tokens(), Tokens())
         self.rotation = None
 
     @property
