@@ -130,8 +130,7 @@ class Source:
 
 def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | None = None) -> Source:
     """Open and check the checkpoint in `folder` without reading tensor data. `allow_pickle` converts
-    pytorch_model.bin into `scratch`, which must outlive the `Source`. Raises InputError for a missing,
-    malformed or unsafe part."""
+    pytorch_model.bin into `scratch`, which must outlive the `Source`. Raises InputError."""
     folder = Path(folder)
     check_is_folder(folder, "a checkpoint folder")
     if not os.path.lexists(folder / "config.json"):

@@ -102,8 +102,7 @@ class FewBits:
         return [self.source.entries[f"{prefix}{name}"] for name in stored_names("weight")]
 
     def stored(self, dtype: str | None) -> str:
-        """The dtype of safetensors that scales and factors have in `dtype`, torch's name; None: as they
-        have it, which is the model's."""
+        """safetensors' name of `dtype`, torch's name; None: that of the scales, which is the model's."""
         return STORED[dtype] if dtype else self.entries[1].dtype
 
     def levels(self) -> tuple[Tensor, Tensor]:
@@ -238,8 +237,7 @@ def _base(spec: Spec) -> QuantizedSpec | None:
 
 
 def pack(levels: Tensor, bits: int) -> Tensor:
-    """Levels int8 [o, i] as words int32 [o, i·bits/32]: fields of `bits`, the lowest bits first, which
-    hold level + 2^(bits - 1)."""
+    """Levels int8 [o, i] as words int32 [o, i·bits/32]: level + 2^(bits - 1), the lowest bits first."""
     codes = levels.to(torch.int16) + 2 ** (bits - 1)
     codes = torch.nn.functional.pad(codes, (0, -levels.shape[1] % 32)).to(torch.uint8)
     stream = (codes.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8) & 1).flatten(-2)
@@ -374,10 +372,8 @@ def finest(group: int, inputs: int) -> int:
 
 
 class ForeignModel:
-    """A model of another library that is called as those of transformers are.
-
-    `logits` computes them, [batch, tokens, vocabulary], from tokens [batch, tokens].
-    """
+    """A model of another library that is called as those of transformers are. `logits` computes them,
+    [batch, tokens, vocabulary], from tokens [batch, tokens]."""
 
     def __init__(self, folder: Path, logits: Callable[[Tensor], Tensor]) -> None:
         self.config = AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -112,11 +112,8 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor], kind: str) ->
 
 def write_onnx(model: PreTrainedModel, folder: Path, progress: Progress) -> Written:
     """Trace `model`, which is on the CPU, into `folder`, and compare with it what onnxruntime computes.
-
-    Weights in bfloat16, which onnxruntime multiplies nowhere on a CPU, are written in float32.
-
-    Raises CapabilityError: the exporter does not take the model, or the graph gives other results.
-    """
+    Weights in bfloat16, which onnxruntime multiplies nowhere on a CPU, are written in float32. Raises
+    CapabilityError: the exporter does not take the model, or the graph gives other results."""
     if model.dtype == torch.bfloat16:
         model = model.float()
     model.config.use_cache = False
@@ -194,11 +191,9 @@ def check_pt2(name: str, generates: bool) -> None:
 
 
 def write_pt2(model: PreTrainedModel, folder: Path) -> Written:
-    """Compile the forward pass of `model` into `folder`, load it again and compare.
-
-    Raises CapabilityError: torch.export or AOTInductor does not take the model, or what it makes does
-    not run here or gives other results.
-    """
+    """Compile the forward pass of `model` into `folder`, load it again and compare. Raises
+    CapabilityError: torch.export or AOTInductor does not take the model, or what it makes does not run
+    here or gives other results."""
     path = folder / COMPILED
     inputs, free = example_inputs(model, "pt2")
     with traced(model, "pt2"):
@@ -213,8 +208,7 @@ def write_pt2(model: PreTrainedModel, folder: Path) -> Written:
 def export_program(
     model: PreTrainedModel, inputs: dict[str, Tensor], free: Free
 ) -> torch.export.ExportedProgram:
-    """The forward pass as a `torch.export` program of torch's own operators. `inputs` and their `free`
-    axes are by name."""
+    """The forward pass as a `torch.export` program of torch's own operators."""
     trace = partial(torch.export.export, args=(), kwargs=inputs, dynamic_shapes=free, strict=False)
     with torch.no_grad():
         try:

@@ -118,8 +118,7 @@ def packed_part(layer: FewBits, name: str, dtype: str) -> Tensor:
 
 
 def _add_adapter(tensors: Tensors, layer: FewBits, rank: int, dtype: str | None) -> None:
-    """Add the factors of a correction, as mlx-lm names them, with zeros up to `rank`: all layers of an
-    adapter have one there."""
+    """Add the factors of a correction, with zeros up to the one `rank` of an adapter of mlx-lm."""
     spec, stored = layer.spec, layer.stored(dtype)
     for factor, part, shape in (
         ("V", "lora_a", (spec.in_features, rank)),

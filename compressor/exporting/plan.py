@@ -74,10 +74,8 @@ needs torch and transformers. Written by blr {version}; `blr verify` checks the 
 
 def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> int | None:
     """How many tokens of context to prepare generation for; None for a model that does not generate.
-
     Raises UsageError: a context for an encoder; CapabilityError: more than the model has positions;
-    InputError: a model type or architecture that transformers does not have.
-    """
+    InputError: a model type or architecture that transformers does not have."""
     source = checkpoint.source
     native = native_class(source)
     if not issubclass(native, GenerationMixin):
@@ -239,9 +237,7 @@ def _make_quantizer(checkpoint: Checkpoint, options: ExportOptions) -> Quantizer
 
 def plan_ordinary(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     """Plan an export as dense or plain: low-rank layers as pairs in a plain one, all others dense.
-
-    Raises UsageError: no layer is low-rank; InputError: tensors that would not load.
-    """
+    Raises UsageError: no layer is low-rank; InputError: tensors that would not load."""
     source, specs, plain = checkpoint.source, checkpoint.specs, options.kind == "plain"
     pairs = {module: spec for module, spec in specs.items() if plain and is_pair(spec)}
     rest = {module: spec for module, spec in specs.items() if module not in pairs}
@@ -311,7 +307,6 @@ def plain_config(dense: dict[str, object], pairs: dict[str, Spec]) -> dict[str, 
 def ordinary_files(
     source: Source, config: Mapping[str, object], card: str, name: str, more: Mapping[str, bytes]
 ) -> dict[str, bytes | Path]:
-    """All files of an export for other tools but weights and manifest: `card` is the text of its model
-    card, `name` that of the source."""
+    """All files of an export for other tools but weights and manifest. name: of the source."""
     card = card_front(source.folder, name, TAGS[:1]) + card
     return {**carried_files(source), "config.json": json_file(config), CARD: card.encode(), **more}

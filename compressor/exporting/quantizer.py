@@ -151,8 +151,7 @@ def make_quantizer(
 
 
 def _without_larger(found: Quantizer) -> Quantizer:
-    """Take out the layers that would not get smaller: their rows are far shorter than a group. Raises
-    InputError when none is left."""
+    """Take out layers with rows far shorter than a group. Raises InputError when none is left."""
     own = {found.head.module} if found.head else set()
     sizes = {module: found.sizes(module) for module in found.packings.keys() - own}
     larger = {module for module, (before, after) in sizes.items() if after >= before}
@@ -166,14 +165,9 @@ def _without_larger(found: Quantizer) -> Quantizer:
 
 
 def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> PackedHead:
-    """Find the output head of a causal language model, from headers, to be packed to `kind`.
-
-    Args:
-        specs: the structured modules, which the head may be one of.
-
-    Raises UsageError: no such model, or none whose head is a linear layer; InputError: no weight of
-    floating-point numbers to make it from.
-    """
+    """Find the output head of a causal language model, from headers, to be packed to `kind`. specs: the
+    structured modules, which the head may be one of. Raises UsageError: no such model, or none whose
+    head is a linear layer; InputError: no weight of floating-point numbers to make it from."""
     model = meta_model(source)
     name = _head_module(model, kind)
     structured = next((stored for stored, n in module_names(model, specs).items() if n == name), None)
@@ -196,8 +190,7 @@ def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> PackedHea
 
 
 def _head_module(model: PreTrainedModel, kind: str) -> str:
-    """The name of the output head in a model on the meta device. Raises UsageError if there is none to
-    pack."""
+    """The name of the output head of a model. Raises UsageError if there is none to pack."""
     head, known = model.get_output_embeddings(), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     name = next((n for n, module in model.named_modules() if module is head), "")
     others = model.all_tied_weights_keys.keys() - {f"{name}.weight"}
@@ -213,8 +206,7 @@ def _head_module(model: PreTrainedModel, kind: str) -> str:
 
 
 def _dense_layers(source: Source, specs: Mapping[str, Spec]) -> dict[str, DenseLayer]:
-    """The dense layers that the model's family lists, so no heads. Raises InputError when there is no
-    layer at all, structured or dense."""
+    """The dense layers that the family lists. Raises InputError when there are none, nor `specs`."""
     family = family_of(source)
     dense = {
         module: DenseLayer(entry, family.transposed)

@@ -47,8 +47,7 @@ class Tensors:
     make: dict[TensorEntry, Make] = field(default_factory=dict)
 
     def add(self, name: str, entry: TensorEntry, dtype: str, order: Order | None = None) -> None:
-        """Add a stored tensor, as it is or cast to `dtype` (safetensors' name) with its axes in
-        `order`."""
+        """Add a stored tensor, as it is or cast to `dtype`, safetensors' name, with axes in `order`."""
         if order in (None, tuple(range(len(entry.shape)))) and dtype == entry.dtype:
             self.slots.append(Slot(name, entry))
             return
@@ -77,8 +76,7 @@ class Tensors:
         self.add_made(name, dtype, shape, make)
 
     def add_paired(self, module: str, spec: Spec, entry: TensorEntry, dtype: str) -> None:
-        """Add a factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i],
-        unpacked."""
+        """Add a factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i]."""
         part = entry.name.removeprefix(f"{module}.")
         factor, whole = part.removesuffix(SCALE), spec.plain
         if factor not in LINEAR:
@@ -115,17 +113,12 @@ def plan_tensors(
     transposed: Collection[str] = (),
     paired: Mapping[str, Spec] | None = None,
 ) -> Tensors:
-    """Plan the tensors of an export of `source`, from headers alone.
-
-    Args:
-        specs: structured module to its spec, as on disk.
-        dtype: torch's name of what floating-point tensors are cast to; None leaves them.
-        quantizer: packs the structured and dense layers that it lists.
-        densified: structured modules of which the dense weight is written. transposed: those of
-            them that store it [i, o]. paired: low-rank ones that are written as two linear layers.
-
-    Raises InputError: a factor that is missing or of another shape than its spec says.
-    """
+    """Plan the tensors of an export of `source`, from headers alone. specs: structured module to its
+    spec, as on disk. dtype: torch's name of what floating-point tensors are cast to; None leaves them.
+    quantizer: packs the structured and dense layers that it lists. densified: structured modules of
+    which the dense weight is written. transposed: those of them that store it [i, o]. paired: low-rank
+    ones that are written as two linear layers. Raises InputError: a factor that is missing or of another
+    shape than its spec says."""
     densified, paired = densified or {}, paired or {}
     factors = _factors(source, {**specs, **densified, **paired})
     if quantizer is not None:
@@ -158,11 +151,8 @@ def plan_tensors(
 def check_products(
     source: Source, specs: Mapping[str, Spec], dtype: str | None, norms: Mapping[str, float]
 ) -> None:
-    """Raise NumericsError for a structured layer whose weight the stored dtype cannot hold.
-
-    Args:
-        dtype: torch's name of what is stored, None for the factors' own. norms: of factors, by name.
-    """
+    """Raise NumericsError for a structured layer whose weight the stored dtype cannot hold. dtype:
+    torch's name of what is stored, None for the factors' own. norms: of factors, by name."""
     for module, whole in specs.items():
         for part, spec in whole.parts():
             prefix = f"{module}.{part}." if part else f"{module}."
@@ -191,8 +181,7 @@ def _largest(spec: Spec, entry: TensorEntry, prefix: str) -> float:
 
 
 def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterator[Bytes]:
-    """Yield the bytes of a planned tensor in pieces. Raises NumericsError for a value that the new dtype
-    cannot hold."""
+    """Yield the bytes of a planned tensor in pieces. Raises NumericsError for values out of range."""
     if entry not in tensors.make:
         yield from source.read_bytes(entry)
         return
@@ -203,8 +192,7 @@ def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterato
 
 
 def _factors(source: Source, specs: Mapping[str, Spec]) -> dict[str, tuple[str, str]]:
-    """The module of every stored factor and its name there, by name on disk. Raises InputError for a
-    factor that is missing or malformed."""
+    """Module and name there of every stored factor, by name on disk. Raises InputError without it."""
     found = {}
     for module, spec in specs.items():
         for name, stored in spec.stored().items():
@@ -214,8 +202,7 @@ def _factors(source: Source, specs: Mapping[str, Spec]) -> dict[str, tuple[str, 
 
 
 def relaid_name(spec: Spec, name: str) -> tuple[str, Order | None]:
-    """What an export calls a stored tensor of a layer, and its order of axes there. Packed tensors stay
-    as they are."""
+    """What an export calls a stored tensor of a layer, and the order of its axes; packed ones stay."""
     if len(spec.parts()) > 1:
         part, _, own = name.partition(".")
         relaid, order = relaid_name(dict(spec.parts())[part], own)

@@ -193,8 +193,7 @@ def _arguments(bits: int, group: int) -> dict[str, object]:
 
 
 def adapter_config(corrected: Sequence[FewBits]) -> dict[str, object]:
-    """The configuration of the corrections for peft. Each is as large as its rank says: alpha is the
-    rank, so nothing scales them."""
+    """The configuration of the corrections for peft: alpha is the rank, so nothing scales them."""
     ranks = {layer.module: layer.rank for layer in corrected}
     most = max(ranks.values())
     smaller = {module: rank for module, rank in ranks.items() if rank != most}

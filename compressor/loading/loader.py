@@ -1,8 +1,6 @@
-"""What transformers' own loader makes of a checkpoint: the class, its tensors, and which are one.
-
-It is asked on the meta device. It also fills a model of which one block at a time is in memory, so that
-renamed and merged tensors arrive as ever.
-"""
+"""What transformers' own loader makes of a checkpoint: the class, its tensors, and which are one. It is
+asked on the meta device. It also fills a model of which one block at a time is in memory, so that
+renamed and merged tensors arrive as ever."""
 
 from __future__ import annotations
 
@@ -158,8 +156,7 @@ def _are_equal(source: Source, name: str, other: str) -> bool:
 
 def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple[str, str]]) -> Source:
     """Untie `source`, some of whose tied weights have values of their `own`. An encoder-decoder keeps
-    its config.json: there the key also scales outputs, and transformers finds the difference when it
-    loads."""
+    its config.json: the key also scales outputs, and transformers finds the difference as it loads."""
     name, giving = own[0]
     said = (
         f"{name} is stored with values of its own, though config.json ties it to {giving}: taken as it "

@@ -1,7 +1,6 @@
-"""How a folder of sentence-transformers makes a sentence's embedding of the model's hidden states.
-
-Read from modules.json, the folders it names and config_sentence_transformers.json, as that package does.
-A folder without modules.json is pooled by the mean."""
+"""How a folder of sentence-transformers makes a sentence's embedding of the model's hidden states. Read
+from modules.json, the folders it names and config_sentence_transformers.json, as that package does. A
+folder without modules.json is pooled by the mean."""
 
 import os
 from collections.abc import Callable

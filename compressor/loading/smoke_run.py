@@ -42,8 +42,7 @@ class Trial:
 
 
 def first_trial(model: PreTrainedModel, where: object) -> Trial:
-    """Run `model` on the first of `candidates` that it takes. Raises InputError if it takes none,
-    NumericsError for no finite result."""
+    """Run `model` on the first of `candidates` that it takes. Raises InputError, NumericsError."""
     reason = ""
     for inputs in candidates(model):
         words = (_WORDS[n].format(t.shape[-1]) for n, t in inputs.items() if n in _WORDS)

@@ -86,8 +86,7 @@ def taken_by(model: PreTrainedModel, inputs: Mapping[str, object]) -> dict[str, 
 
 
 def encode_padded(tokenizer: PreTrainedTokenizerBase, texts: list[str], longest: int) -> BatchEncoding:
-    """Token ids and mask [m, w] of `texts`, cut at `longest` tokens and padded. Raises InputError for a
-    tokenizer without a padding token."""
+    """Token ids and mask [m, w] of `texts`, cut at `longest` tokens and padded. Raises InputError."""
     if tokenizer.pad_token is None:
         raise InputError(
             f"{tokenizer.name_or_path}: the tokenizer has no padding token, expected one to read texts "

@@ -1,6 +1,5 @@
-"""Puts mixins before the class of single modules, which keep that class's name, signature and source.
-
-Others decide by these what a module is (vLLM's Transformers backend). Copies and pickles work."""
+"""Puts mixins before the class of single modules, which keep that class's name, signature and source:
+others decide by these what a module is (vLLM's Transformers backend). Copies and pickles work."""
 
 from __future__ import annotations
 

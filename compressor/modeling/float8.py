@@ -1,7 +1,6 @@
-"""Products of layers with float8 weights, and float8 activations that several layers share.
-
-Activations are rounded once for all layers that read one input; a norm, a GELU or the gate of an MLP
-writes its result in float8, too. Elsewhere weights are dequantized, of which a warning tells once."""
+"""Products of layers with float8 weights, and float8 activations that several layers share. Activations
+are rounded once for all layers that read one input; a norm, a GELU or the gate of an MLP writes its
+result in float8, too. Elsewhere weights are dequantized, of which a warning tells once."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ def fuse(model: nn.Module) -> None:
 
 def fuse_trained(model: nn.Module) -> None:
     """Let attention, gated MLPs and norms of `model` compute by kernels, with gradients or without.
-    Modules keep their class and their tensors. A norm that computes anything else (Gemma's 1 + weight)
-    stays."""
+    Modules keep their class and tensors. A norm that computes anything else (1 + weight) stays."""
     for module in model.modules():
         kind: Any = type(module)
         forward = kind.native.forward if isinstance(module, Extension) else kind.forward

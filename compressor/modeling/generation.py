@@ -1,8 +1,6 @@
-"""`generate` of exported decoders: by the fused runtime where it can, else by transformers.
-
-The runtime takes plain decoding on a GPU with Triton: greedy, or by temperature, top-k and top-p, of
-token ids padded on the left, of as many sequences and tokens as the export was made for.
-"""
+"""`generate` of exported decoders: by the fused runtime where it can, else by transformers. The runtime
+takes plain decoding on a GPU with Triton: greedy, or by temperature, top-k and top-p, of token ids
+padded on the left, of as many sequences and tokens as the export was made for."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
-"""A cache of transformers that holds the ranks of keys and values in the place of these.
-
-They are held in their dtype, in int8, or a quarter in int8 and the others in int4 (`scripts/log`). An
-attention (`rank_attention.py`) gives it ranks of new tokens and gets all tokens' keys and values."""
+"""A cache of transformers that holds the ranks of keys and values in the place of these: in their dtype,
+in int8, or a quarter in int8 and the others in int4 (`scripts/log`). An attention (`rank_attention.py`)
+gives it ranks of new tokens and gets all tokens' keys and values."""
 
 from __future__ import annotations
 
@@ -108,8 +107,7 @@ class AngleTable(Tokens):
 
 class RankLayer(DynamicLayer):
     """Holds one layer's keys and values as ranks, or whole where they come whole. rotations: the tables
-    of the cache. kind: the name of its format. step: what an attention is making of new tokens, if it
-    is."""
+    of the cache. kind: the name of its format. step: what an attention makes of new tokens, or None."""
 
     stores: tuple[Tokens, Tokens]
     rotation: AngleTable | None
@@ -183,8 +181,8 @@ class RankLayer(DynamicLayer):
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Keep the first tokens: all but so many, where the number is negative; so many, where an early
-        transformers gives a positive one."""
+        """Keep all but so many tokens, a negative number; so many, where an early transformers gives a
+        positive one."""
         kept = tokens_to_remove if tokens_to_remove > 0 else max(self.length + tokens_to_remove, 0)
         if not self.length:
             super().crop(tokens_to_remove)

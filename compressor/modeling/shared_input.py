@@ -1,6 +1,5 @@
-"""Computes low-rank layers that read the same input together: their V are stored as one tensor [Σ r, i].
-
-The first layer that is called with an input computes all and leaves the others' outputs at the input."""
+"""Computes low-rank layers that read the same input together: their V are stored as one tensor [Σ r, i],
+and the first layer that is called computes all and leaves the others' outputs at the input."""
 
 from __future__ import annotations
 
