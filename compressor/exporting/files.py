@@ -265,7 +265,7 @@ def open_draft(folder: Path, checkpoint: Checkpoint, context: int, kept: Collect
     Raises UsageError for a model that is no draft of this one."""
     source, config = _opened(folder)
     _check_pair(checkpoint.source, source, context)
-    ends = [name for name in ENDS if name in kept and _same(checkpoint.source, source, name)]
+    ends = [name for name in ENDS if name in kept and checkpoint.source.has(name, source, name)]
     draft = Draft(source, config, frozenset(ends))
     filled_class(source, config, {name: entry.shape for name, entry in source.entries.items()})
     return draft
@@ -301,10 +301,3 @@ def _check_pair(dense: Source, draft: Source, context: int) -> None:
     if context > limit:
         expected = f"expected at least the context of {context}"
         raise CapabilityError(f"{name}: {limit} positions, {expected}; give --context {limit}")
-
-
-def _same(dense: Source, draft: Source, name: str) -> bool:
-    one, two = dense.entries.get(name), draft.entries.get(name)
-    if one is None or two is None or (one.dtype, one.shape) != (two.dtype, two.shape):
-        return False
-    return dense.sha256(one) == draft.sha256(two)

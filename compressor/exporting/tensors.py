@@ -15,21 +15,15 @@ from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.quantizer import Quantizer
+from blr.compressor.modeling import modeling_blr
 from blr.compressor.planning.layers import native_weights
 from blr.compressor.structures.packing import factors_of, restored
 from blr.compressor.structures.specs import SCALE, Spec, Stored, stored_names
 from blr.compressor.workspace.scan import check_product
 from blr.compressor.workspace.shards import Slot
 from blr.kernels.common.layout import to_physical
-from blr.kernels.common.orders import Order, order_of
+from blr.kernels.common.orders import Order
 from blr.kernels.fp8.reference import LARGEST
-
-
-def stored_name(factor: str) -> str:
-    """What an export calls a factor in kernel layout: ``V_kernel``, ``factors_kernel.0``."""
-    stem, dot, index = factor.partition(".")
-    return f"{stem}_kernel{dot}{index}"
-
 
 STORED = {name: dtype for dtype, name in TORCH_NAMES.items()}  # torch's name -> safetensors'
 Make = Callable[[], Tensor]
@@ -155,17 +149,13 @@ def check_products(
     torch's name of what is stored, None for the factors' own. norms: of factors, by name."""
     for module, whole in specs.items():
         for part, spec in whole.parts():
-            prefix = f"{module}.{part}." if part else f"{module}."
-            entries = {name: source.entries[f"{prefix}{name}"] for name in spec.stored()}
-            floats = [entry for entry in entries.values() if entry.is_float]
+            home = f"{module}.{part}" if part else module
+            entries = (source.entries[f"{home}.{name}"] for name in spec.stored())
+            floats = [entry for entry in entries if entry.is_float]
             held = getattr(torch, dtype or TORCH_NAMES[floats[0].dtype])
-
-            def tensors(entries: Mapping[str, TensorEntry] = entries) -> dict[str, Tensor]:
-                return {name: source.load_tensor(entry) for name, entry in entries.items()}
-
-            found = [norms[entry.name] * _largest(spec, entry, prefix) for entry in floats]
-            name = f"{source.folder}: layer {module!r}"
-            check_product(name, spec, found, tensors, held)
+            found = [norms[entry.name] * _largest(spec, entry, f"{home}.") for entry in floats]
+            tensors = partial(_stored_tensors, source, home, spec)
+            check_product(f"{source.folder}: layer {module!r}", spec, found, tensors, held)
 
 
 def _largest(spec: Spec, entry: TensorEntry, prefix: str) -> float:
@@ -209,7 +199,8 @@ def relaid_name(spec: Spec, name: str) -> tuple[str, Order | None]:
         return f"{part}.{relaid}", order
     if spec.packing is not None:
         return name, None
-    return stored_name(name), order_of(name, len(spec.shapes()[name]))
+    factor = next(f for f in modeling_blr.factors_of(spec.to_dict(), exported=True) if f.name == name)
+    return factor.names[0], sum(factor.axes, ())
 
 
 def _check_stored(source: Source, name: str, stored: Stored) -> None:

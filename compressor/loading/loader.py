@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -143,15 +142,8 @@ def _tied(source: Source, model: PreTrainedModel, keys: Keys) -> Source:
         moved = (replace(e, name=renamed.get(e.name, e.name)) for e in source.entries.values())
         source = replace(source, entries={entry.name: entry for entry in moved})
     pairs = [(stored[k], stored[giving]) for k, giving in tied.items() if {k, giving} <= stored.keys()]
-    own = [(name, giving) for name, giving in pairs if not _are_equal(source, name, giving)]
+    own = [(name, giving) for name, giving in pairs if not source.has(name, source, giving)]
     return _untied(source, keys, tied, own) if own else source
-
-
-def _are_equal(source: Source, name: str, other: str) -> bool:
-    one, two = source.entries[name], source.entries[other]
-    if (one.dtype, one.shape) != (two.dtype, two.shape):
-        return False
-    return all(map(eq, source.read_bytes(one), source.read_bytes(two)))
 
 
 def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple[str, str]]) -> Source:

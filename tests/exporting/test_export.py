@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from exporting import compress_to, export_to, orders, tokens_without_blr
+from exporting import compress_to, export_to, orders, stored_name, tokens_without_blr
 from killer import Killer
 from pico import inputs_for, save_pico
 from running import Invoke
@@ -21,7 +21,6 @@ from transformers.dynamic_module_utils import get_imports, get_relative_imports
 from blr.compressor import __version__, register
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.exporting import origin as checkpoint
-from blr.compressor.exporting.tensors import stored_name
 from blr.compressor.loading.vendor import code_files, left_out, runtime_files
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.modeling_blr import LAYOUT

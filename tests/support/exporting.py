@@ -41,6 +41,12 @@ def orders(spec: Spec) -> dict[str, Order]:
     return {name: order_of(name, len(shape)) for name, shape in spec.shapes().items()}
 
 
+def stored_name(factor: str) -> str:
+    """What an export calls a factor in kernel layout: ``V_kernel``, ``factors_kernel.0``."""
+    stem, dot, index = factor.partition(".")
+    return f"{stem}_kernel{dot}{index}"
+
+
 def compress_to(source: Path, output: Path, *, check: bool = False, **settings: object) -> Path:
     """`source` compressed, whatever it loses, which `check` measures; returns `output`."""
     given = Settings(source.name, force=True, check=check)
