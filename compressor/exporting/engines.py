@@ -1,9 +1,8 @@
-"""Exports for inference engines of others (`--as vllm`): what one engine is, and what all share.
-
-An engine takes a weight in few bits, and low rank that corrects it as an adapter. What has no exact form
+"""Exports for inference engines of others (`--as vllm`): what one engine is, and what all share. An
+engine takes a weight in few bits, and low rank that corrects it as an adapter. What has no exact form
 there is refused, or written dense with `--dense-rest`. To add an engine, write a module with a function
-`engine` that returns its `Engine`, and name the module in `options.ENGINES`: that is what `--as` takes.
-"""
+`engine` that returns its `Engine`, and name the module in `options.ENGINES`: that is what `--as`
+takes."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping

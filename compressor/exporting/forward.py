@@ -1,10 +1,8 @@
-"""Exports the forward pass of a model as a plain function of tensors, in two forms.
-
-`model.pt2`, of an encoder, is compiled ahead of time by AOTInductor: it runs without transformers and
-`blr`, on machines like the one it was made on. `model.onnx` is a graph for engines other than torch;
-that of a decoder returns logits and keeps no cache; writing it takes the whole model in memory. In both,
-structured layers are plain products; batch and, for text, length are free.
-"""
+"""Exports the forward pass of a model as a plain function of tensors, in two forms. `model.pt2`, of an
+encoder, is compiled ahead of time by AOTInductor: it runs without transformers and `blr`, on machines
+like the one it was made on. `model.onnx` is a graph for engines other than torch; that of a decoder
+returns logits and keeps no cache; writing it takes the whole model in memory. In both, structured layers
+are plain products; batch and, for text, length are free."""
 
 import logging
 import os

@@ -1,10 +1,8 @@
-"""Plans folders for llama.cpp (`--as gguf`): one file in GGUF, and corrections as an adapter in another.
-
-A weight in 8 bits becomes Q8_0, one in 4, 3 or 2 bits Q4_0, with the values that it had. That takes 8.5
-and 4.5 bits a weight. On the grids q2_k and q3_k it becomes Q2_K or Q3_K, of 2.6 and 3.4 bits. Groups
-are of 32; larger ones repeat their scale. Scales are in float16 there: those of bfloat16 are exact down
-to 6e-5, others are rounded.
-"""
+"""Plans folders for llama.cpp (`--as gguf`): one file in GGUF, and corrections as an adapter in
+another. A weight in 8 bits becomes Q8_0, one in 4, 3 or 2 bits Q4_0, with the values that it had. That
+takes 8.5 and 4.5 bits a weight. On the grids q2_k and q3_k it becomes Q2_K or Q3_K, of 2.6 and 3.4
+bits. Groups are of 32; larger ones repeat their scale. Scales are in float16 there: those of bfloat16
+are exact down to 6e-5, others are rounded."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Writes files in GGUF: the header, and tensors in the types that llama.cpp computes with.
-
-The header has numbers, texts and lists by key, then name, sizes, type and place of every tensor. The
-tensors follow, each at a multiple of `ALIGNMENT` bytes. Sizes are listed from the fastest axis on.
-"""
+"""Writes files in GGUF: the header, and tensors in the types that llama.cpp computes with. The header
+has numbers, texts and lists by key, then name, sizes, type and place of every tensor. The tensors
+follow, each at a multiple of `ALIGNMENT` bytes. Sizes are listed from the fastest axis on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,10 +1,8 @@
-"""Plans folders for MLX (`--as mlx`): packed weights, and corrections as an adapter of mlx-lm.
-
-MLX computes a weight as ``scale · code + bias``, in groups of 32, 64 or 128. The codes of a row are
-packed without gaps, the lowest bit first. A bias is the scale times a power of two, exactly. That of
-int2, whose levels are half-integers, is −1.5 scales. In bfloat16 it is rounded; float16 holds −1.5 times
-any scale of bfloat16.
-"""
+"""Plans folders for MLX (`--as mlx`): packed weights, and corrections as an adapter of mlx-lm. MLX
+computes a weight as ``scale · code + bias``, in groups of 32, 64 or 128. The codes of a row are packed
+without gaps, the lowest bit first. A bias is the scale times a power of two, exactly. That of int2,
+whose levels are half-integers, is −1.5 scales. In bfloat16 it is rounded; float16 holds −1.5 times any
+scale of bfloat16."""
 
 from __future__ import annotations
 

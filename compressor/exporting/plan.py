@@ -1,10 +1,8 @@
-"""Plans an export from headers alone, and checks that it will load.
-
-`plan_export` is of folders with kernels, `plan_ordinary` of those for tools that know nothing of blr. A
-dense one has the native model type and class and no Python file. A plain one has low-rank layers as
-pairs of `nn.Linear`, for quantizers, adapters and servers that replace `nn.Linear`. It needs one
-Python file, since no model of transformers has pairs.
-"""
+"""Plans an export from headers alone, and checks that it will load. `plan_export` is of folders with
+kernels, `plan_ordinary` of those for tools that know nothing of blr. A dense one has the native model
+type and class and no Python file. A plain one has low-rank layers as pairs of `nn.Linear`, for
+quantizers, adapters and servers that replace `nn.Linear`. It needs one Python file, since no model of
+transformers has pairs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace

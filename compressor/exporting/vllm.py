@@ -1,11 +1,8 @@
-"""Plans folders for vLLM (`--as vllm`): compressed-tensors, and corrections as an adapter of peft.
-
-A weight in few bits becomes `weight_packed`, `weight_scale` and `weight_shape` in the format
+"""Plans folders for vLLM (`--as vllm`): compressed-tensors, and corrections as an adapter of peft. A
+weight in few bits becomes `weight_packed`, `weight_scale` and `weight_shape` in the format
 pack-quantized, symmetric and in groups, with the values that it had. vLLM's grids hold integers only.
 So levels of int2, which are half-integers, are doubled, their scales halved, and 3 bits hold them.
-
-Experts are written one by one, in 8 and 4 bits: vLLM has kernels of experts for no others.
-"""
+Experts are written one by one, in 8 and 4 bits: vLLM has kernels of experts for no others."""
 
 import re
 import warnings
