@@ -266,7 +266,6 @@ def _begun(
         stored=checkpoint.specs,
         config=config,
         tensors=others,
-        densified=sorted(rest),
         small_files=dict,
         check_loads=partial(keep_tokenizer, source.folder),
         described={"engine": engine.name, "layers": sorted(kept)},

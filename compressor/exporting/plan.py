@@ -100,21 +100,20 @@ class ExportPlan:
 
     Attributes:
         checkpoint: with the layers that stay structured. stored: specs of all that it holds on disk.
-        config: the export's config.json. densified: modules whose dense weight is written.
-        small_files: everything but weights and manifest. check_loads: of the written folder, with the
-            files that it rewrote. described: what a run that goes on must agree on.
+        config: the export's config.json. small_files: everything but weights and manifest. check_loads:
+            of the written folder, with the files that it rewrote. described: what a run that goes on
+            must agree on.
         settings: what it was made for; None for an ordinary dense checkpoint.
-        beside: tensors in files of their own, that no index lists. headers: of
-            those that are no safetensors, by file. names: of layers in few bits there, where they are
-            others. told: notes on what is written. draft: the model beside it, whose file is one of
-            `beside`. more: small files of an engine alone.
+        beside: tensors in files of their own, that no index lists. headers: of those that are no
+            safetensors, by file. names: of layers in few bits there, where they are others. told: notes
+            on what is written. draft: the model beside it, whose file is one of `beside`. more: small
+            files of an engine alone.
     """
 
     checkpoint: Checkpoint
     stored: Mapping[str, Spec]
     config: dict[str, Any]
     tensors: Tensors
-    densified: list[str]
     small_files: Callable[[], dict[str, bytes | Path]]
     check_loads: Callable[[Path], dict[str, tuple[int, str]]]
     described: dict[str, object]
@@ -131,6 +130,11 @@ class ExportPlan:
         """The checkpoint that a tensor is read from."""
         beside = self.draft is not None and entry.file in self.draft.source.shards
         return self.draft.source if self.draft is not None and beside else self.checkpoint.source
+
+    @property
+    def densified(self) -> list[str]:
+        """The modules whose dense weight is written."""
+        return sorted(self.stored.keys() - self.checkpoint.specs.keys())
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +183,6 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
         stored=specs,
         config=config,
         tensors=tensors,
-        densified=[],
         small_files=partial(files.small_files, checkpoint, config, *about),
         check_loads=partial(check_loads, source, cls),
         described=config["blr"]["export"],
@@ -260,7 +263,6 @@ def plan_ordinary(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
         stored=specs,
         config=config,
         tensors=tensors,
-        densified=sorted(rest),
         small_files=partial(ordinary_files, source, config, card, options.source_name, code),
         check_loads=partial(check_loads, source, cls),
         described={"pairs": sorted(pairs)} if plain else {},
