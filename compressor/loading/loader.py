@@ -25,7 +25,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from blr.compressor.base.errors import InputError
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
+from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading.native import (
@@ -64,9 +64,14 @@ def taken(source: Source) -> Source:
 
 
 def _loaded(source: Source, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, LoadingReport]:
-    config = made_config(source)
+    """An empty model that was given tensors of the stored shapes and dtypes (float32 for a dtype that
+    torch lacks)."""
+    config, state = made_config(source), {}
+    for name, entry in source.entries.items():
+        dtype = getattr(torch, TORCH_NAMES.get(entry.dtype, "float32"))
+        state[name] = torch.empty(entry.shape, dtype=dtype, device="meta")
     with native_errors(source):
-        return load_empty(cls, None, config=config, state_dict=meta_tensors(source.entries.values()))
+        return load_empty(cls, None, config=config, state_dict=state)
 
 
 def _named(source: Source) -> Source:
@@ -185,16 +190,6 @@ class Keys:
         if found in self.known:
             return found
         return rename_source_key(name, [], [], self._prefix, self.known)[0]
-
-
-def meta_tensors(entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
-    """Tensors of the stored shapes and dtypes without data (float32 for a dtype that torch lacks)."""
-    return {
-        entry.name: torch.empty(
-            entry.shape, dtype=getattr(torch, TORCH_NAMES.get(entry.dtype, "float32")), device="meta"
-        )
-        for entry in entries
-    }
 
 
 def load_empty(
