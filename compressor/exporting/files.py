@@ -211,8 +211,7 @@ def _section(
 
 @dataclass(frozen=True)
 class Draft:
-    """The model that proposes tokens. config: its config.json in the export. shared: the tensors that
-    the first model's stand for."""
+    """The model that proposes tokens. config: in the export. shared: tensors of the first model."""
 
     source: Source
     config: dict[str, Any]

@@ -51,15 +51,11 @@ class PackedHead:
 @dataclass
 class Quantizer:
     """Packs layers of `source`, and holds the packed tensors of the layer that was asked for last.
-
-    Attributes:
-        packings: the specs by which layers are packed, structured and dense ones, by module.
-        dense: the dense ones among them.
-        plain: the structured layers that packing would not make smaller.
-        kind: of all but the head; None if the head alone is packed.
-        dtype: safetensors' name of the scales' dtype, None for that of each weight.
-        errors: relative error of the weight that quantization adds, by module, as they are packed.
-    """
+    packings: the specs by which layers are packed, structured and dense ones, by module. dense: the
+    dense ones among them. plain: the structured layers that packing would not make smaller. kind: of all
+    but the head; None if the head alone is packed. dtype: safetensors' name of the scales' dtype, None
+    for that of each weight. errors: relative error of the weight that quantization adds, by module, as
+    they are packed."""
 
     source: Source
     packings: Mapping[str, QuantizedSpec]

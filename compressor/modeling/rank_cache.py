@@ -181,8 +181,7 @@ class RankLayer(DynamicLayer):
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Keep all but so many tokens, a negative number; so many, where an early transformers gives a
-        positive one."""
+        """Keep all but so many tokens (negative), or so many (positive, of an early transformers)."""
         kept = tokens_to_remove if tokens_to_remove > 0 else max(self.length + tokens_to_remove, 0)
         if not self.length:
             super().crop(tokens_to_remove)

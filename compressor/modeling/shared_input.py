@@ -97,8 +97,7 @@ def share_siblings(model: nn.Module) -> int:
 
 
 def pack_shared_input(layers: Sequence[StructuredLinear]) -> Tensor:
-    """Store the V of layers in one tensor [Σ r, i], of which they become views, and return it. Moving or
-    casting a layer separates them again."""
+    """Store the V of layers in one tensor [Σ r, i], of which they are views until moved; return it."""
     held = [layer.V.detach() for layer in layers]
     if (stored := packed(held)) is not None:
         return stored
