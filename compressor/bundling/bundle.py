@@ -153,16 +153,11 @@ def bound_names(node: ast.AST) -> list[str]:
 def bundle(
     files: Mapping[str, Sequence[str]], modules: Mapping[str, Module], abouts: Mapping[str, str]
 ) -> dict[str, bytes]:
-    """Join modules; returns the contents of every file by name.
-
-    Args:
-        files: the modules of each file by its name without ``.py``. A file may import from those before
-            it, and inside functions from any. A file of its one module's name is that module's text.
-        modules: by name. In the files an import inside a function of any other module raises
-        ImportError. abouts: the text at the top of each file.
-
-    Raises BundleError for modules that cannot be joined as they are.
-    """
+    """Join modules; returns the contents of every file by name. files: the modules of each file by its
+    name without ``.py``. A file may import from those before it, and inside functions from any. A file
+    of its one module's name is that module's text. modules: by name. In the files an import inside a
+    function of any other module raises ImportError. abouts: the text at the top of each file. Raises
+    BundleError for modules that cannot be joined as they are."""
     verbatim = {name for name, held in files.items() if held[0].endswith(f".{name}")}
     names = Names(modules, {files[name][0] for name in verbatim})
     homes = {module: file for file, held in files.items() for module in held}

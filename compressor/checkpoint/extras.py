@@ -167,7 +167,8 @@ class Extras:
 def find_extras(folder: Path, weights: set[str]) -> Extras:
     """What lies beside the files `weights` and config.json. Raises InputError for a folder that cannot
     be listed, or a known file that is no plain file, too large or malformed."""
-    modules = _modules(folder)
+    named = [row.get("path") for row in read_modules(folder)]
+    modules = {name for name in named if type(name) is str and re.fullmatch(r"\w[\w.-]*", name)}
     carried: dict[str, Path] = {}
     left: list[str] = []
     for name in _names(folder, modules, left):
@@ -182,15 +183,14 @@ def find_extras(folder: Path, weights: set[str]) -> Extras:
     return Extras(dict(sorted(carried.items())), tuple(sorted(left)), tuple(pickled))
 
 
-def _modules(folder: Path) -> set[str]:
-    """Folders that modules.json names."""
+def read_modules(folder: Path) -> list[dict[str, object]]:
+    """The rows of modules.json; [] without one. Raises InputError for a malformed one."""
     path = folder / MODULES
     if not os.path.lexists(path):
-        return set()
+        return []
     _check_small_json(inside(folder, MODULES), MODULES)
     table = json.loads(path.read_bytes())
-    named = [entry.get("path") for entry in table if type(entry) is dict] if type(table) is list else []
-    return {name for name in named if type(name) is str and re.fullmatch(r"\w[\w.-]*", name)}
+    return [row for row in table if type(row) is dict] if type(table) is list else []
 
 
 def _names(folder: Path, modules: set[str], left: list[str]) -> Iterator[str]:

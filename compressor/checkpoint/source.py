@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +115,13 @@ class Source:
             digest.update(piece)
         return digest.hexdigest()
 
+    def has(self, name: str, other: Source, theirs: str) -> bool:
+        """Whether the tensor `name` is stored as `theirs` in `other`, byte for byte."""
+        one, two = self.entries.get(name), other.entries.get(theirs)
+        if one is None or two is None or (one.dtype, one.shape) != (two.dtype, two.shape):
+            return False
+        return all(map(eq, self.read_bytes(one), other.read_bytes(two)))
+
     def load_tensor(self, entry: TensorEntry) -> Tensor:
         """The tensor as stored. Raises InputError as `read_bytes`, or for a dtype that torch lacks."""
         import torch
@@ -130,8 +138,7 @@ class Source:
 
 def open_source(folder: Path, *, allow_pickle: bool = False, scratch: Path | None = None) -> Source:
     """Open and check the checkpoint in `folder` without reading tensor data. `allow_pickle` converts
-    pytorch_model.bin into `scratch`, which must outlive the `Source`. Raises InputError for a missing,
-    malformed or unsafe part."""
+    pytorch_model.bin into `scratch`, which must outlive the `Source`. Raises InputError."""
     folder = Path(folder)
     check_is_folder(folder, "a checkpoint folder")
     if not os.path.lexists(folder / "config.json"):

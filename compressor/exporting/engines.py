@@ -1,9 +1,8 @@
-"""Exports for inference engines of others (`--as vllm`): what one engine is, and what all share.
-
-An engine takes a weight in few bits, and low rank that corrects it as an adapter. What has no exact form
+"""Exports for inference engines of others (`--as vllm`): what one engine is, and what all share. An
+engine takes a weight in few bits, and low rank that corrects it as an adapter. What has no exact form
 there is refused, or written dense with `--dense-rest`. To add an engine, write a module with a function
-`engine` that returns its `Engine`, and name the module in `options.ENGINES`: that is what `--as` takes.
-"""
+`engine` that returns its `Engine`, and name the module in `options.ENGINES`: that is what `--as`
+takes."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -27,7 +26,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.options import ENGINES, ExportOptions
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.exporting.plan import ExportPlan, dense_config, is_pair, ordinary_files
-from blr.compressor.exporting.tensors import STORED, Tensors, plan_tensors, unpacked_factor
+from blr.compressor.exporting.tensors import STORED, plan_tensors, unpacked_factor
 from blr.compressor.loading.native import continues_text, meta_model, native_class
 from blr.compressor.loading.sidecar_files import keep_tokenizer
 from blr.compressor.modeling.modeling_blr import module_names
@@ -102,8 +101,7 @@ class FewBits:
         return [self.source.entries[f"{prefix}{name}"] for name in stored_names("weight")]
 
     def stored(self, dtype: str | None) -> str:
-        """The dtype of safetensors that scales and factors have in `dtype`, torch's name; None: as they
-        have it, which is the model's."""
+        """safetensors' name of `dtype`, torch's name; None: that of the scales, which is the model's."""
         return STORED[dtype] if dtype else self.entries[1].dtype
 
     def levels(self) -> tuple[Tensor, Tensor]:
@@ -123,18 +121,6 @@ def layers_of(checkpoint: Checkpoint) -> list[FewBits]:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """What an engine plans from: layers in few bits, their names in native checkpoints, the native
-    configuration and all other tensors."""
-
-    source: Source
-    layers: list[FewBits]
-    names: dict[str, str]
-    config: dict[str, Any]
-    tensors: Tensors
-
-
-@dataclass(frozen=True)
 class Engine:
     """An inference engine, and how a folder for it is planned, run and checked.
 
@@ -143,8 +129,8 @@ class Engine:
         packages: what `load` imports, as pip names them; where one is missing nothing is run.
         refusal: why a layer has no exact form there, "" if it has one.
         kind: what a layer is stored as there, and adapter: what corrects layers, in words.
-        plan: plans the folder from headers: the members of its plan, `files` among them, that differ
-            from those of other engines.
+        plan: plans the folder from headers, given a plan with the native configuration and all tensors
+            but those of layers in few bits.
         load: loads a written folder in a dtype of torch, or "auto". The result is called and asked as a
             causal language model of transformers is: ``model(input_ids=ids).logits``, ``model.config``.
         commands: the shell commands that run a folder, given its path and its plan.
@@ -158,7 +144,7 @@ class Engine:
     refusal: Callable[[FewBits], str]
     kind: Callable[[FewBits], str]
     adapter: str
-    plan: Callable[[Begun, ExportOptions], dict[str, Any]]
+    plan: Callable[[ExportPlan, ExportOptions], ExportPlan]
     load: Callable[[Path, object], Any]
     commands: Callable[[str, ExportPlan], list[str]]
     otherwise: str = ""
@@ -184,19 +170,8 @@ def plan_for(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     engine = engine_of(options.kind)
     assert engine is not None
     rest = _without_form(checkpoint, engine, options.dense_rest)
-    kept = {module: spec for module, spec in checkpoint.specs.items() if module not in rest}
-    structured = replace(checkpoint, specs=kept)
-    contents = engine.plan(_begun(structured, rest, options), options)
-    files = contents.pop("files", {})
-    plan = ExportPlan(
-        checkpoint=structured,
-        stored=checkpoint.specs,
-        densified=sorted(rest),
-        small_files=dict,
-        described={"engine": engine.name, "layers": sorted(kept)},
-        **{"check_loads": partial(keep_tokenizer, checkpoint.source.folder), **contents},
-    )
-    return replace(plan, small_files=partial(_small_files, engine, plan, options, files))
+    plan = engine.plan(_begun(checkpoint, engine, rest, options.dtype), options)
+    return replace(plan, small_files=partial(_small_files, engine, plan, options))
 
 
 def _without_form(checkpoint: Checkpoint, engine: Engine, dense: bool) -> dict[str, Spec]:
@@ -261,8 +236,7 @@ def _base(spec: Spec) -> QuantizedSpec | None:
 
 
 def pack(levels: Tensor, bits: int) -> Tensor:
-    """Levels int8 [o, i] as words int32 [o, i·bits/32]: fields of `bits`, the lowest bits first, which
-    hold level + 2^(bits - 1)."""
+    """Levels int8 [o, i] as words int32 [o, i·bits/32]: level + 2^(bits - 1), the lowest bits first."""
     codes = levels.to(torch.int16) + 2 ** (bits - 1)
     codes = torch.nn.functional.pad(codes, (0, -levels.shape[1] % 32)).to(torch.uint8)
     stream = (codes.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8) & 1).flatten(-2)
@@ -272,19 +246,31 @@ def pack(levels: Tensor, bits: int) -> Tensor:
     return octets.contiguous().view(torch.int32)[:, :words]
 
 
-def _begun(kept: Checkpoint, rest: Mapping[str, Spec], options: ExportOptions) -> Begun:
+def _begun(
+    checkpoint: Checkpoint, engine: Engine, rest: Mapping[str, Spec], dtype: str | None
+) -> ExportPlan:
     """What is there before an engine plans. Raises InputError where it does not fill the model."""
-    source, dtype = kept.source, options.dtype
+    source = checkpoint.source
+    kept = {module: spec for module, spec in checkpoint.specs.items() if module not in rest}
     register(source.model_type)  # tokenizers of the source are loaded by its model type
-    plan_tensors(source, kept.specs, None)  # checks that they are stored
-    taken = {f"{module}.{name}" for module, spec in kept.specs.items() for name in spec.stored()}
+    plan_tensors(source, kept, None)  # checks that they are stored
+    taken = {f"{module}.{name}" for module, spec in kept.items() for name in spec.stored()}
     entries = {name: entry for name, entry in source.entries.items() if name not in taken}
     others = plan_tensors(replace(source, entries=entries), {}, dtype, None, rest)
-    names = _native_names(source, kept.specs)
-    dense = {f"{names[m]}.weight": (s.out_features, s.in_features) for m, s in kept.specs.items()}
+    names = _native_names(source, kept)
+    dense = {f"{names[m]}.weight": (s.out_features, s.in_features) for m, s in kept.items()}
     config = dense_config(source, dtype)
     check_fills(source, native_class(source), config, others.shapes | dense)
-    return Begun(source, layers_of(kept), names, config, others)
+    return ExportPlan(
+        checkpoint=replace(checkpoint, specs=kept),
+        stored=checkpoint.specs,
+        config=config,
+        tensors=others,
+        small_files=dict,
+        check_loads=partial(keep_tokenizer, source.folder),
+        described={"engine": engine.name, "layers": sorted(kept)},
+        names=names,
+    )
 
 
 def stored_bits(plan: ExportPlan) -> dict[str, float]:
@@ -298,10 +284,8 @@ def stored_bits(plan: ExportPlan) -> dict[str, float]:
     return found
 
 
-def _small_files(
-    engine: Engine, plan: ExportPlan, options: ExportOptions, files: Mapping[str, bytes]
-) -> dict[str, bytes | Path]:
-    """Card, record of the layers, configuration and carried files of an export, beside `files`."""
+def _small_files(engine: Engine, plan: ExportPlan, options: ExportOptions) -> dict[str, bytes | Path]:
+    """Card, record of the layers, configuration and carried files of an export."""
     source, name = plan.checkpoint.source, options.source_name
     told = {"name": name, "title": engine.title, "what": _told(engine, plan.checkpoint), "loss": MARK}
     commands = "\n".join(engine.commands(PLACE, plan))
@@ -312,7 +296,7 @@ def _small_files(
     }
     for module, bits in stored_bits(plan).items():
         records[module]["bits"] = bits
-    return ordinary_files(source, plan.config, card, name, {**files, LAYERS: json_file(records)})
+    return ordinary_files(source, plan.config, card, name, {**plan.more, LAYERS: json_file(records)})
 
 
 def _told(engine: Engine, kept: Checkpoint) -> str:
@@ -386,10 +370,8 @@ def finest(group: int, inputs: int) -> int:
 
 
 class ForeignModel:
-    """A model of another library that is called as those of transformers are.
-
-    `logits` computes them, [batch, tokens, vocabulary], from tokens [batch, tokens].
-    """
+    """A model of another library that is called as those of transformers are. `logits` computes them,
+    [batch, tokens, vocabulary], from tokens [batch, tokens]."""
 
     def __init__(self, folder: Path, logits: Callable[[Tensor], Tensor]) -> None:
         self.config = AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -20,7 +20,7 @@ from blr.compressor.exporting.origin import FORMAT, Checkpoint, open_checkpoint
 from blr.compressor.loading.loader import load_empty, misfit
 from blr.compressor.loading.native import read_context
 from blr.compressor.loading.sidecar_files import token_ids
-from blr.compressor.loading.vendor import code_files, contents_of, exported_classes, runtime_files
+from blr.compressor.loading.vendor import code_files, exported_classes, needless, runtime_files
 from blr.compressor.modeling.models import model_class
 from blr.compressor.modeling.registry import auto_name
 from blr.compressor.modeling.settings import ExportSettings
@@ -140,7 +140,7 @@ def small_files(
     name: of the source. kind: of the export, which may have a forward pass (`PASSES`). Raises InputError
     for a file to carry over that cannot be read."""
     folder, specs = checkpoint.source.folder, [*checkpoint.specs.values()]
-    contents = contents_of([*specs, *(draft.specs if draft else [])], settings, config)
+    left_out = needless([*specs, *(draft.specs if draft else [])], settings, config)
     files = carried_files(checkpoint.source)
     kept = {n: bytes(read_whole(inside(folder, n), MAX_BYTES)) for n in kept_files(checkpoint)}
     kept_card = kept.pop(CARD, b"").decode("utf-8", "replace")
@@ -157,7 +157,7 @@ def small_files(
         "config.json": json_file(config),
         CARD: card,
         **({f"{FOLDER}/config.json": json_file(draft.config)} if draft else {}),
-        **(runtime_files(contents) if _is_self_contained(config) else code_files()),
+        **(runtime_files(left_out) if _is_self_contained(config) else code_files()),
     }
 
 
@@ -211,8 +211,7 @@ def _section(
 
 @dataclass(frozen=True)
 class Draft:
-    """The model that proposes tokens. config: its config.json in the export. shared: the tensors that
-    the first model's stand for."""
+    """The model that proposes tokens. config: in the export. shared: tensors of the first model."""
 
     source: Source
     config: dict[str, Any]
@@ -265,7 +264,7 @@ def open_draft(folder: Path, checkpoint: Checkpoint, context: int, kept: Collect
     Raises UsageError for a model that is no draft of this one."""
     source, config = _opened(folder)
     _check_pair(checkpoint.source, source, context)
-    ends = [name for name in ENDS if name in kept and _same(checkpoint.source, source, name)]
+    ends = [name for name in ENDS if name in kept and checkpoint.source.has(name, source, name)]
     draft = Draft(source, config, frozenset(ends))
     filled_class(source, config, {name: entry.shape for name, entry in source.entries.items()})
     return draft
@@ -301,10 +300,3 @@ def _check_pair(dense: Source, draft: Source, context: int) -> None:
     if context > limit:
         expected = f"expected at least the context of {context}"
         raise CapabilityError(f"{name}: {limit} positions, {expected}; give --context {limit}")
-
-
-def _same(dense: Source, draft: Source, name: str) -> bool:
-    one, two = dense.entries.get(name), draft.entries.get(name)
-    if one is None or two is None or (one.dtype, one.shape) != (two.dtype, two.shape):
-        return False
-    return dense.sha256(one) == draft.sha256(two)

@@ -1,10 +1,8 @@
-"""Exports the forward pass of a model as a plain function of tensors, in two forms.
-
-`model.pt2`, of an encoder, is compiled ahead of time by AOTInductor: it runs without transformers and
-`blr`, on machines like the one it was made on. `model.onnx` is a graph for engines other than torch;
-that of a decoder returns logits and keeps no cache; writing it takes the whole model in memory. In both,
-structured layers are plain products; batch and, for text, length are free.
-"""
+"""Exports the forward pass of a model as a plain function of tensors, in two forms. `model.pt2`, of an
+encoder, is compiled ahead of time by AOTInductor: it runs without transformers and `blr`, on machines
+like the one it was made on. `model.onnx` is a graph for engines other than torch; that of a decoder
+returns logits and keeps no cache; writing it takes the whole model in memory. In both, structured layers
+are plain products; batch and, for text, length are free."""
 
 import logging
 import os
@@ -12,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from io import StringIO
@@ -85,32 +83,18 @@ class ForwardPass(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.eval()
 
-
-class TextForward(ForwardPass):
-    """A text encoder."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
-        """Results by name for ids and mask [batch, tokens]."""
-        return tensors(self.model.forward(input_ids=input_ids, attention_mask=attention_mask))
-
-
-class ImageForward(ForwardPass):
-    """A vision encoder."""
-
-    def forward(self, pixel_values: Tensor) -> dict[str, Tensor]:
-        """Results by name for images [batch, channels, height, width]."""
-        return tensors(self.model.forward(pixel_values=pixel_values))
-
-
-def plain_forward(model: PreTrainedModel) -> nn.Module:
-    """`model` with named inputs and a dict of tensors as result."""
-    return (TextForward if model.main_input_name == "input_ids" else ImageForward)(model).eval()
-
-
-def tensors(found: Mapping[str, object]) -> dict[str, Tensor]:
-    """The tensors of a model's results, by name."""
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Results by name for ids and mask [batch, tokens], or images [batch, channels, h, w]."""
+        text = {"input_ids": input_ids, "attention_mask": attention_mask}
+        found = self.model.forward(**text if pixel_values is None else {"pixel_values": pixel_values})
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
 def compare(found: dict[str, Tensor], expected: dict[str, Tensor], kind: str) -> None:
@@ -126,11 +110,8 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor], kind: str) ->
 
 def write_onnx(model: PreTrainedModel, folder: Path, progress: Progress) -> Written:
     """Trace `model`, which is on the CPU, into `folder`, and compare with it what onnxruntime computes.
-
-    Weights in bfloat16, which onnxruntime multiplies nowhere on a CPU, are written in float32.
-
-    Raises CapabilityError: the exporter does not take the model, or the graph gives other results.
-    """
+    Weights in bfloat16, which onnxruntime multiplies nowhere on a CPU, are written in float32. Raises
+    CapabilityError: the exporter does not take the model, or the graph gives other results."""
     if model.dtype == torch.bfloat16:
         model = model.float()
     model.config.use_cache = False
@@ -149,7 +130,7 @@ def _written(folder: Path, names: Collection[str]) -> Written:
 
 def _trace(model: PreTrainedModel, path: Path) -> list[str]:
     inputs, free = example_inputs(model, "onnx")
-    forward = plain_forward(model)
+    forward = ForwardPass(model)
     with traced(model, "onnx"), torch.no_grad(), _quiet():
         names = list(forward(**inputs))
         options = {"dynamic_shapes": free, "output_names": names, "verbose": False}
@@ -172,7 +153,7 @@ def _check_graph(model: PreTrainedModel, path: Path, names: list[str], progress:
     given = {name: tensor.numpy() for name, tensor in inputs.items()}
     found = {n: torch.from_numpy(y) for n, y in zip(names, session.run(names, given), strict=True)}
     with torch.no_grad():
-        compare(found, plain_forward(model)(**inputs), "onnx")
+        compare(found, ForwardPass(model)(**inputs), "onnx")
 
 
 def _resized(example: Tensor) -> Tensor:
@@ -208,11 +189,9 @@ def check_pt2(name: str, generates: bool) -> None:
 
 
 def write_pt2(model: PreTrainedModel, folder: Path) -> Written:
-    """Compile the forward pass of `model` into `folder`, load it again and compare.
-
-    Raises CapabilityError: torch.export or AOTInductor does not take the model, or what it makes does
-    not run here or gives other results.
-    """
+    """Compile the forward pass of `model` into `folder`, load it again and compare. Raises
+    CapabilityError: torch.export or AOTInductor does not take the model, or what it makes does not run
+    here or gives other results."""
     path = folder / COMPILED
     inputs, free = example_inputs(model, "pt2")
     with traced(model, "pt2"):
@@ -220,22 +199,21 @@ def write_pt2(model: PreTrainedModel, folder: Path) -> Written:
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     found = _results(path, inputs)
     with torch.no_grad():
-        compare(found, plain_forward(model)(**inputs), "pt2")
+        compare(found, ForwardPass(model)(**inputs), "pt2")
     return _written(folder, [COMPILED])
 
 
 def export_program(
     model: PreTrainedModel, inputs: dict[str, Tensor], free: Free
 ) -> torch.export.ExportedProgram:
-    """The forward pass as a `torch.export` program of torch's own operators. `inputs` and their `free`
-    axes are by name."""
+    """The forward pass as a `torch.export` program of torch's own operators."""
     trace = partial(torch.export.export, args=(), kwargs=inputs, dynamic_shapes=free, strict=False)
     with torch.no_grad():
         try:
-            return trace(plain_forward(model))
+            return trace(ForwardPass(model))
         except torch._dynamo.exc.UserError:  # fused attention of some GPUs fixes the length of a mask
             model.set_attn_implementation("eager")
-            return trace(plain_forward(model))
+            return trace(ForwardPass(model))
 
 
 def _results(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,19 +1,17 @@
-"""Plans folders for llama.cpp (`--as gguf`): one file in GGUF, and corrections as an adapter in another.
-
-A weight in 8 bits becomes Q8_0, one in 4, 3 or 2 bits Q4_0, with the values that it had. That takes 8.5
-and 4.5 bits a weight. On the grids q2_k and q3_k it becomes Q2_K or Q3_K, of 2.6 and 3.4 bits. Groups
-are of 32; larger ones repeat their scale. Scales are in float16 there: those of bfloat16 are exact down
-to 6e-5, others are rounded.
-"""
+"""Plans folders for llama.cpp (`--as gguf`): one file in GGUF, and corrections as an adapter in
+another. A weight in 8 bits becomes Q8_0, one in 4, 3 or 2 bits Q4_0, with the values that it had. That
+takes 8.5 and 4.5 bits a weight. On the grids q2_k and q3_k it becomes Q2_K or Q3_K, of 2.6 and 3.4
+bits. Groups are of 32; larger ones repeat their scale. Scales are in float16 there: those of bfloat16
+are exact down to 6e-5, others are rounded."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +20,11 @@ from transformers import PreTrainedConfig
 from blr.compressor.base.errors import CapabilityError, NumericsError
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.engines import (
-    Begun,
     Engine,
     FewBits,
     ForeignModel,
     blocks_refusal,
+    layers_of,
     rotary_of,
     window_told,
 )
@@ -60,10 +58,10 @@ def kind(layer: FewBits) -> str:
     return f"Q{base.bits}_K" if base.superblocks else "Q8_0" if base.bits == 8 else "Q4_0"
 
 
-def plan(begun: Begun, options: ExportOptions) -> dict[str, Any]:
-    """The members of the plan. Raises CapabilityError for models and tokenizers that llama.cpp does not
-    have."""
-    source, layers, make = begun.source, begun.layers, dict(begun.tensors.make)
+def plan(begun: ExportPlan, options: ExportOptions) -> ExportPlan:
+    """The whole plan. Raises CapabilityError for models and tokenizers that llama.cpp does not have."""
+    source, layers = begun.checkpoint.source, layers_of(begun.checkpoint)
+    make = dict(begun.tensors.make)
     native = GgufModel(check_architecture(source, engine()))
     values = native.values(options.source_name)
     values |= tokenizer_values(source.folder, native.config.vocab_size)
@@ -77,15 +75,15 @@ def plan(begun: Begun, options: ExportOptions) -> dict[str, Any]:
     files = {MODEL: model} | ({ADAPTER: adapter} if adapter.infos else {})
     named = {layer.module: native.name_of(f"{layer.module}.weight") for layer in layers}
     window = () if native.architecture.period else window_told(native.config, engine())
-    return {
-        "config": begun.config,
-        "tensors": Tensors(source, make=make),
-        "check_loads": partial(_check_loads, source),
-        "beside": {name: file.tensors.slots for name, file in files.items()},
-        "told": _told(layers) + window,
-        "headers": {name: file.header() for name, file in files.items()},
-        "names": {module: name.removesuffix(".weight") for module, name in named.items()},
-    }
+    return replace(
+        begun,
+        tensors=Tensors(source, make=make),
+        check_loads=partial(_check_loads, source),
+        beside={name: file.tensors.slots for name, file in files.items()},
+        told=_told(layers) + window,
+        headers={name: file.header() for name, file in files.items()},
+        names={module: name.removesuffix(".weight") for module, name in named.items()},
+    )
 
 
 def _told(layers: Sequence[FewBits]) -> tuple[str, ...]:

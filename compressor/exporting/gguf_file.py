@@ -1,8 +1,6 @@
-"""Writes files in GGUF: the header, and tensors in the types that llama.cpp computes with.
-
-The header has numbers, texts and lists by key, then name, sizes, type and place of every tensor. The
-tensors follow, each at a multiple of `ALIGNMENT` bytes. Sizes are listed from the fastest axis on.
-"""
+"""Writes files in GGUF: the header, and tensors in the types that llama.cpp computes with. The header
+has numbers, texts and lists by key, then name, sizes, type and place of every tensor. The tensors
+follow, each at a multiple of `ALIGNMENT` bytes. Sizes are listed from the fastest axis on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,8 +32,7 @@ class File:
     place: int = 0
 
     def add(self, name: str, kind: str, shape: tuple[int, ...], make: Make) -> None:
-        """Add a tensor of `shape` in one of `TYPES`. `make` computes it: in a plain type the numbers,
-        else the blocks as bytes."""
+        """Add a tensor in one of `TYPES`. `make` computes its numbers, or its blocks as bytes."""
         number, each, width = TYPES[kind]
         nbytes = prod(shape) // each * width
         sizes = b"".join(pack("<Q", size) for size in reversed(shape))
@@ -75,15 +72,12 @@ def _value(value: object) -> bytes:
 
 
 def blocks(levels: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """A weight as Q8_0 (of 8 bits) or Q4_0, with the values that it has: bytes [o, ...].
+    """A weight as Q8_0 (of 8 bits) or Q4_0, with the values that it has: bytes [o, ...]. levels: int8
+    [o, i] of 8, 4 or 2 bits, or of 3 on the uniform grid. scale: [o, i/32].
 
     A block of 32 numbers is a scale in float16 and the levels: signed bytes, or halves of bytes that
     hold level + 8, the first 16 in the low ones. Of 2 bits the levels, half-integers, are doubled and
-    the scales halved.
-
-    Args:
-        levels: int8 [o, i] of 8, 4 or 2 bits, or of 3 on the uniform grid. scale: [o, i/32].
-    """
+    the scales halved."""
     doubled = bits == 2
     steps = (scale / 2 if doubled else scale).to(torch.float16)
     held = (2 * levels + 1 if doubled else levels).unflatten(-1, (-1, BLOCK))
@@ -94,15 +88,12 @@ def blocks(levels: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 def superblocks(levels: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """A weight as Q2_K or Q3_K, with the values that it has: bytes [o, ...].
+    """A weight as Q2_K or Q3_K, with the values that it has: bytes [o, ...]. levels: int8 [o, i] of 2
+    bits, or of 3 on the uniform grid. scale: [o, i/32], of superblocks.
 
     A superblock has 256 numbers, in 16 blocks of 16 with a scale each. Every 32 share one here. Two
     bits of a number lie in bytes of four, from places 32 apart. Q2_K is ``d · k · q − dmin · m``, of 4
-    bits k and m; here m is k and dmin 1.5 d. Q3_K is ``d · k · (q − 4)``, of 6 bits k.
-
-    Args:
-        levels: int8 [o, i] of 2 bits, or of 3 on the uniform grid. scale: [o, i/32], of superblocks.
-    """
+    bits k and m; here m is k and dmin 1.5 d. Q3_K is ``d · k · (q − 4)``, of 6 bits k."""
     parts = scale.float().unflatten(-1, (-1, SUPERBLOCK))
     unit, count = counted(parts, bits)
     levels = levels.unflatten(-1, (-1, 8 * BLOCK))

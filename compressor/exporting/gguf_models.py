@@ -1,5 +1,4 @@
-"""How llama.cpp calls types of models, their sizes, tensors and tokenizers, and what it computes
-otherwise."""
+"""How llama.cpp calls models, sizes, tensors and tokenizers, and what it computes otherwise."""
 
 from __future__ import annotations
 
@@ -60,15 +59,11 @@ WHOLE_WORDS = ("llama-bpe",)  # those where a word that is a token is not cut
 
 @dataclass(frozen=True)
 class Architecture:
-    """A type of models of llama.cpp.
-
-    Attributes:
-        rotary: the scalings of rotary positions that it has. activation: as transformers calls it.
-        neighbours: whether positions rotate neighbours, where transformers rotates halves of a head.
-        tensors: names that differ from `TENSORS`. period: each how many-th layer attends to all tokens,
-            the others to a sliding window; 0 where all do. whole: counts of layers of models that scale
-            attention by the width of the model over its heads, others by the width of a head.
-    """
+    """A type of models of llama.cpp. rotary: the scalings of rotary positions that it has. activation:
+    as transformers calls it. neighbours: whether positions rotate neighbours, where transformers rotates
+    halves of a head. tensors: names that differ from `TENSORS`. period: each how many-th layer attends
+    to all tokens, the others to a sliding window; 0 where all do. whole: counts of layers of models that
+    scale attention by the width of the model over its heads, others by the width of a head."""
 
     name: str
     rotary: tuple[str, ...] = ROTARY[:2]
@@ -89,8 +84,7 @@ ARCHITECTURES = {
 
 
 def check_architecture(source: Source, engine: Engine) -> PreTrainedConfig:
-    """The configuration of a model that llama.cpp computes as transformers does. Raises CapabilityError
-    for others."""
+    """The configuration of a model that llama.cpp computes as transformers does, or CapabilityError."""
     types = {kind: each.activation for kind, each in ARCHITECTURES.items()}
     made = ARCHITECTURES.get(source.model_type)
     config = check_decoder(source, engine, types, made.rotary if made else ROTARY)
@@ -156,8 +150,7 @@ class GgufModel:
         return rows.unflatten(0, (-1, 2, self.width // 2)).transpose(1, 2).flatten()
 
     def added_to(self, name: str) -> float:
-        """What a tensor of llama.cpp has more than ours: Gemma's norms multiply by one plus their
-        weight."""
+        """What a tensor of llama.cpp has more than ours: Gemma's norms multiply by 1 + weight."""
         return 1.0 if self.architecture.period and name.endswith("norm.weight") else 0.0
 
     def values(self, name: str) -> dict[str, object]:

@@ -49,14 +49,9 @@ class ExportSummary:
 
 
 def export(folder: Path, output: Path, options: ExportOptions, progress: Progress) -> ExportSummary:
-    """Write the checkpoint in `folder`, dense or compressed, to `output` in kernel layout.
-
-    Everything that headers tell is checked first; `output` is absent until it is complete. No more
-    than a few tensors are in memory at a time.
-
-    Raises:
-        BlrError: any of its kinds.
-    """
+    """Write the checkpoint in `folder`, dense or compressed, to `output` in kernel layout. Everything
+    that headers tell is checked first; `output` is absent until it is complete. No more than a few
+    tensors are in memory at a time. Raises BlrError of any kind."""
     started = monotonic()
     options = check_options(options)
     progress.loading()

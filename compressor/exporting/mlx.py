@@ -1,18 +1,16 @@
-"""Plans folders for MLX (`--as mlx`): packed weights, and corrections as an adapter of mlx-lm.
-
-MLX computes a weight as ``scale · code + bias``, in groups of 32, 64 or 128. The codes of a row are
-packed without gaps, the lowest bit first. A bias is the scale times a power of two, exactly. That of
-int2, whose levels are half-integers, is −1.5 scales. In bfloat16 it is rounded; float16 holds −1.5 times
-any scale of bfloat16.
-"""
+"""Plans folders for MLX (`--as mlx`): packed weights, and corrections as an adapter of mlx-lm. MLX
+computes a weight as ``scale · code + bias``, in groups of 32, 64 or 128. The codes of a row are packed
+without gaps, the lowest bit first. A bias is the scale times a power of two, exactly. That of int2,
+whose levels are half-integers, is −1.5 scales. In bfloat16 it is rounded; float16 holds −1.5 times any
+scale of bfloat16."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +18,13 @@ from transformers import PreTrainedConfig
 
 from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.exporting.engines import (
-    Begun,
     Engine,
     FewBits,
     ForeignModel,
     blocks_refusal,
     check_decoder,
     finest,
+    layers_of,
     pack,
     window_told,
 )
@@ -56,24 +54,24 @@ def group_of(layer: FewBits) -> int:
     return finest(layer.base.group, layer.base.in_features)
 
 
-def plan(begun: Begun, options: ExportOptions) -> dict[str, Any]:
-    """The members of the plan. Raises CapabilityError for models that mlx-lm computes otherwise."""
-    layers, config, tensors = begun.layers, begun.config, begun.tensors
-    native = check_decoder(begun.source, engine())
+def plan(begun: ExportPlan, options: ExportOptions) -> ExportPlan:
+    """The whole plan. Raises CapabilityError for models that mlx-lm computes otherwise."""
+    layers, config, tensors = layers_of(begun.checkpoint), begun.config, begun.tensors
+    native = check_decoder(begun.checkpoint.source, engine())
     corrected = [layer for layer in layers if layer.rank]
-    adapter = Tensors(begun.source, make=tensors.make)
+    adapter = Tensors(tensors.source, make=tensors.make)
     rank = max((layer.rank for layer in corrected), default=0)
     for layer in layers:
         _add_packed(tensors, layer, options.dtype)
     for layer in corrected:
         _add_adapter(adapter, layer, rank, options.dtype)
-    return {
-        "files": {CONFIG: json_file(adapter_config(corrected, rank, native))} if corrected else {},
-        "config": config | rotary(native) | {"quantization": quantization(layers)},
-        "tensors": tensors,
-        "beside": {WEIGHTS: adapter.slots} if corrected else {},
-        "told": _told(layers, options.dtype or config.get("dtype")) + window_told(native, engine()),
-    }
+    return replace(
+        begun,
+        more={CONFIG: json_file(adapter_config(corrected, rank, native))} if corrected else {},
+        config=config | rotary(native) | {"quantization": quantization(layers)},
+        beside={WEIGHTS: adapter.slots} if corrected else {},
+        told=_told(layers, options.dtype or config.get("dtype")) + window_told(native, engine()),
+    )
 
 
 def _told(layers: Sequence[FewBits], dtype: str | None) -> tuple[str, ...]:
@@ -118,8 +116,7 @@ def packed_part(layer: FewBits, name: str, dtype: str) -> Tensor:
 
 
 def _add_adapter(tensors: Tensors, layer: FewBits, rank: int, dtype: str | None) -> None:
-    """Add the factors of a correction, as mlx-lm names them, with zeros up to `rank`: all layers of an
-    adapter have one there."""
+    """Add the factors of a correction, with zeros up to the one `rank` of an adapter of mlx-lm."""
     spec, stored = layer.spec, layer.stored(dtype)
     for factor, part, shape in (
         ("V", "lora_a", (spec.in_features, rank)),

@@ -25,8 +25,7 @@ AGAIN = "compress the model again with this version of blr"
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint to export. source: with the native configuration. specs: by structured module.
-    compressed: whether it has structured layers. saved: by whom and from what it was saved, if not by
-    `blr compress`."""
+    compressed: whether it has structured layers. saved: by whom and from what, if not by blr."""
 
     source: Source
     specs: Mapping[str, Spec]

@@ -1,10 +1,8 @@
-"""Plans an export from headers alone, and checks that it will load.
-
-`plan_export` is of folders with kernels, `plan_ordinary` of those for tools that know nothing of blr. A
-dense one has the native model type and class and no Python file. A plain one has low-rank layers as
-pairs of `nn.Linear`, for quantizers, adapters and servers that replace `nn.Linear`. It needs one
-Python file, since no model of transformers has pairs.
-"""
+"""Plans an export from headers alone, and checks that it will load. `plan_export` is of folders with
+kernels, `plan_ordinary` of those for tools that know nothing of blr. A dense one has the native model
+type and class and no Python file. A plain one has low-rank layers as pairs of `nn.Linear`, for
+quantizers, adapters and servers that replace `nn.Linear`. It needs one Python file, since no model of
+transformers has pairs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -74,10 +72,8 @@ needs torch and transformers. Written by blr {version}; `blr verify` checks the 
 
 def export_context(checkpoint: Checkpoint, asked: int | None, default: int) -> int | None:
     """How many tokens of context to prepare generation for; None for a model that does not generate.
-
     Raises UsageError: a context for an encoder; CapabilityError: more than the model has positions;
-    InputError: a model type or architecture that transformers does not have.
-    """
+    InputError: a model type or architecture that transformers does not have."""
     source = checkpoint.source
     native = native_class(source)
     if not issubclass(native, GenerationMixin):
@@ -104,21 +100,20 @@ class ExportPlan:
 
     Attributes:
         checkpoint: with the layers that stay structured. stored: specs of all that it holds on disk.
-        config: the export's config.json. densified: modules whose dense weight is written.
-        small_files: everything but weights and manifest. check_loads: of the written folder, with the
-            files that it rewrote. described: what a run that goes on must agree on.
+        config: the export's config.json. small_files: everything but weights and manifest. check_loads:
+            of the written folder, with the files that it rewrote. described: what a run that goes on
+            must agree on.
         settings: what it was made for; None for an ordinary dense checkpoint.
-        beside: tensors in files of their own, that no index lists. headers: of
-            those that are no safetensors, by file. names: of layers in few bits there, where they are
-            others. told: notes on what is written. draft: the model beside it, whose file is one of
-            `beside`.
+        beside: tensors in files of their own, that no index lists. headers: of those that are no
+            safetensors, by file. names: of layers in few bits there, where they are others. told: notes
+            on what is written. draft: the model beside it, whose file is one of `beside`. more: small
+            files of an engine alone.
     """
 
     checkpoint: Checkpoint
     stored: Mapping[str, Spec]
     config: dict[str, Any]
     tensors: Tensors
-    densified: list[str]
     small_files: Callable[[], dict[str, bytes | Path]]
     check_loads: Callable[[Path], dict[str, tuple[int, str]]]
     described: dict[str, object]
@@ -129,6 +124,7 @@ class ExportPlan:
     headers: Mapping[str, bytes] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     draft: files.Draft | None = None
+    more: Mapping[str, bytes] = field(default_factory=dict)
 
     def source_of(self, entry: TensorEntry) -> Source:
         """The checkpoint that a tensor is read from."""
@@ -136,18 +132,14 @@ class ExportPlan:
         return self.draft.source if self.draft is not None and beside else self.checkpoint.source
 
     @property
+    def densified(self) -> list[str]:
+        """The modules whose dense weight is written."""
+        return sorted(self.stored.keys() - self.checkpoint.specs.keys())
+
+    @property
     def nbytes(self) -> int:
         beside = (slot.origin.nbytes for slots in self.beside.values() for slot in slots)
         return self.tensors.nbytes + sum(beside)
-
-    @property
-    def context(self) -> int | None:
-        return None if self.settings is None else self.settings.context
-
-    @property
-    def plain(self) -> int:
-        """How many structured layers packing would not make smaller."""
-        return 0 if self.settings is None else len(self.settings.plain)
 
     @property
     def untied_bytes(self) -> int:
@@ -191,7 +183,6 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
         stored=specs,
         config=config,
         tensors=tensors,
-        densified=[],
         small_files=partial(files.small_files, checkpoint, config, *about),
         check_loads=partial(check_loads, source, cls),
         described=config["blr"]["export"],
@@ -247,9 +238,7 @@ def _make_quantizer(checkpoint: Checkpoint, options: ExportOptions) -> Quantizer
 
 def plan_ordinary(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     """Plan an export as dense or plain: low-rank layers as pairs in a plain one, all others dense.
-
-    Raises UsageError: no layer is low-rank; InputError: tensors that would not load.
-    """
+    Raises UsageError: no layer is low-rank; InputError: tensors that would not load."""
     source, specs, plain = checkpoint.source, checkpoint.specs, options.kind == "plain"
     pairs = {module: spec for module, spec in specs.items() if plain and is_pair(spec)}
     rest = {module: spec for module, spec in specs.items() if module not in pairs}
@@ -274,7 +263,6 @@ def plan_ordinary(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
         stored=specs,
         config=config,
         tensors=tensors,
-        densified=sorted(rest),
         small_files=partial(ordinary_files, source, config, card, options.source_name, code),
         check_loads=partial(check_loads, source, cls),
         described={"pairs": sorted(pairs)} if plain else {},
@@ -319,7 +307,6 @@ def plain_config(dense: dict[str, object], pairs: dict[str, Spec]) -> dict[str, 
 def ordinary_files(
     source: Source, config: Mapping[str, object], card: str, name: str, more: Mapping[str, bytes]
 ) -> dict[str, bytes | Path]:
-    """All files of an export for other tools but weights and manifest: `card` is the text of its model
-    card, `name` that of the source."""
+    """All files of an export for other tools but weights and manifest. name: of the source."""
     card = card_front(source.folder, name, TAGS[:1]) + card
     return {**carried_files(source), "config.json": json_file(config), CARD: card.encode(), **more}

@@ -51,15 +51,11 @@ class PackedHead:
 @dataclass
 class Quantizer:
     """Packs layers of `source`, and holds the packed tensors of the layer that was asked for last.
-
-    Attributes:
-        packings: the specs by which layers are packed, structured and dense ones, by module.
-        dense: the dense ones among them.
-        plain: the structured layers that packing would not make smaller.
-        kind: of all but the head; None if the head alone is packed.
-        dtype: safetensors' name of the scales' dtype, None for that of each weight.
-        errors: relative error of the weight that quantization adds, by module, as they are packed.
-    """
+    packings: the specs by which layers are packed, structured and dense ones, by module. dense: the
+    dense ones among them. plain: the structured layers that packing would not make smaller. kind: of all
+    but the head; None if the head alone is packed. dtype: safetensors' name of the scales' dtype, None
+    for that of each weight. errors: relative error of the weight that quantization adds, by module, as
+    they are packed."""
 
     source: Source
     packings: Mapping[str, QuantizedSpec]
@@ -87,10 +83,6 @@ class Quantizer:
             parts = self.parts(module, factor, dtype).values()
             packed += sum(prod(shape) * BITS[kind] // 8 for kind, shape in parts)
         return before, packed
-
-    def copies(self, entry: TensorEntry) -> bool:
-        """Whether `entry` is an embedding that is stored and that the head is also made from."""
-        return self.head is not None and self.head.tied and self.head.weight is entry
 
     def parts(self, module: str, factor: str, dtype: str) -> Parts:
         """The stored tensors of a structured layer's factor, or of a dense "weight", with scales of
@@ -155,8 +147,7 @@ def make_quantizer(
 
 
 def _without_larger(found: Quantizer) -> Quantizer:
-    """Take out the layers that would not get smaller: their rows are far shorter than a group. Raises
-    InputError when none is left."""
+    """Take out layers with rows far shorter than a group. Raises InputError when none is left."""
     own = {found.head.module} if found.head else set()
     sizes = {module: found.sizes(module) for module in found.packings.keys() - own}
     larger = {module for module, (before, after) in sizes.items() if after >= before}
@@ -170,14 +161,9 @@ def _without_larger(found: Quantizer) -> Quantizer:
 
 
 def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> PackedHead:
-    """Find the output head of a causal language model, from headers, to be packed to `kind`.
-
-    Args:
-        specs: the structured modules, which the head may be one of.
-
-    Raises UsageError: no such model, or none whose head is a linear layer; InputError: no weight of
-    floating-point numbers to make it from.
-    """
+    """Find the output head of a causal language model, from headers, to be packed to `kind`. specs: the
+    structured modules, which the head may be one of. Raises UsageError: no such model, or none whose
+    head is a linear layer; InputError: no weight of floating-point numbers to make it from."""
     model = meta_model(source)
     name = _head_module(model, kind)
     structured = next((stored for stored, n in module_names(model, specs).items() if n == name), None)
@@ -200,8 +186,7 @@ def find_head(source: Source, specs: Mapping[str, Spec], kind: str) -> PackedHea
 
 
 def _head_module(model: PreTrainedModel, kind: str) -> str:
-    """The name of the output head in a model on the meta device. Raises UsageError if there is none to
-    pack."""
+    """The name of the output head of a model. Raises UsageError if there is none to pack."""
     head, known = model.get_output_embeddings(), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     name = next((n for n, module in model.named_modules() if module is head), "")
     others = model.all_tied_weights_keys.keys() - {f"{name}.weight"}
@@ -217,8 +202,7 @@ def _head_module(model: PreTrainedModel, kind: str) -> str:
 
 
 def _dense_layers(source: Source, specs: Mapping[str, Spec]) -> dict[str, DenseLayer]:
-    """The dense layers that the model's family lists, so no heads. Raises InputError when there is no
-    layer at all, structured or dense."""
+    """The dense layers that the family lists. Raises InputError when there are none, nor `specs`."""
     family = family_of(source)
     dense = {
         module: DenseLayer(entry, family.transposed)

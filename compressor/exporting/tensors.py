@@ -15,26 +15,15 @@ from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.quantizer import Quantizer
+from blr.compressor.modeling import modeling_blr
 from blr.compressor.planning.layers import native_weights
 from blr.compressor.structures.packing import factors_of, restored
 from blr.compressor.structures.specs import SCALE, Spec, Stored, stored_names
 from blr.compressor.workspace.scan import check_product
 from blr.compressor.workspace.shards import Slot
 from blr.kernels.common.layout import to_physical
-from blr.kernels.common.orders import Order, order_of
+from blr.kernels.common.orders import Order
 from blr.kernels.fp8.reference import LARGEST
-
-
-def stored_name(factor: str) -> str:
-    """What an export calls a factor in kernel layout: ``V_kernel``, ``factors_kernel.0``."""
-    stem, dot, index = factor.partition(".")
-    return f"{stem}_kernel{dot}{index}"
-
-
-def orders(spec: Spec) -> dict[str, Order]:
-    """The order of every factor's axes in kernel layout, as ``{"U": (0, 1), "V": (1, 0)}``."""
-    return {name: order_of(name, len(shape)) for name, shape in spec.shapes().items()}
-
 
 STORED = {name: dtype for dtype, name in TORCH_NAMES.items()}  # torch's name -> safetensors'
 Make = Callable[[], Tensor]
@@ -52,8 +41,7 @@ class Tensors:
     make: dict[TensorEntry, Make] = field(default_factory=dict)
 
     def add(self, name: str, entry: TensorEntry, dtype: str, order: Order | None = None) -> None:
-        """Add a stored tensor, as it is or cast to `dtype` (safetensors' name) with its axes in
-        `order`."""
+        """Add a stored tensor, as it is or cast to `dtype`, safetensors' name, with axes in `order`."""
         if order in (None, tuple(range(len(entry.shape)))) and dtype == entry.dtype:
             self.slots.append(Slot(name, entry))
             return
@@ -82,8 +70,7 @@ class Tensors:
         self.add_made(name, dtype, shape, make)
 
     def add_paired(self, module: str, spec: Spec, entry: TensorEntry, dtype: str) -> None:
-        """Add a factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i],
-        unpacked."""
+        """Add a factor of a low-rank layer as the weight of a linear one, U [o, r] or V [r, i]."""
         part = entry.name.removeprefix(f"{module}.")
         factor, whole = part.removesuffix(SCALE), spec.plain
         if factor not in LINEAR:
@@ -120,17 +107,12 @@ def plan_tensors(
     transposed: Collection[str] = (),
     paired: Mapping[str, Spec] | None = None,
 ) -> Tensors:
-    """Plan the tensors of an export of `source`, from headers alone.
-
-    Args:
-        specs: structured module to its spec, as on disk.
-        dtype: torch's name of what floating-point tensors are cast to; None leaves them.
-        quantizer: packs the structured and dense layers that it lists.
-        densified: structured modules of which the dense weight is written. transposed: those of
-            them that store it [i, o]. paired: low-rank ones that are written as two linear layers.
-
-    Raises InputError: a factor that is missing or of another shape than its spec says.
-    """
+    """Plan the tensors of an export of `source`, from headers alone. specs: structured module to its
+    spec, as on disk. dtype: torch's name of what floating-point tensors are cast to; None leaves them.
+    quantizer: packs the structured and dense layers that it lists. densified: structured modules of
+    which the dense weight is written. transposed: those of them that store it [i, o]. paired: low-rank
+    ones that are written as two linear layers. Raises InputError: a factor that is missing or of another
+    shape than its spec says."""
     densified, paired = densified or {}, paired or {}
     factors = _factors(source, {**specs, **densified, **paired})
     if quantizer is not None:
@@ -154,32 +136,26 @@ def plan_tensors(
         elif module in firsts and factor == next(iter(densified[module].stored())):  # once a weight
             parts = {each: densified[each] for each in joined[firsts[module]]}
             found.add_dense(firsts[module], parts, target, module in transposed)
-        if quantizer is not None and quantizer.head is not None and quantizer.copies(entry):
-            found.add_packed(quantizer, quantizer.head.module, "weight", target)
+        head = None if quantizer is None else quantizer.head
+        if quantizer and head and head.tied and head.weight is entry:  # the embedding, which stays
+            found.add_packed(quantizer, head.module, "weight", target)
     return found
 
 
 def check_products(
     source: Source, specs: Mapping[str, Spec], dtype: str | None, norms: Mapping[str, float]
 ) -> None:
-    """Raise NumericsError for a structured layer whose weight the stored dtype cannot hold.
-
-    Args:
-        dtype: torch's name of what is stored, None for the factors' own. norms: of factors, by name.
-    """
+    """Raise NumericsError for a structured layer whose weight the stored dtype cannot hold. dtype:
+    torch's name of what is stored, None for the factors' own. norms: of factors, by name."""
     for module, whole in specs.items():
         for part, spec in whole.parts():
-            prefix = f"{module}.{part}." if part else f"{module}."
-            entries = {name: source.entries[f"{prefix}{name}"] for name in spec.stored()}
-            floats = [entry for entry in entries.values() if entry.is_float]
+            home = f"{module}.{part}" if part else module
+            entries = (source.entries[f"{home}.{name}"] for name in spec.stored())
+            floats = [entry for entry in entries if entry.is_float]
             held = getattr(torch, dtype or TORCH_NAMES[floats[0].dtype])
-
-            def tensors(entries: Mapping[str, TensorEntry] = entries) -> dict[str, Tensor]:
-                return {name: source.load_tensor(entry) for name, entry in entries.items()}
-
-            found = [norms[entry.name] * _largest(spec, entry, prefix) for entry in floats]
-            name = f"{source.folder}: layer {module!r}"
-            check_product(name, spec, found, tensors, held)
+            found = [norms[entry.name] * _largest(spec, entry, f"{home}.") for entry in floats]
+            tensors = partial(_stored_tensors, source, home, spec)
+            check_product(f"{source.folder}: layer {module!r}", spec, found, tensors, held)
 
 
 def _largest(spec: Spec, entry: TensorEntry, prefix: str) -> float:
@@ -195,8 +171,7 @@ def _largest(spec: Spec, entry: TensorEntry, prefix: str) -> float:
 
 
 def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterator[Bytes]:
-    """Yield the bytes of a planned tensor in pieces. Raises NumericsError for a value that the new dtype
-    cannot hold."""
+    """Yield the bytes of a planned tensor in pieces. Raises NumericsError for values out of range."""
     if entry not in tensors.make:
         yield from source.read_bytes(entry)
         return
@@ -207,8 +182,7 @@ def read_tensor(source: Source, tensors: Tensors, entry: TensorEntry) -> Iterato
 
 
 def _factors(source: Source, specs: Mapping[str, Spec]) -> dict[str, tuple[str, str]]:
-    """The module of every stored factor and its name there, by name on disk. Raises InputError for a
-    factor that is missing or malformed."""
+    """Module and name there of every stored factor, by name on disk. Raises InputError without it."""
     found = {}
     for module, spec in specs.items():
         for name, stored in spec.stored().items():
@@ -218,15 +192,15 @@ def _factors(source: Source, specs: Mapping[str, Spec]) -> dict[str, tuple[str, 
 
 
 def relaid_name(spec: Spec, name: str) -> tuple[str, Order | None]:
-    """What an export calls a stored tensor of a layer, and its order of axes there. Packed tensors stay
-    as they are."""
+    """What an export calls a stored tensor of a layer, and the order of its axes; packed ones stay."""
     if len(spec.parts()) > 1:
         part, _, own = name.partition(".")
         relaid, order = relaid_name(dict(spec.parts())[part], own)
         return f"{part}.{relaid}", order
     if spec.packing is not None:
         return name, None
-    return stored_name(name), orders(spec)[name]
+    factor = next(f for f in modeling_blr.factors_of(spec.to_dict(), exported=True) if f.name == name)
+    return factor.names[0], sum(factor.axes, ())
 
 
 def _check_stored(source: Source, name: str, stored: Stored) -> None:

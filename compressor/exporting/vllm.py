@@ -1,15 +1,13 @@
-"""Plans folders for vLLM (`--as vllm`): compressed-tensors, and corrections as an adapter of peft.
-
-A weight in few bits becomes `weight_packed`, `weight_scale` and `weight_shape` in the format
+"""Plans folders for vLLM (`--as vllm`): compressed-tensors, and corrections as an adapter of peft. A
+weight in few bits becomes `weight_packed`, `weight_scale` and `weight_shape` in the format
 pack-quantized, symmetric and in groups, with the values that it had. vLLM's grids hold integers only.
 So levels of int2, which are half-integers, are doubled, their scales halved, and 3 bits hold them.
-
-Experts are written one by one, in 8 and 4 bits: vLLM has kernels of experts for no others.
-"""
+Experts are written one by one, in 8 and 4 bits: vLLM has kernels of experts for no others."""
 
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -21,7 +19,7 @@ from transformers import PreTrainedModel
 
 from blr.compressor.base.errors import UsageError
 from blr.compressor.checkpoint.header import TORCH_NAMES
-from blr.compressor.exporting.engines import CURVED, Begun, Engine, FewBits, layers_of, pack
+from blr.compressor.exporting.engines import CURVED, Engine, FewBits, layers_of, pack
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.exporting.plan import ExportPlan
 from blr.compressor.exporting.tensors import Tensors
@@ -64,26 +62,24 @@ def refusal(layer: FewBits) -> str:
     return f"an adapter of rank {layer.rank}, over {RANKS[-1]}" if layer.rank > RANKS[-1] else ""
 
 
-def plan(begun: Begun, options: ExportOptions) -> dict[str, Any]:
-    """The members of the plan. Raises UsageError for layers that vLLM fuses and that are stored
-    differently."""
-    layers, tensors = begun.layers, begun.tensors
+def plan(begun: ExportPlan, options: ExportOptions) -> ExportPlan:
+    """The whole plan. Raises UsageError for layers that vLLM fuses and that are stored differently."""
+    layers, tensors = layers_of(begun.checkpoint), begun.tensors
     _check_fused(layers)
     _check_experts(layers)
     corrected = [layer for layer in layers if layer.rank]
-    adapter = Tensors(begun.source, make=tensors.make)
+    adapter = Tensors(tensors.source, make=tensors.make)
     for layer in layers:
         _add_packed(tensors, layer, begun.names[layer.module], options.dtype)
     for layer in corrected:
         _add_adapter(adapter, layer, options.dtype)
-    return {
-        "files": {CONFIG: json_file(adapter_config(corrected))} if corrected else {},
-        "config": {**begun.config, "quantization_config": quantization(layers)},
-        "tensors": tensors,
-        "beside": {WEIGHTS: adapter.slots} if corrected else {},
-        "names": begun.names,
-        "told": _told(layers),
-    }
+    return replace(
+        begun,
+        more={CONFIG: json_file(adapter_config(corrected))} if corrected else {},
+        config={**begun.config, "quantization_config": quantization(layers)},
+        beside={WEIGHTS: adapter.slots} if corrected else {},
+        told=_told(layers),
+    )
 
 
 def _check_fused(layers: Sequence[FewBits]) -> None:
@@ -194,8 +190,7 @@ def _arguments(bits: int, group: int) -> dict[str, object]:
 
 
 def adapter_config(corrected: Sequence[FewBits]) -> dict[str, object]:
-    """The configuration of the corrections for peft. Each is as large as its rank says: alpha is the
-    rank, so nothing scales them."""
+    """The configuration of the corrections for peft: alpha is the rank, so nothing scales them."""
     ranks = {layer.module: layer.rank for layer in corrected}
     most = max(ranks.values())
     smaller = {module: rank for module, rank in ranks.items() if rank != most}

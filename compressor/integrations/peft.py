@@ -157,7 +157,7 @@ def stand_in(layer: Any) -> nn.Linear:
 
 def takes_products(layer: object) -> TypeGuard[StructuredLinear]:
     """Whether a layer holds the sum of itself and a product of low rank."""
-    if not isinstance(layer, StructuredLinear) or not layer.kernels.takes_sums:
+    if not isinstance(layer, StructuredLinear) or not layer.kernels.widens:
         return False
     return layer.has_own_layout and getattr(layer.spec, "groups", 1) == 1
 

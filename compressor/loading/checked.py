@@ -58,8 +58,7 @@ def check_transformers(source: Source, what: str) -> None:
 
 
 def check_unquantized(source: Source) -> None:
-    """Raise InputError for quantized weights: packed ones are no matrices, and their loader would
-    quantize structured layers as well."""
+    """Raise InputError for quantized weights, whose loader would quantize structured layers, too."""
     settings = source.config.get("quantization_config")
     if settings:
         method = settings.get("quant_method") if isinstance(settings, dict) else settings

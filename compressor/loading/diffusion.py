@@ -26,14 +26,9 @@ LATENT, CAPTION = 16, 8  # rows and columns, tokens of text, that a model is tri
 
 def load_diffusion(folder: Path, *, dtype: str | None = None, device: str = "auto") -> nn.Module:
     """Load the model of diffusers in an output of blr, in evaluation mode, after comparing it with its
-    manifest.
-
-    Args:
-        dtype: name of a torch dtype, as "bfloat16"; None: as stored. device: "auto" or a torch device.
-
-    Raises CapabilityError without diffusers or the device, InputError for another folder or other bytes,
-    NumericsError for weights that are not finite or factors that overflow.
-    """
+    manifest. dtype: name of a torch dtype, as "bfloat16"; None: as stored. device: "auto" or a torch
+    device. Raises CapabilityError without diffusers or the device, InputError for another folder or
+    other bytes, NumericsError for weights that are not finite or factors that overflow."""
     check_listed(folder, "all")
     source = open_source(folder)
     if source.library is not DIFFUSERS or not source.model_type.startswith(PREFIX):

@@ -134,8 +134,7 @@ def _check_generates(source: Source) -> None:
 
 
 def load_tokenizer(folder: Path, *, trust: bool = False, text: str = "") -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `folder`, after a trial on the start of `text`. Raises InputError if it does
-    not load or fails the trial."""
+    """Load the tokenizer in `folder`, after a trial on the start of `text`. Raises InputError."""
     _open(folder)
     check_tokenizer(folder, text)
     try:

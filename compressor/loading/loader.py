@@ -1,15 +1,12 @@
-"""What transformers' own loader makes of a checkpoint: the class, its tensors, and which are one.
-
-It is asked on the meta device. It also fills a model of which one block at a time is in memory, so that
-renamed and merged tensors arrive as ever.
-"""
+"""What transformers' own loader makes of a checkpoint: the class, its tensors, and which are one. It is
+asked on the meta device. It also fills a model of which one block at a time is in memory, so that
+renamed and merged tensors arrive as ever."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from blr.compressor.base.errors import InputError
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
+from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.checkpoint.regular import refuse
 from blr.compressor.checkpoint.source import Source, open_source
 from blr.compressor.loading.native import (
@@ -67,9 +64,14 @@ def taken(source: Source) -> Source:
 
 
 def _loaded(source: Source, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, LoadingReport]:
-    config = made_config(source)
+    """An empty model that was given tensors of the stored shapes and dtypes (float32 for a dtype that
+    torch lacks)."""
+    config, state = made_config(source), {}
+    for name, entry in source.entries.items():
+        dtype = getattr(torch, TORCH_NAMES.get(entry.dtype, "float32"))
+        state[name] = torch.empty(entry.shape, dtype=dtype, device="meta")
     with native_errors(source):
-        return load_empty(cls, None, config=config, state_dict=meta_tensors(source.entries.values()))
+        return load_empty(cls, None, config=config, state_dict=state)
 
 
 def _named(source: Source) -> Source:
@@ -145,21 +147,13 @@ def _tied(source: Source, model: PreTrainedModel, keys: Keys) -> Source:
         moved = (replace(e, name=renamed.get(e.name, e.name)) for e in source.entries.values())
         source = replace(source, entries={entry.name: entry for entry in moved})
     pairs = [(stored[k], stored[giving]) for k, giving in tied.items() if {k, giving} <= stored.keys()]
-    own = [(name, giving) for name, giving in pairs if not _are_equal(source, name, giving)]
+    own = [(name, giving) for name, giving in pairs if not source.has(name, source, giving)]
     return _untied(source, keys, tied, own) if own else source
-
-
-def _are_equal(source: Source, name: str, other: str) -> bool:
-    one, two = source.entries[name], source.entries[other]
-    if (one.dtype, one.shape) != (two.dtype, two.shape):
-        return False
-    return all(map(eq, source.read_bytes(one), source.read_bytes(two)))
 
 
 def _untied(source: Source, keys: Keys, tied: Mapping[str, str], own: list[tuple[str, str]]) -> Source:
     """Untie `source`, some of whose tied weights have values of their `own`. An encoder-decoder keeps
-    its config.json: there the key also scales outputs, and transformers finds the difference when it
-    loads."""
+    its config.json: the key also scales outputs, and transformers finds the difference as it loads."""
     name, giving = own[0]
     said = (
         f"{name} is stored with values of its own, though config.json ties it to {giving}: taken as it "
@@ -196,16 +190,6 @@ class Keys:
         if found in self.known:
             return found
         return rename_source_key(name, [], [], self._prefix, self.known)[0]
-
-
-def meta_tensors(entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
-    """Tensors of the stored shapes and dtypes without data (float32 for a dtype that torch lacks)."""
-    return {
-        entry.name: torch.empty(
-            entry.shape, dtype=getattr(torch, TORCH_NAMES.get(entry.dtype, "float32")), device="meta"
-        )
-        for entry in entries
-    }
 
 
 def load_empty(
@@ -273,10 +257,9 @@ def whole_model(source: Source) -> PreTrainedModel:
 
 def empty_model(source: Source) -> PreTrainedModel:
     """The model in `source`, dense or of blr, on the meta device."""
-    config, name = made_config(source), source.config["architectures"][0]
+    name = source.config["architectures"][0]
     cls = model_class(name) if name.startswith(PREFIX) else getattr(transformers, name)
-    tensors = meta_tensors(source.entries.values())
-    return load_empty(cls, None, config=config, state_dict=tensors)[0].eval()
+    return _loaded(source, cls)[0].eval()
 
 
 def load_written(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:

@@ -269,8 +269,7 @@ def _stays(repository: str, revision: str | None, patterns: list[str], stream: b
 
 def stand_in(repository: str, revision: str | None, patterns: list[str]) -> tuple[Path, str]:
     """Make a folder of the model's files with headers in place of weights; the folder and the commit.
-    Raises HubError for a repository without safetensors, InputError for an unsafe index, and what the
-    hub's client raises."""
+    Raises HubError without safetensors, InputError for an unsafe index, or what the client raises."""
     from huggingface_hub.constants import HF_HOME
 
     small = [pattern for pattern in patterns if not pattern.endswith(WEIGHTS)]

@@ -1,9 +1,7 @@
-"""How a folder of sentence-transformers makes a sentence's embedding of the model's hidden states.
+"""How a folder of sentence-transformers makes a sentence's embedding of the model's hidden states. Read
+from modules.json, the folders it names and config_sentence_transformers.json, as that package does. A
+folder without modules.json is pooled by the mean."""
 
-Read from modules.json, the folders it names and config_sentence_transformers.json, as that package does.
-A folder without modules.json is pooled by the mean."""
-
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.extras import MAX_BYTES, MODULE_WEIGHTS, MODULES
+from blr.compressor.checkpoint.extras import MAX_BYTES, MODULE_WEIGHTS, MODULES, read_modules
 from blr.compressor.checkpoint.header import read_header
-from blr.compressor.checkpoint.regular import inside, read_json, read_whole, refuse
+from blr.compressor.checkpoint.regular import inside, read_json, refuse
 
 LENGTH, SETTINGS = "sentence_bert_config.json", "config_sentence_transformers.json"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -78,7 +76,8 @@ def read_sentences(folder: Path) -> Sentences:
     length = length if type(length) is int and length > 0 else None
     modes: tuple[str, ...] = ("mean",)
     dense, pools_prompt = [], True
-    for kind, path in _modules(folder):
+    for row in read_modules(folder):
+        kind, path = str(row.get("type")).rpartition(".")[2], str(row.get("path") or "")
         if kind == "Pooling":
             config = _read(folder, f"{path}/config.json")
             old = [mode for key, mode in OLD_MODES.items() if config.get(key) is True]
@@ -107,15 +106,6 @@ def _prompt(folder: Path, settings: dict[str, object]) -> str:
         found = f"a default prompt {quote(name, 40)}"
         refuse(folder / SETTINGS, found, f"one of {', '.join(sorted(known))}", REMEDY)
     return str(known[name] or "")
-
-
-def _modules(folder: Path) -> list[tuple[str, str]]:
-    """Class and folder of each module, in order."""
-    if not os.path.lexists(folder / MODULES):
-        return []
-    table = json.loads(read_whole(inside(folder, MODULES), MAX_BYTES))  # checked when it was opened
-    rows = [entry for entry in table if type(entry) is dict] if type(table) is list else []
-    return [(str(e.get("type")).rpartition(".")[2], str(e.get("path") or "")) for e in rows]
 
 
 def _read(folder: Path, name: str, needed: bool = True) -> dict[str, Any]:

@@ -63,8 +63,7 @@ TokenIds, Defaults = _settings("TokenIds", IDS), _settings("Defaults", DEFAULTS)
 
 
 def check_defaults(folder: Path) -> None:
-    """Raise InputError for settings of generation_config.json, or token ids in config.json, of a type
-    that transformers does not take."""
+    """Raise InputError for settings of generation_config.json, or ids in config.json, of wrong types."""
     if (folder / GENERATION).exists():
         table = _read(folder, GENERATION)
         plain = {name: value for name, value in table.items() if not is_number(value)}

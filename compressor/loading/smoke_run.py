@@ -42,18 +42,15 @@ class Trial:
 
 
 def first_trial(model: PreTrainedModel, where: object) -> Trial:
-    """Run `model` on the first of `candidates` that it takes. Raises InputError if it takes none,
-    NumericsError for no finite result."""
+    """Run `model` on the first of `candidates` that it takes. Raises InputError, NumericsError."""
     reason = ""
     for inputs in candidates(model):
+        words = (_WORDS[n].format(t.shape[-1]) for n, t in inputs.items() if n in _WORDS)
         try:
-            expected = run(model, inputs)
+            return trial_of(model, inputs, " and ".join(words), where)
         except Exception as error:  # whatever a model raises at what it does not take
             raise_exhausted(error)
             reason = reason or first_line(error)  # of the plainest
-            continue
-        words = (_WORDS[n].format(t.shape[-1]) for n, t in inputs.items() if n in _WORDS)
-        return _checked(Trial(inputs, expected, " and ".join(words)), where)
     refuse_model(model, where, reason or f"no input named {model.main_input_name!r} is known")
 
 
@@ -67,15 +64,12 @@ def refuse_model(model: object, where: object, reason: str) -> NoReturn:
 
 def trial_of(model: PreTrainedModel, inputs: Mapping[str, object], what: str, where: object) -> Trial:
     """Run `model` on `inputs`, which are `what`. Raises NumericsError for no finite result."""
-    return _checked(Trial(inputs, run(model, inputs), what), where)
-
-
-def _checked(trial: Trial, where: object) -> Trial:
-    if not bool(trial.expected.isfinite().any()):
+    expected = run(model, inputs)
+    if not bool(expected.isfinite().any()):
         raise NumericsError(
             f"{where}: the model computes nothing finite; repair its weights ({NO_CHECK})"
         )
-    return trial
+    return Trial(inputs, expected, what)
 
 
 @torch.no_grad()
@@ -181,13 +175,9 @@ def check_model(model: nn.Module, where: object) -> None:
 
 def check_layer(name: str, layer: StructuredLinear) -> None:
     """`check_product` of a structured layer in the dtype it computes in."""
-    spec, dtype = layer.spec, layer.like().dtype
-
-    def held() -> dict[str, Tensor]:
-        return {part: layer.factor(part) for part in layer.held}
-
-    tensors = held()
-    check_product(name, spec, [norm(tensors[factor]) for factor in spec.shapes()], held, dtype)
+    held = {part: layer.factor(part) for part in layer.held}
+    norms = [norm(held[factor]) for factor in layer.spec.shapes()]
+    check_product(name, layer.spec, norms, lambda: held, layer.like().dtype)
 
 
 def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

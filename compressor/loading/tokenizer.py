@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from blr.compressor.base.errors import CapabilityError, InputError
 from blr.compressor.base.quoting import quote
-from blr.compressor.checkpoint.regular import POINTER, inside, read_whole, refuse, refuse_pointer
+from blr.compressor.checkpoint.regular import inside, read_whole, refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,8 +86,7 @@ def taken_by(model: PreTrainedModel, inputs: Mapping[str, object]) -> dict[str, 
 
 
 def encode_padded(tokenizer: PreTrainedTokenizerBase, texts: list[str], longest: int) -> BatchEncoding:
-    """Token ids and mask [m, w] of `texts`, cut at `longest` tokens and padded. Raises InputError for a
-    tokenizer without a padding token."""
+    """Token ids and mask [m, w] of `texts`, cut at `longest` tokens and padded. Raises InputError."""
     if tokenizer.pad_token is None:
         raise InputError(
             f"{tokenizer.name_or_path}: the tokenizer has no padding token, expected one to read texts "
@@ -104,7 +103,6 @@ def check_tokenizer(folder: Path, text: str = "") -> None:
         return
     path = inside(folder, "tokenizer.json")
     data = read_whole(path, MAX_BYTES)
-    refuse_pointer(path, data[: len(POINTER)])
     probe = (PROBE + RUNS + text[:SAMPLE]).encode("utf-8", "replace")
     known = hashlib.sha256(data).digest(), probe
     if known in _sound:

@@ -5,8 +5,7 @@ One, `modeling/modeling_blr.py`, for every model. `blr export --self-contained` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 
@@ -36,57 +35,49 @@ Made by blr {version} from the modules that its headings name: change those, not
 several modules have carries its module's."""
 
 
-def code_files() -> dict[str, bytes]:
-    return _verbatim(HOME)
+def code_files(*more: str) -> dict[str, bytes]:
+    return {f"{name}.py": _source(f"{MODELING}.{name}").encode() for name in (HOME, *more)}
 
 
 def diffusion_files() -> dict[str, bytes]:
     """The same for a model of diffusers."""
-    return _verbatim(HOME, DIFFUSION)
-
-
-def _verbatim(*names: str) -> dict[str, bytes]:
-    return {f"{name}.py": _source(f"{MODELING}.{name}").encode() for name in names}
+    return code_files(DIFFUSION)
 
 
 DRAFTED = ("runtime.drafted", "runtime.proposals")
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What an export holds, which decides on the kernels that it needs. structures: names of its specs.
-    quantized: whether weights are in few bits. rows: sequences decoded at once, 0 for a model that
-    generates nothing. drafted: whether tokens are proposed. experts: whether it is a mixture of them."""
-
-    structures: frozenset[str]
-    quantized: bool = False
-    rows: int = 1
-    drafted: bool = False
-    experts: bool = False
-
-    def left_out(self) -> frozenset[str]:
-        absent = {f"decode.{kind}.reference" for kind in ("attention", "quantized")}  # no GPU's
-        absent.add("decode.token")  # needs a later Triton at its top than others
-        if not self.quantized:
-            absent |= {"decode.quantized.launch", "decode.integer.launch"}
-        if self.rows < SEVERAL:
-            absent.add("decode.skinny")
-        if "blast" not in self.structures:
-            absent.add("decode.skinny.mix")
-        others = {"blr.compressor.runtime" if self.rows == 0 else "blr.compressor.runtime.whole"}
-        if not self.drafted:
-            others |= {f"blr.compressor.{part}" for part in DRAFTED}
-        if not self.experts:
-            absent.add("layers.routing")
-            others.add("blr.compressor.runtime.mixtures")
-        return frozenset({f"blr.kernels.{name}" for name in absent} | others)
+def left_out(
+    structures: Collection[str],
+    quantized: bool = False,
+    rows: int = 1,
+    drafted: bool = False,
+    experts: bool = False,
+) -> frozenset[str]:
+    """The modules that an export does without. structures: names of its specs. quantized: whether
+    weights are in few bits. rows: sequences decoded at once, 0 for a model that generates nothing.
+    drafted: whether tokens are proposed. experts: whether it is a mixture of them."""
+    absent = {f"decode.{kind}.reference" for kind in ("attention", "quantized")}  # no GPU's
+    absent.add("decode.token")  # needs a later Triton at its top than others
+    if not quantized:
+        absent |= {"decode.quantized.launch", "decode.integer.launch"}
+    if rows < SEVERAL:
+        absent.add("decode.skinny")
+    if "blast" not in structures:
+        absent.add("decode.skinny.mix")
+    others = {"blr.compressor.runtime" if rows == 0 else "blr.compressor.runtime.whole"}
+    if not drafted:
+        others |= {f"blr.compressor.{part}" for part in DRAFTED}
+    if not experts:
+        absent.add("layers.routing")
+        others.add("blr.compressor.runtime.mixtures")
+    return frozenset({f"blr.kernels.{name}" for name in absent} | others)
 
 
-def contents_of(specs: Iterable[Spec], settings: ExportSettings, config: Iterable[str]) -> Contents:
-    """The contents of an export with layers of `specs` and these settings in its config.json."""
-    specs = list(specs)
-    return Contents(
-        structures=frozenset(name for spec in specs for name in families(spec)),
+def needless(specs: Sequence[Spec], settings: ExportSettings, config: Iterable[str]) -> frozenset[str]:
+    """`left_out` of an export with layers of `specs` and these settings in its config.json."""
+    return left_out(
+        {name for spec in specs for name in families(spec)},
         quantized=bool(settings.quantize or settings.head) or any(spec.quantized for spec in specs),
         rows=0 if settings.context is None else max(settings.batch, SEVERAL * bool(settings.draft)),
         drafted=settings.draft is not None,
@@ -102,13 +93,9 @@ def exported_classes(auto_map: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def runtime_files(contents: Contents) -> dict[str, bytes]:
-    """The files of a self-contained export. Raises BundleError, which is a bug."""
-    return _bundled(contents.left_out())
-
-
 @cache
-def _bundled(left_out: frozenset[str]) -> dict[str, bytes]:
+def runtime_files(left_out: frozenset[str]) -> dict[str, bytes]:
+    """The files of a self-contained export. Raises BundleError, which is a bug."""
     modules = read_modules(ROOTS.values(), left_out)
     held = {file: names for file, names in assigned(ROOTS, modules).items() if names}
     abouts = {file: ORIGIN.format(about=ABOUT[file], version=__version__) for file in held}
@@ -123,8 +110,8 @@ def read_modules(roots: Iterable[str], left_out: frozenset[str] = frozenset()) -
         name = waiting.pop()
         if name not in found:
             module = found[name] = _module(name)
-            if needless := [other for other in module.eager if _within(other, left_out)]:
-                raise BundleError(f"{name} imports {needless[0]} at its top, which is to be left out")
+            if lacking := [other for other in module.eager if _within(other, left_out)]:
+                raise BundleError(f"{name} imports {lacking[0]} at its top, which is to be left out")
             waiting += [*module.eager, *(other for other in module.lazy if not _within(other, left_out))]
     return found
 

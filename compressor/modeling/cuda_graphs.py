@@ -58,8 +58,7 @@ class CapturedForward(Mixin):
 class ForwardGraphs:
     """The graphs of one model, by the shapes of its inputs. capture: turns a function without arguments,
     whose tensors stay where they are, into one that repeats its kernels and returns its first result,
-    overwritten; None where that is not worth it. most: how many shapes are kept; then the least recently
-    used is dropped."""
+    overwritten; None where that is not worth it. most: how many shapes, those used last, are kept."""
 
     def __init__(self, capture: Capture | None = None, most: int = MAX_GRAPHS) -> None:
         self.capture, self.most = capture or captured_if_faster, most
@@ -81,9 +80,8 @@ class ForwardGraphs:
     def replayed(
         self, forward: Forward, inputs: Inputs, inside: Inside = nullcontext, asked: Asked = ()
     ) -> Any:
-        """``forward(*inputs[0], **inputs[1])`` by a graph, which is captured first for new shapes; None
-        where the pass is to run as usual. inside: the context of a capture. asked: what else results
-        depend on."""
+        """``forward(*inputs[0], **inputs[1])`` by a graph, captured first for new shapes; None where it
+        is to run as usual. inside: the context of a capture. asked: what else results depend on."""
         leaves, spec = tree_flatten(inputs)
         key = None if self.failed else _key([*leaves, *asked], spec)
         if key is None:

@@ -52,8 +52,7 @@ def auto_map(name: str) -> dict[str, str]:
 
 @cache
 def diffusion_class(name: str, mixin: type = StructuredDiffusion) -> type:
-    """Make the model class ``Blr<Native>`` of diffusers. Raises AttributeError for a name that is
-    none."""
+    """Make the model class ``Blr<Native>`` of diffusers. Raises AttributeError for another name."""
     native: Any = getattr(diffusers, name.removeprefix(PREFIX), None)
     if not name.startswith(PREFIX) or native is None:
         raise AttributeError(f"no structured variant of {name!r} in diffusers {diffusers.__version__}")

@@ -50,11 +50,6 @@ class Table:
     made_of: list[Tensor]
     marks: list[int]
 
-    @property
-    def is_valid(self) -> bool:
-        """Whether tensors are where and what they were."""
-        return marks_of(self.first, self.made_of) == self.marks
-
 
 def marks_of(first: Tensor, made_of: list[Tensor]) -> list[int]:
     """Numbers that change where `first` moves or one of `made_of` is written to."""
@@ -152,7 +147,7 @@ class KernelExperts(Experts):
         table = self.tables.get((name, x.dtype))
         if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None if table is None else table.stack  # nothing can be made here
-        if table is None or not table.is_valid:
+        if table is None or marks_of(table.first, table.made_of) != table.marks:
             table = self.tables[name, x.dtype] = self._table(name, x)
         return table.stack
 

@@ -1,6 +1,5 @@
-"""Puts mixins before the class of single modules, which keep that class's name, signature and source.
-
-Others decide by these what a module is (vLLM's Transformers backend). Copies and pickles work."""
+"""Puts mixins before the class of single modules, which keep that class's name, signature and source:
+others decide by these what a module is (vLLM's Transformers backend). Copies and pickles work."""
 
 from __future__ import annotations
 
@@ -22,6 +21,15 @@ class Extension(nn.Module):
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return _empty, (self.native, self.mixins), self.__dict__
+
+
+class GatedMlp(Extension):
+    """Base of mixins before an MLP ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+    act_fn: nn.Module
 
 
 Extended = TypeVar("Extended", bound=Extension)

@@ -1,7 +1,6 @@
-"""Products of layers with float8 weights, and float8 activations that several layers share.
-
-Activations are rounded once for all layers that read one input; a norm, a GELU or the gate of an MLP
-writes its result in float8, too. Elsewhere weights are dequantized, of which a warning tells once."""
+"""Products of layers with float8 weights, and float8 activations that several layers share. Activations
+are rounded once for all layers that read one input; a norm, a GELU or the gate of an MLP writes its
+result in float8, too. Elsewhere weights are dequantized, of which a warning tells once."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.modeling.extended import Extension, extend
+from blr.compressor.modeling.extended import Extension, GatedMlp, extend
 from blr.compressor.modeling.probes import activation_of, gate_of, norm_of, siblings
 from blr.compressor.modeling.settings import warn_once
 from blr.compressor.structures.specs import QuantizedSpec, Spec
@@ -197,14 +196,9 @@ class Float8Maker(Extension):
         return y
 
 
-class Float8Gate(Extension):
-    """Mixin before an MLP ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``. float8_make: the name of the
-    gate in `reference.MAKES`."""
+class Float8Gate(GatedMlp):
+    """Mixin before a gated MLP. float8_make: the gate's name in `reference.MAKES`."""
 
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-    act_fn: nn.Module
     float8_make: str
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from blr.compressor.modeling.extended import Extension, extend, same, with_children
+from blr.compressor.modeling.extended import Extension, GatedMlp, extend, same, with_children
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.probes import (
     CLOSE,
@@ -45,8 +45,7 @@ def fuse(model: nn.Module) -> None:
 
 def fuse_trained(model: nn.Module) -> None:
     """Let attention, gated MLPs and norms of `model` compute by kernels, with gradients or without.
-    Modules keep their class and their tensors. A norm that computes anything else (Gemma's 1 + weight)
-    stays."""
+    Modules keep their class and tensors. A norm that computes anything else (1 + weight) stays."""
     for module in model.modules():
         kind: Any = type(module)
         forward = kind.native.forward if isinstance(module, Extension) else kind.forward
@@ -118,14 +117,9 @@ def fuse_norms(model: nn.Module) -> None:
             extend(module, FusedNorm).fused_eps = found[1]
 
 
-class FusedGate(Extension):
-    """Mixin before an MLP ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``. fused_gate: the name of the
-    gate in `kernels.fused.reference.GATES`."""
+class FusedGate(GatedMlp):
+    """Mixin before a gated MLP. fused_gate: the gate's name in `kernels.fused.reference.GATES`."""
 
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-    act_fn: nn.Module
     fused_gate: str
 
     def forward(self, x: Tensor) -> Tensor:

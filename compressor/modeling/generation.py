@@ -1,8 +1,6 @@
-"""`generate` of exported decoders: by the fused runtime where it can, else by transformers.
-
-The runtime takes plain decoding on a GPU with Triton: greedy, or by temperature, top-k and top-p, of
-token ids padded on the left, of as many sequences and tokens as the export was made for.
-"""
+"""`generate` of exported decoders: by the fused runtime where it can, else by transformers. The runtime
+takes plain decoding on a GPU with Triton: greedy, or by temperature, top-k and top-p, of token ids
+padded on the left, of as many sequences and tokens as the export was made for."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -177,10 +175,9 @@ def held_decoder(model: PreTrainedModel, settings: ExportSettings) -> Any:
     """The decoder of `model`, remade when the model changes, or a text why there is none."""
     from blr.compressor.runtime.phases import supports
 
-    def make() -> object:
-        return supports(model) or _make_decoder(model, settings)
-
-    held = held_for(model, "_blr_decoder", make, values=True)
+    held = held_for(
+        model, "_blr_decoder", lambda: supports(model) or _make_decoder(model, settings), values=True
+    )
     if held.basis.is_watched(model):
         return "a hook on one of its modules, or a forward put in place of its own"
     here = gpu_key(model.device)

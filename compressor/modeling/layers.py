@@ -39,13 +39,12 @@ class Kernels:
     """How kernels compute with a structure.
 
     product: computes ``x Wᵀ + bias`` from a layer's spec, x, the bias and the factors in order; None:
-    the formula does. widens: whether the last axis of every factor is the rank. takes_sums: whether a
-    product of low rank can be added to its weight as more columns of the factors. packed: the factors of
-    a product of matrices, in the order in which they are multiplied."""
+    the formula does. widens: whether the last axis of every factor is the rank, so that a product of low
+    rank can be added to the weight as more columns of the factors. packed: the factors of a product of
+    matrices, in the order in which they are multiplied."""
 
     product: Callable[..., Tensor] | None = None
     widens: bool = False
-    takes_sums: bool = False
     packed: tuple[str, ...] = ()
 
 
@@ -57,12 +56,10 @@ def _low_rank(spec: Spec, x: Tensor, bias: Tensor | None, U: Tensor, V: Tensor) 
 
 # Structure -> its kernels; others compute by the formula of `modeling_blr.STRUCTURES`
 KERNELS = {
-    "svd": Kernels(_low_rank, widens=True, takes_sums=True, packed=("V", "U")),
+    "svd": Kernels(_low_rank, widens=True, packed=("V", "U")),
     "dense": Kernels(packed=("weight",)),
     "monarch": Kernels(lambda _, x, bias, U, V: monarch_linear(x, U, V, bias)),
-    "blast": Kernels(
-        lambda _, x, bias, U, S, V: blast_linear(x, U, S, V, bias), widens=True, takes_sums=True
-    ),
+    "blast": Kernels(lambda _, x, bias, U, S, V: blast_linear(x, U, S, V, bias), widens=True),
     "ks": Kernels(lambda _, x, bias, *factors: kronecker_linear(x, list(factors), bias)),
 }
 FORMULA = Kernels()
@@ -95,10 +92,6 @@ class KernelLinear(modeling_blr.FormulaLinear):
     def described(self) -> Spec:
         """The spec by which it is stored: packed, or as `spec`."""
         return self.packing or self.spec
-
-    @property
-    def bits(self) -> int | None:
-        return None if self.packing is None else self.packing.bits
 
     def __getattr__(self, name: str) -> Any:
         """Find factors that are stored in another form, by their names in the structure."""

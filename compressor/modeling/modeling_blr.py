@@ -177,8 +177,7 @@ class Factor:
 
     @property
     def unit(self) -> float:
-        """The standard deviation of random values that keep the size of activations: one over the root
-        of how many numbers a product sums."""
+        """The standard deviation that keeps the size of activations: 1 / √(numbers that are summed)."""
         summed = (1, *self.shape)[{"U": -1, "weight": -1, "S": -3}.get(self.name, -2)]
         return max(summed, 1) ** -0.5
 
@@ -199,8 +198,7 @@ class Factor:
 
 
 def stored_axes(name: str, dims: int, packed: bool, side: str) -> Axes:
-    """The order of a factor's axes for kernels: those that a product sums over come last, two of them as
-    one axis in a packed factor."""
+    """The order of a factor's axes for kernels: those that are summed over last, as one if packed."""
     stem, axes = name.partition(".")[0], tuple((axis,) for axis in range(dims))
     if packed and (name, side) == ("U", "in"):
         return (1,), (0, 2)
@@ -823,8 +821,7 @@ class StructuredModel(LoudModel):
 
 @cache
 def model_class(name: str, mixins: tuple[type, ...] = (StructuredModel,)) -> type:
-    """Make the model class ``Blr<Native>``, whose tensors keep their names on disk. Raises
-    AttributeError for another kind of name."""
+    """Make the model class ``Blr<Native>``. Raises AttributeError for another kind of name."""
     native: Any = getattr(transformers, native_name(name))
     # give it the native renamings of tensors, which transformers skips for custom code
     if (renamings := conversion_mapping.get_checkpoint_conversion_mapping(native.__name__)) is not None:

@@ -140,8 +140,7 @@ FLOAT8 = 0.6  # root mean square of such numbers
 
 @torch.no_grad()
 def initialize_packed(model: nn.Module) -> None:
-    """Give packed factors of `model` first values, the same each time, where transformers has not marked
-    them as given."""
+    """Give packed factors first values, the same each time, where transformers marks none as given."""
     for layer in model.modules():
         if not isinstance(layer, KernelLinear) or getattr(layer, "_is_hf_initialized", False):
             continue

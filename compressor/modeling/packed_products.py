@@ -67,8 +67,7 @@ def cpu_product(
 def _held(
     layer: KernelLinear, names: Sequence[str], dtype: torch.dtype
 ) -> list[CpuWeight | Tensor] | None:
-    """The factors as the operator reads them, or plain, for inputs of this dtype; made again where what
-    is stored has changed."""
+    """The factors as the operator reads them, or plain; made again where what is stored has changed."""
     stored = [layer._buffers.get(f"{name}{end}") for name in names for end in ("_q", "_scale")]
     versions = [dtype, *(t is not None and not t.is_inference() and t._version for t in stored)]
     known = layer.cpu_weights

@@ -18,6 +18,7 @@ from blr.compressor.modeling.rank_cache import FORMATS, Angles, Parts, RankCache
 from blr.compressor.modeling.ranks import OfRanks, RankRequest, ranked
 
 APART = ("k_proj", "v_proj")
+KINDS = ("keys", "values")
 JOINT = "c_attn"  # GPT-2's: queries, keys and values, as wide as each other
 KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
 ORDERS = (("norm", "rotate"), ("rotate", "norm"), ("norm",), ("rotate",), ())
@@ -33,9 +34,6 @@ class Made(NamedTuple):
     start: int
     stop: int
     dtype: torch.dtype
-
-    def flat(self, ranks: Tensor) -> Tensor:
-        return self.product.outputs(ranks, self.start, self.stop)
 
 
 @dataclass
@@ -79,9 +77,12 @@ class RankStep:
         return self._new(kind)
 
     def _new(self, kind: str) -> Tensor:
-        """Keys or values of the new tokens as their layer gives them; new tensors, for models write."""
+        return self._flat(kind, self.made[kind].parts)
+
+    def _flat(self, kind: str, parts: Parts) -> Tensor:
+        """Keys or values of `parts` as their layer gives them; new tensors, for models write."""
         made = self.made[kind]
-        return made.flat(self.format.unpack(made.parts, made.dtype))
+        return made.product.outputs(self.format.unpack(parts, made.dtype), made.start, made.stop)
 
     def explains(self, keys: Tensor, values: Tensor) -> bool:
         """Whether keys and values [B, H, t, D] follow from the layers by a known order of steps."""
@@ -98,15 +99,11 @@ class RankStep:
 
     def all_of(self, held: RankLayer) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, T, D] of all tokens that a cache holds."""
-        made = self.made["keys"], self.made["values"]
-        flat = [m.flat(store.ranks(m.dtype)) for m, store in zip(made, held.stores, strict=True)]
-        width, angles = self.attention.head_dim, None
-        if held.rotation is not None:
-            cosines, sines = held.rotation.held
-            angles = cosines, sines
+        keys, values = (self._flat(kind, of.held) for kind, of in zip(KINDS, held.stores, strict=True))
+        angles = None if held.rotation is None else held.rotation.held
         assert self.attention.key_orders  # of an attention that was explained
-        keys = ordered(self.attention, self.attention.key_orders[0], flat[0], angles)
-        return keys, _heads(flat[1], width)
+        order = self.attention.key_orders[0]
+        return ordered(self.attention, order, keys, angles), _heads(values, self.attention.head_dim)
 
 
 class RankAttention(Extension):

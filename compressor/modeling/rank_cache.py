@@ -1,7 +1,6 @@
-"""A cache of transformers that holds the ranks of keys and values in the place of these.
-
-They are held in their dtype, in int8, or a quarter in int8 and the others in int4 (`scripts/log`). An
-attention (`rank_attention.py`) gives it ranks of new tokens and gets all tokens' keys and values."""
+"""A cache of transformers that holds the ranks of keys and values in the place of these: in their dtype,
+in int8, or a quarter in int8 and the others in int4 (`scripts/log`). An attention (`rank_attention.py`)
+gives it ranks of new tokens and gets all tokens' keys and values."""
 
 from __future__ import annotations
 
@@ -82,6 +81,10 @@ class Tokens:
 
     held: Parts = ()
 
+    @property
+    def length(self) -> int:
+        return self.held[0].shape[1] if self.held else 0
+
     def append(self, new: Parts) -> None:
         """Add those of new tokens; one for all sequences is repeated where the other has one each."""
         pairs = zip(self.held, new, strict=True) if self.held else ()
@@ -92,23 +95,11 @@ class Tokens:
         self.held = tuple(map(function, self.held))
 
 
-class RankStore(Tokens):
-    """Ranks [B, T, …, r] of all tokens so far, in one of `FORMATS`."""
-
-    def __init__(self, kind: str) -> None:
-        self.format = FORMATS[kind]
-
-    @property
-    def length(self) -> int:
-        return self.held[0].shape[1] if self.held else 0
-
-    def ranks(self, dtype: torch.dtype) -> Tensor:
-        return self.format.unpack(self.held, dtype)
-
-
 class AngleTable(Tokens):
     """Cosines and sines of all tokens, shared by all layers that are given the same. The first of these
     layers, the leader, extends and changes them. new: those of the newest tokens."""
+
+    held: Angles
 
     def __init__(self, leader: RankLayer, new: Angles) -> None:
         self.leader, self.new, self.held = leader, new, new
@@ -116,10 +107,9 @@ class AngleTable(Tokens):
 
 class RankLayer(DynamicLayer):
     """Holds one layer's keys and values as ranks, or whole where they come whole. rotations: the tables
-    of the cache. kind: the name of its format. step: what an attention is making of new tokens, if it
-    is."""
+    of the cache. kind: the name of its format. step: what an attention makes of new tokens, or None."""
 
-    stores: tuple[RankStore, RankStore]
+    stores: tuple[Tokens, Tokens]
     rotation: AngleTable | None
     step: RankStep | None = None
 
@@ -174,7 +164,7 @@ class RankLayer(DynamicLayer):
         self.reset_ranks()
 
     def reset_ranks(self) -> None:
-        self.stores = (RankStore(self.kind), RankStore(self.kind))
+        self.stores = (Tokens(), Tokens())
         self.rotation = None
 
     @property
@@ -191,8 +181,7 @@ class RankLayer(DynamicLayer):
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Keep the first tokens: all but so many, where the number is negative; so many, where an early
-        transformers gives a positive one."""
+        """Keep all but so many tokens (negative), or so many (positive, of an early transformers)."""
         kept = tokens_to_remove if tokens_to_remove > 0 else max(self.length + tokens_to_remove, 0)
         if not self.length:
             super().crop(tokens_to_remove)

@@ -65,9 +65,8 @@ def register_on_demand() -> None:
 
 def auto_map(model_type: str, architectures: Sequence[str] | None = None) -> dict[str, str]:
     """The `auto_map` of a structured checkpoint of a native `model_type`: our class for each Auto class.
-    architectures: the classes that its config.json names, with our prefix or without. Where an Auto
-    class has several (DeiT with and without a teacher), the map has room for one: the one that is
-    named."""
+    architectures: the classes that its config.json names, with our prefix or without. Of several of an
+    Auto class (DeiT with and without a teacher) the map has the one that is named."""
     native = CONFIG_MAPPING[model_type]
     table = {"AutoConfig": f"{HOME}.{PREFIX}{native.__name__}"}
     named = {name.removeprefix(PREFIX) for name in architectures or ()}

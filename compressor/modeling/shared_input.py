@@ -1,11 +1,10 @@
-"""Computes low-rank layers that read the same input together: their V are stored as one tensor [Σ r, i].
-
-The first layer that is called with an input computes all and leaves the others' outputs at the input."""
+"""Computes low-rank layers that read the same input together: their V are stored as one tensor [Σ r, i],
+and the first layer that is called computes all and leaves the others' outputs at the input."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +30,7 @@ class Left(NamedTuple):
 
 class SharedInput:
     """A group of layers with one input, whose V become views of one tensor. Whatever moves, casts or
-    replaces a V ends the group: its layers compute by themselves from then on. Raises ValueError for
-    layers that cannot share, as `pack_shared_input`."""
+    replaces a V ends the group: its layers compute by themselves from then on."""
 
     def __init__(self, layers: Sequence[StructuredLinear]) -> None:
         self.layers = tuple(layers)
@@ -99,14 +97,7 @@ def share_siblings(model: nn.Module) -> int:
 
 
 def pack_shared_input(layers: Sequence[StructuredLinear]) -> Tensor:
-    """Store the V of layers in one tensor [Σ r, i], of which they become views, and return it. Moving or
-    casting a layer separates them again. Raises ValueError for layers of another structure, of groups,
-    or of different inputs or dtypes."""
-    if not all(map(_plain, layers)):
-        raise ValueError("only plain low-rank layers share a stored V")
-    kinds = set(map(_kind, layers))
-    if len(kinds) != 1:
-        raise ValueError(f"found {len(kinds)} kinds of inputs, dtypes or devices; expected one")
+    """Store the V of layers in one tensor [Σ r, i], of which they are views until moved; return it."""
     held = [layer.V.detach() for layer in layers]
     if (stored := packed(held)) is not None:
         return stored
@@ -116,22 +107,18 @@ def pack_shared_input(layers: Sequence[StructuredLinear]) -> Tensor:
     return stored
 
 
-def _plain(layer: nn.Module) -> TypeGuard[StructuredLinear]:
-    """Whether V of a layer is a matrix that can lie elsewhere: not in groups, not quantized."""
-    if not isinstance(layer, StructuredLinear) or layer.packing is not None:
-        return False
-    return layer.spec.structure == "svd" and layer.V.dim() == 2
-
-
 def _kind(layer: nn.Module) -> tuple[object, ...]:
     return layer.in_features, layer.V.dtype, layer.V.device
 
 
 def _shares(layer: nn.Module) -> bool:
-    """Whether a layer gains: on a GPU, whole, with no zeros behind its rank and no ranks in a cache."""
-    if not _plain(layer) or layer._hf_quantized_needs_local_tp or layer.cached:
+    """Whether a layer gains: its V is one matrix of plain numbers on a GPU, whole, with no zeros behind
+    its rank, and no cache asks for its ranks."""
+    if not isinstance(layer, StructuredLinear) or layer.packing is not None or layer.cached:
         return False
-    return layer.wide is None and type(layer.V) is nn.Parameter and _on_gpu(layer.V)
+    if layer.spec.structure != "svd" or layer._hf_quantized_needs_local_tp or layer.wide is not None:
+        return False
+    return layer.V.dim() == 2 and type(layer.V) is nn.Parameter and _on_gpu(layer.V)
 
 
 def _on_gpu(tensor: Tensor) -> bool:

@@ -1,9 +1,7 @@
-"""Computes blocks in slices, so that the tensors they make meanwhile fit BLR_TRANSIENT.
-
-A block takes a few sequences at a time, an MLP or a norm some tokens, and attention within one long
-sequence some heads: the module's own `forward` is called with a part of its input. Heads are made from
-the ranks of queries, keys and values, by functions in the place of the attention's projections.
-"""
+"""Computes blocks in slices, so that the tensors they make meanwhile fit BLR_TRANSIENT. A block takes a
+few sequences at a time, an MLP or a norm some tokens, and attention within one long sequence some heads:
+the module's own `forward` is called with a part of its input. Heads are made from the ranks of queries,
+keys and values, by functions in the place of the attention's projections."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -117,8 +115,7 @@ def by_tokens(
 
 
 def _in_parts(compute: Callable[[int, int], object], count: int, at_once: int) -> Tensor | None:
-    """``compute(start, stop)`` for some of `count` rows at a time, side by side; None if a result is no
-    tensor of as many rows."""
+    """``compute(start, stop)`` for some of `count` rows at a time; None if a result has other rows."""
     out: Tensor | None = None
     for start, stop in chunks(count, at_once):
         part = compute(start, stop)

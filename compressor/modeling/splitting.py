@@ -1,5 +1,4 @@
 """Plans how transformers splits structured layers over processes (tensor parallelism), for inference.
-
 The native plan says by which side each layer is cut; that becomes cuts of the factors. In training each
 process would compute gradients of its own part only."""
 
@@ -29,8 +28,7 @@ EMBEDDING = "embed_tokens"  # as transformers itself adds to plans
 
 def split_plan(model: Any, size: int) -> dict[str, str]:
     """The style of each module or parameter, by names with `*` for numbers; empty unless all layers that
-    the native plan splits can be split. Raises ValueError for blocks that `size` processes do not
-    divide."""
+    the native plan splits can be split. Raises ValueError for blocks that `size` does not divide."""
     plan: dict[str, str] = {}
     if "export" in (model.config.blr or {}):
         return plan  # other axes
@@ -100,8 +98,7 @@ def table_plan(model: Any) -> dict[str, str]:
 
 def pair_plan(model: object) -> dict[str, str]:
     """The native plan for a model with pairs of linear layers: U is cut by outputs, V by inputs, so that
-    sums over processes have the size of the rank. Empty without pairs, or where layers of one name are
-    pairs in some blocks only."""
+    sums over processes have the size of the rank. Empty without pairs, or with pairs in some blocks."""
     kinds: dict[str, set[bool]] = {}
     plan: dict[str, str] = {}
     for name, module, style in planned(model):

@@ -1,6 +1,5 @@
 """The journal: finished layers, each in a file named by the digest of all that determined it. A run that
-was killed finds its layers here; bytes equal those of an uninterrupted one, for both read them from
-here."""
+was killed finds its layers here; bytes equal those of an uninterrupted one, which reads them, too."""
 
 from __future__ import annotations
 

@@ -148,8 +148,7 @@ def write_marker(partial: Path, run: object, files: Iterable[str]) -> None:
 
 
 def read_marker(partial: Path) -> tuple[list[str], dict[str, object] | None] | None:
-    """Files and run that `write_marker` wrote, None if there are none. Raises OutputError for any other
-    file."""
+    """Files and run that `write_marker` wrote, None if there are none. Raises OutputError for others."""
     path = partial / RUN_FILE
     if not os.path.lexists(path):
         return None

@@ -1,6 +1,5 @@
-"""Reads a whole checkpoint once before the work starts: is it finite, and which bytes are they. The
-product of factors' Euclidean norms bounds every weight of a layer, so that only one beyond that bound is
-multiplied out."""
+"""Reads a whole checkpoint once before the work starts: is it finite, and which bytes are they. Factors'
+Euclidean norms bound every weight of a layer, so that only one beyond that is multiplied out."""
 
 import hashlib
 import os

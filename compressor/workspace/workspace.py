@@ -1,6 +1,5 @@
 """Where an output is built: ``OUT.blr-partial/``, a locked sibling with the journal and, at the end,
-every file of the output. It becomes ``OUT`` in one rename, when all is flushed and listed in the
-manifest."""
+every file of the output. It becomes ``OUT`` in one rename, when all is flushed and in the manifest."""
 
 from __future__ import annotations
 

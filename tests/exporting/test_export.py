@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from exporting import compress_to, export_to, tokens_without_blr
+from exporting import compress_to, export_to, orders, stored_name, tokens_without_blr
 from killer import Killer
 from pico import inputs_for, save_pico
 from running import Invoke
@@ -21,8 +21,7 @@ from transformers.dynamic_module_utils import get_imports, get_relative_imports
 from blr.compressor import __version__, register
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.exporting import origin as checkpoint
-from blr.compressor.exporting.tensors import orders, stored_name
-from blr.compressor.loading.vendor import Contents, code_files, runtime_files
+from blr.compressor.loading.vendor import code_files, left_out, runtime_files
 from blr.compressor.modeling import modeling_blr
 from blr.compressor.modeling.modeling_blr import LAYOUT
 from blr.compressor.structures.specs import SPECS, spec_from_dict
@@ -240,7 +239,7 @@ def test_the_source_is_not_overwritten(sources: dict[str, Path], tmp_path: Path,
 
 def test_shipped_files_import_nothing_unguarded_but_torch_and_transformers(tmp_path: Path) -> None:
     """transformers refuses to load a file with any other import, triton's included."""
-    files = runtime_files(Contents(frozenset(SPECS), True, 16))
+    files = runtime_files(left_out(SPECS, True, 16))
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
         imported = set(get_imports(tmp_path / name)) - sys.stdlib_module_names

@@ -76,11 +76,12 @@ def test_what_loads_computes_what_is_stored(
     """Layers, head and embedding are what they should be, and the logits those of `quantize.py`."""
     folder = export_to(sources["svd"], tmp_path / "out", quantize=kind, quantize_head=head)
     found, plain = load(folder), plain_layers(folder)
-    assert isinstance(found.lm_head, QuantizedLinear) and found.lm_head.bits == int(head[3:])
+    assert isinstance(found.lm_head, QuantizedLinear) and found.lm_head.packing.bits == int(head[3:])
     layers = {n: m for n, m in found.named_modules() if isinstance(m, StructuredLinear)}
     assert len(layers) == 28 and plain != list(layers)
     for name, layer in layers.items():
-        assert getattr(layer, "bits", None) == (None if name in plain else kind and int(kind[3:]))
+        bits = layer.packing and layer.packing.bits
+        assert bits == (None if name in plain else kind and int(kind[3:]))
     expected = load(sources["svd"], "auto")
     quantize_head(expected, int(head[3:]))
     if kind:
@@ -155,8 +156,8 @@ def test_a_structured_head_is_packed_as_the_structure_it_is(untied: Path, tmp_pa
     source = compress_to(untied, tmp_path / "source", method="svd", cf=1.25, include=["*"])
     made = export_to(source, tmp_path / "out", quantize_head="int4")
     model = load(made)
-    assert model.lm_head.spec.structure == "svd" and model.lm_head.bits == 4
-    assert getattr(model.model.layers[0].mlp.up_proj, "bits", None) is None
+    assert model.lm_head.spec.structure == "svd" and model.lm_head.packing.bits == 4
+    assert getattr(model.model.layers[0].mlp.up_proj, "packing", None) is None
     ours = Decoder(model, context=64, ops="torch").generate(IDS, max_new_tokens=24)
     assert IDS[0].tolist() + ours[0] == greedy(model)
 

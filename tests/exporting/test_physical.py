@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from exporting import orders, stored_name
 from kernel_layers import SPECS, pair
 from tolerances import TOLERANCES
-
-from blr.compressor.exporting.tensors import orders, stored_name
 
 pytestmark = pytest.mark.fast
 

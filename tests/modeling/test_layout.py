@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from exporting import orders
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_layers import to_kernel_layout
@@ -19,7 +20,6 @@ from transformers import AutoModelForCausalLM
 from blr.compressor import register
 from blr.compressor.base.progress import Progress
 from blr.compressor.commands.compress import Settings, compress
-from blr.compressor.exporting.tensors import orders
 from blr.compressor.modeling import models
 from blr.compressor.modeling.layers import (
     StructuredLinear,

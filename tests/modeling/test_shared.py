@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from kernel_layers import to_kernel_layout
-from quantized import quantize_layer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -80,24 +79,6 @@ def test_a_packed_layer_stays_packed_when_it_is_relaid() -> None:
     for layer in layers:
         layer.relayout_()
     assert packed([layer.V for layer in layers]) is not None
-
-
-@pytest.mark.parametrize(
-    "others",
-    [[LowRankSpec(6, 4, 2)], [LowRankSpec(12, 4, 2, 2, "out")], [BlastSpec(12, 9, 3, 4)]],
-    ids=["input", "grouped", "structure"],
-)
-def test_layers_that_cannot_share_are_refused(others: list[Spec]) -> None:
-    layers = [*group(), *map(layer_of, others)]
-    with pytest.raises(ValueError, match=r"share a stored V|expected one"):
-        pack_shared_input(layers)
-    assert packed([layer.V for layer in layers[:3]]) is None
-
-
-def test_a_quantized_layer_is_refused() -> None:
-    layers = [*group(), quantize_layer(layer_of(LowRankSpec(12, 4, 2)), 8)[0]]
-    with pytest.raises(ValueError, match="share a stored V"):
-        pack_shared_input(layers)
 
 
 @pytest.mark.parametrize("prepare", [lambda layer: None, to_kernel_layout], ids=["canonical", "kernel"])

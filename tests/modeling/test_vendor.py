@@ -24,9 +24,9 @@ from blr.compressor.bundling.bundle import BundleError, bound_names
 from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.loading.vendor import (
     ROOTS,
-    Contents,
     code_files,
     diffusion_files,
+    left_out,
     read_modules,
     runtime_files,
 )
@@ -68,7 +68,7 @@ for name in sys.argv[2:]:
 """
 SUPPORT = Path(bare.__file__).parent
 IDS = torch.arange(2, 26).view(2, 12)
-EVERYTHING = Contents(frozenset(SPECS), quantized=True, rows=16, drafted=True, experts=True)
+EVERYTHING = left_out(SPECS, quantized=True, rows=16, drafted=True, experts=True)
 Made = Callable[[], dict[str, bytes]]
 FILES: dict[str, Made] = {
     "checkpoint": code_files,
@@ -193,8 +193,8 @@ def test_a_linter_leaves_the_files_of_an_export_alone(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-# Contents of an export -> its files, kernels that are and are not in them.
-EXPORTS: dict[str, tuple[Contents, int, set[str], set[str]]] = {
+# What an export leaves out -> its files, kernels that are and are not in them.
+EXPORTS: dict[str, tuple[frozenset[str], int, set[str], set[str]]] = {
     "everything": (
         EVERYTHING,
         4,
@@ -202,32 +202,32 @@ EXPORTS: dict[str, tuple[Contents, int, set[str], set[str]]] = {
         {"training.cholesky_triton"},
     ),
     "blast": (
-        *(Contents(frozenset({"blast"})), 4, {"decode.gemv.triton", "decode.attention.triton"}),
+        *(left_out({"blast"}), 4, {"decode.gemv.triton", "decode.attention.triton"}),
         {"decode.quantized.triton", "decode.skinny.triton"},
     ),
     "int4": (
-        *(Contents(frozenset({"dense"}), True), 4, {"decode.quantized.triton", "decode.integer.rows"}),
+        *(left_out({"dense"}, True), 4, {"decode.quantized.triton", "decode.integer.rows"}),
         {"decode.skinny.triton"},
     ),
     "int4-batch": (
-        *(Contents(frozenset({"dense"}), True, rows=4), 4, {"decode.skinny.triton"}),
+        *(left_out({"dense"}, True, rows=4), 4, {"decode.skinny.triton"}),
         {"decode.skinny.mix", "layers.packed.prepare", "layers.routing.triton"},
     ),
     "mixture": (
-        *(Contents(frozenset({"dense"}), experts=True), 4, {"layers.routing.triton"}),
+        *(left_out({"dense"}, experts=True), 4, {"layers.routing.triton"}),
         {"decode.quantized.launch"},
     ),
-    "encoder": (Contents(frozenset({"svd"}), rows=0), 2, set(), {"decode.gemv.triton"}),
+    "encoder": (left_out({"svd"}, rows=0), 2, set(), {"decode.gemv.triton"}),
 }
-USUAL = {"svd": Contents(frozenset({"svd"})), "blast": EXPORTS["blast"][0], "int4": EXPORTS["int4"][0]}
+USUAL = {"svd": left_out({"svd"}), "blast": EXPORTS["blast"][0], "int4": EXPORTS["int4"][0]}
 USUAL["int4-batch"] = EXPORTS["int4-batch"][0]
 
 
-@pytest.mark.parametrize(("contents", "count", "there", "absent"), EXPORTS.values(), ids=EXPORTS)
+@pytest.mark.parametrize(("needless", "count", "there", "absent"), EXPORTS.values(), ids=EXPORTS)
 def test_a_self_contained_export_carries_only_the_kernels_it_runs(
-    contents: Contents, count: int, there: set[str], absent: set[str]
+    needless: frozenset[str], count: int, there: set[str], absent: set[str]
 ) -> None:
-    files = runtime_files(contents)
+    files = runtime_files(needless)
     assert len(files) == count
     text = files.get("kernels_blr.py", b"").decode()
     held = set(re.findall(r"^# =+ blr\.kernels\.(\S+)$", text, re.MULTILINE))
@@ -247,10 +247,10 @@ def test_a_checkpoint_has_one_file_that_a_person_can_read() -> None:
     assert runtime_files(EVERYTHING)["modeling_blr.py"] == data
 
 
-@pytest.mark.parametrize("left_out", ["blr.compressor.modeling.settings", "blr.compressor.modeling"])
-def test_what_is_needed_at_the_top_cannot_be_left_out(left_out: str) -> None:
+@pytest.mark.parametrize("absent", ["blr.compressor.modeling.settings", "blr.compressor.modeling"])
+def test_what_is_needed_at_the_top_cannot_be_left_out(absent: str) -> None:
     with pytest.raises(BundleError, match="at its top, which is to be left out"):
-        read_modules(ROOTS.values(), frozenset({left_out}))
+        read_modules(ROOTS.values(), frozenset({absent}))
 
 
 def test_files_are_the_same_bytes_for_every_model(tmp_path: Path) -> None:

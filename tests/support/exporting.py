@@ -14,6 +14,8 @@ from blr.compressor.commands.compress import Settings, compress
 from blr.compressor.exporting.job import export
 from blr.compressor.exporting.options import ExportOptions
 from blr.compressor.recipe.schema import make_recipe
+from blr.compressor.structures.specs import Spec
+from blr.kernels.common.orders import Order, order_of
 
 # Loads exports where blr cannot be imported and prints the tokens that each generates;
 # arguments: the prompt's tokens as JSON, then folders.
@@ -32,6 +34,17 @@ assert not any(name == "blr" or name.startswith("blr.") for name in sys.modules)
 print(json.dumps(found))
 """
 )
+
+
+def orders(spec: Spec) -> dict[str, Order]:
+    """The order of every factor's axes in kernel layout, as ``{"U": (0, 1), "V": (1, 0)}``."""
+    return {name: order_of(name, len(shape)) for name, shape in spec.shapes().items()}
+
+
+def stored_name(factor: str) -> str:
+    """What an export calls a factor in kernel layout: ``V_kernel``, ``factors_kernel.0``."""
+    stem, dot, index = factor.partition(".")
+    return f"{stem}_kernel{dot}{index}"
 
 
 def compress_to(source: Path, output: Path, *, check: bool = False, **settings: object) -> Path:
