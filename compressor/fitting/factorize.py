@@ -303,12 +303,12 @@ def _fit_stack(fits: Sequence[WeightedFit], matrices: Tensor, spec: Spec) -> dic
     if roots:
         return _fit_low_rank(matrices, shape, grams, torch.stack(roots))
     dtype = fitting_dtype(matrices.device)
-    return lowrank.fit(matrices.to(dtype), shape, grams.to(dtype)).tensors
+    return lowrank.fit(matrices.to(dtype), shape, grams.to(dtype))
 
 
 def _fit_low_rank(target: Tensor, spec: LowRankSpec, gram: Tensor, root: Tensor) -> dict[str, Tensor]:
     """Low rank of [..., o, i] where errors in outputs cost what their `root` [..., o, o] says."""
-    found = lowrank.fit(root @ target, spec, gram).tensors
+    found = lowrank.fit(root @ target, spec, gram)
     left = found["U"]
     # U [G, o/G, r] of groups of rows is all of [o, r]
     rows = left.flatten(0, 1) if spec.groups > 1 and spec.side == "out" else left

@@ -13,7 +13,7 @@ from torch import Tensor
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.modeling.layers import rows_at_once
 from blr.compressor.structures.balance import even_columns, turned
-from blr.compressor.structures.base import Fit, FitOptions, relative_error
+from blr.compressor.structures.base import FitOptions, relative_error
 from blr.compressor.structures.blast import from_low_rank
 from blr.compressor.structures.gptq import (
     EASE,
@@ -100,8 +100,9 @@ def plain_fit(options: FitOptions = FitOptions(), gram: Tensor | None = None) ->
 
     def fit(weight: Tensor, spec: Spec) -> dict[str, Tensor]:
         metric = None if gram is None else gram.to(weight)
-        found: Fit = STRUCTURES[spec.structure].factorizer().fit(weight, spec, metric, options)
-        return found.tensors
+        solve = STRUCTURES[spec.structure].factorizer().fit
+        found: dict[str, Tensor] = solve(weight, spec, metric, options)
+        return found
 
     return fit
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.structures import linalg
-from blr.compressor.structures.base import Fit, FitOptions
+from blr.compressor.structures.base import FitOptions
 from blr.compressor.structures.descent import Apply, descend
 from blr.compressor.structures.specs import MonarchSpec
 
@@ -13,7 +13,7 @@ ROUNDS = 30
 
 def fit(
     weight: Tensor, spec: MonarchSpec, gram: Tensor | None = None, options: FitOptions = FitOptions()
-) -> Fit:
+) -> dict[str, Tensor]:
     """U [b, q, b·r'] and V [b, p, b·r'] for `weight` [o, i] in the norm of `gram` [i, i], in the dtype
     of `weight`. `options.rounds` counts accepted steps of V (with `gram` only).
 
@@ -23,15 +23,15 @@ def fit(
     """
     if gram is None:
         left, right = linalg.truncated_svd(linalg.in_blocks(weight, spec.blocks), spec.block_rank)
-        return Fit({"U": _gather(left), "V": _gather(right.transpose(0, 1))})
+        return {"U": _gather(left), "V": _gather(right.transpose(0, 1))}
     gram = linalg.definite(gram)
     problem = MonarchProblem(weight, gram, spec)
     rounds = ROUNDS if options.rounds is None else options.rounds
-    theta, losses = descend(problem, problem.start(), rounds)
+    theta, _ = descend(problem, problem.start(), rounds)
     problem.evaluate(theta)
     left = _scatter(problem.U, spec.blocks)
     left, right = linalg.balance(left, problem.split(theta).transpose(0, 1))
-    return Fit({"U": _gather(left), "V": _gather(right.transpose(0, 1))}, losses=losses)
+    return {"U": _gather(left), "V": _gather(right.transpose(0, 1))}
 
 
 def right_factor(tensors: dict[str, Tensor], spec: MonarchSpec) -> Tensor:

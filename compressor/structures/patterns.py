@@ -120,8 +120,6 @@ def check_pattern(text: str) -> None:
     if text.strip().lower() in NAMED:
         return
     patterns = parse_patterns(text)
-    if any(min(p) < 1 for p in patterns):
-        validate_chain(patterns, 1, 1)  # which says so
     o, i = _rows(patterns[0]), _columns(patterns[-1])
     validate_chain(patterns, i, o)
     if max(o, i) > MAX_FEATURES:
