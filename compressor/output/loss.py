@@ -127,15 +127,15 @@ def _held_text(
     most = max(most_tokens(source) // len(parts), LEAST)
     room = min(_room(source, beginning), most, *(len(tail) for tail, _ in parts.values()))
     used = {n: tail[-(min(len(tail), most) // room * room) :] for n, (tail, _) in parts.items() if room}
-    if sum(map(len, used.values())) < LEAST:
+    count = sum(map(len, used.values()))
+    if count < LEAST:
         return None
     windows = torch.cat([_rows(tail, room, beginning) for tail in used.values()])
     name = " and ".join(used)
     check_known((windows,), of_text(source.config).get("vocab_size"), name)
     first = parts[name][1] - len(used[name]) if len(used) == 1 else None
-    found = Text(windows, "", beginning, first)
     place = "" if first is None else f", from token {first:,} on"
-    what = f"{found.tokens:,} held-back tokens of {printable(Path(name).name)}{place}"
+    what = f"{count:,} held-back tokens of {printable(Path(name).name)}{place}"
     return Text(windows, what, beginning, first)
 
 
@@ -153,10 +153,10 @@ def file_text(path: Path, source: Source) -> Text:
         raise InputError(f"{path}: {len(ids)} tokens, expected at least 2; give a longer text")
     beginning = beginning_of(tokenizer)
     tokens = torch.tensor(ids[: max(most_tokens(source), LEAST)])
-    windows = _rows(tokens, min(_room(source, beginning), len(tokens)), beginning)
+    room = min(_room(source, beginning), len(tokens))
+    windows = _rows(tokens, room, beginning)
     check_known((windows,), of_text(source.config).get("vocab_size"), str(path))
-    found = Text(windows, "", beginning)
-    what = f"the first {found.tokens:,} tokens of {printable(path.name)}"
+    what = f"the first {len(windows) * room:,} tokens of {printable(path.name)}"
     return Text(windows, what, beginning, 0)
 
 
@@ -169,15 +169,16 @@ def own_text(model: PreTrainedModel, source: Source) -> Text:
     """Text that the model in `source` writes, in samples that go on from a random plain token."""
     config, beginning = model.config.get_text_config(), _beginning(source.folder)
     length = min(LENGTHS[is_small(source)] + len(beginning), context_of(model.config.to_dict()))
-    count = max(min(OWN, OWN_LOGITS // config.vocab_size) // (length - len(beginning)), 1)
+    room = length - len(beginning)
+    count = max(min(OWN, OWN_LOGITS // config.vocab_size) // room, 1)
     usable = plain_tokens(model.config)
     generator = torch.Generator().manual_seed(0)
     starts = usable[torch.randint(len(usable), (count, 1), generator=generator)]
     prompts = begun(starts, beginning)
     check_ids(model, prompts)
     windows = continued(model, prompts, 0, OwnText(count * length, length, 0, "")).long()
-    found = Text(windows, "", beginning, own=True)
-    return Text(windows, f"{found.tokens:,} tokens that the model wrote itself", beginning, own=True)
+    what = f"{count * room:,} tokens that the model wrote itself"
+    return Text(windows, what, beginning, own=True)
 
 
 def _beginning(folder: Path) -> Beginning:

@@ -4,16 +4,16 @@ The same plan, records and facts give the same bytes: no times, no paths, number
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import Any, TypedDict
 
 from blr.compressor.checkpoint.extras import LAYERS, MAX_BYTES, REPORT
 from blr.compressor.checkpoint.header import read_header
 from blr.compressor.checkpoint.regular import read_json
-from blr.compressor.output.page import Measured, known, report_html
+from blr.compressor.output.page import known, report_html
 from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.structures.specs import Spec, spec_from_dict
 
@@ -120,11 +120,7 @@ def _type(kind: str, plan: Plan, rows: Sequence[Mapping[str, object]]) -> dict[s
 
 def mean_errors(kind: str, rows: Sequence[Mapping[str, object]]) -> dict[str, float | None]:
     """Mean errors of the layers of a type, None where none was measured."""
-    found = dict[str, float | None]()
-    for name in ("error", "weighted_error"):
-        values = [v for row in rows if row["type"] == kind and known(v := row.get(name))]
-        found[name] = _round(mean(values)) if values else None
-    return found
+    return {name: _round(by_type(rows, name).get(kind)) for name in ("error", "weighted_error")}
 
 
 def _round(value: object) -> float | None:
@@ -164,10 +160,10 @@ def tensor_bytes(path: Path) -> int:
     return sum(entry.nbytes for entry in read_header(path).entries.values())
 
 
-def by_type(records: Records, name: Measured) -> dict[str, float]:
-    """The mean of `name` in the records, by layer type."""
+def by_type(rows: Iterable[Mapping[str, object]], name: str) -> dict[str, float]:
+    """The mean of `name` by layer type, over the `rows` or records that have it."""
     found: dict[str, list[float]] = {}
-    for record in records.values():
-        if (value := record.get(name)) is not None:
-            found.setdefault(record["type"], []).append(value)
-    return {kind: sum(values) / len(values) for kind, values in found.items()}
+    for row in rows:
+        if known(value := row.get(name)):
+            found.setdefault(str(row["type"]), []).append(value)
+    return {kind: fmean(values) for kind, values in found.items()}

@@ -36,7 +36,7 @@ def calibration(padded: bool = False) -> Calibration:
     masks = [torch.ones_like(batch) for batch in ids]
     if padded:
         masks[1][0, 7:] = 0
-    return Calibration(ids, masks, "digest")
+    return Calibration(ids, masks)
 
 
 def opened(folder: Path) -> BlockModel:

@@ -265,7 +265,7 @@ def test_fits_count_no_prediction_of_a_beginning(tmp_path: Path) -> None:
     """What a layer's outputs matter for, and what the last pass trains all blocks for."""
     model = block_model("llama", tmp_path)
     ids = torch.arange(2, 26).view(2, 12)
-    (batch,) = model.start(Calibration([ids], [torch.ones_like(ids)], "digest", idle=3))
+    (batch,) = model.start(Calibration([ids], [torch.ones_like(ids)], idle=3))
     assert isinstance(batch, Batch) and batch.idle == 3
     hidden = batch.hidden.clone().requires_grad_(True)
     _loss(model, hidden, batch, torch.Generator().manual_seed(0)).backward()
