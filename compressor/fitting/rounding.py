@@ -24,6 +24,7 @@ from blr.compressor.structures.gptq import (
     round_fp8,
     seen_by_v,
 )
+from blr.compressor.structures.latent import RoundedGrid
 from blr.compressor.structures.linalg import solve_spd
 from blr.compressor.structures.packing import from_rows, pack_factor, restored, to_matrix, unpack_factor
 from blr.compressor.structures.registry import STRUCTURES
@@ -308,8 +309,8 @@ def _by_compensation(
     matrix = matrix.float() if matrix.is_cuda else matrix
     if spec.fp8:
         return _float8(name, spec, matrix, metric.float8, dtype), matrix
-    grid = spec.bits, spec.group, dtype, spec.curved, spec.superblocks
-    found = gptq(matrix, metric.root.to(matrix), *grid)
+    grid = RoundedGrid(spec.bits, spec.group, dtype, spec.curved, spec.superblocks)
+    found = gptq(matrix, metric.root.to(matrix), grid)
     padded = torch.nn.functional.pad(found.levels, (0, -matrix.shape[-1] % spec.group))
     packed = pack(padded, spec.bits, spec.group)
     stored = dict(zip(stored_names(name), (packed, found.scale.to(dtype)), strict=True))

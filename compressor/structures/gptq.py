@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blr.compressor.structures.latent import RoundedGrid
 from blr.compressor.structures.linalg import add_ridge, cholesky, inverse_spd, solve_spd
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.spec import Spec
@@ -59,21 +60,13 @@ def damped(gram: Tensor) -> Tensor:
     return add_ridge(gram / scale[..., None, None], DAMP)
 
 
-def gptq(
-    weight: Tensor,
-    root: Tensor,
-    bits: int,
-    group: int,
-    scale_dtype: torch.dtype,
-    curved: bool = True,
-    superblocks: bool = False,
-) -> Rounded:
-    """Round `weight` [..., o, i], float32 or float64, to `bits`, column by column, as they are stored:
+def gptq(weight: Tensor, root: Tensor, grid: RoundedGrid) -> Rounded:
+    """Round `weight` [..., o, i], float32 or float64, to `grid`, column by column, as they are stored:
     taking the costly ones first would scatter groups. Scales are chosen group by group for the weights
-    as they stand then, each column weighted by what an error there costs. root: of `compensation`, in
-    the same dtype. group: columns of a row that share a scale; the last group may be shorter.
-    scale_dtype: what scales are stored in. curved: which grid 3 bits take. superblocks: whether scales
-    of 8 groups are multiples of one unit, chosen before the first of them is rounded."""
+    as they stand then, each column weighted by what an error there costs; the unit of a superblock
+    before the first of its groups is rounded. The last group may be shorter. root: of `compensation`, in
+    the dtype of `weight`."""
+    bits, group, dtype, curved = grid.bits, grid.group, grid.scale_dtype, grid.curved
     round_columns: Callable[..., tuple[Tensor, Tensor, Tensor]] = round_group
     if weight.dtype == torch.float32 and kernel_device(weight):
         from blr.kernels.decode.quantized import compensate
@@ -87,10 +80,10 @@ def gptq(
         columns = slice(start, min(start + group, weight.shape[-1]))
         part, own = left[..., columns], root[..., columns, columns].contiguous()
         costs = own.diagonal(dim1=-2, dim2=-1).pow(-2)[..., None, :]
-        if superblocks and start % (SUPERBLOCK * group) == 0:
+        if grid.superblocks and start % (SUPERBLOCK * group) == 0:
             wide = left[..., start : start + SUPERBLOCK * group].unflatten(-1, (-1, group))
-            unit = shared_unit(scales_of(wide, bits, scale_dtype, curved=curved).squeeze(-1), bits)
-        scale = scales_of(part, bits, scale_dtype, costs, curved)
+            unit = shared_unit(scales_of(wide, bits, dtype, curved=curved).squeeze(-1), bits)
+        scale = scales_of(part, bits, dtype, costs, curved)
         scale = scale if unit is None else multiples_of(scale, unit, bits)
         found, latent[..., columns], missed = round_columns(part, own, scale, bits, curved)
         levels[..., columns], value[..., columns] = found, values_of(found, scale, bits, curved)

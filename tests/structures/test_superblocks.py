@@ -35,10 +35,11 @@ def test_rounding_is_on_the_grid(bits: int) -> None:
     w, form = weights(), {"curved": False, "superblocks": True}
     _, scale = quantize(w, bits, torch.bfloat16, K_GROUP, **form)
     check_scales(scale, bits)
-    found = gptq(w, compensation(torch.eye(WIDE) + 0.5).float(), bits, K_GROUP, torch.bfloat16, **form)
+    grid = RoundedGrid(bits, K_GROUP, **form)
+    found = gptq(w, compensation(torch.eye(WIDE) + 0.5).float(), grid)
     check_scales(found.scale, bits)
     parameter = nn.Parameter(w.clone())
-    latent = Latent(parameter, RoundedGrid(bits, K_GROUP, **form), scale=scale)
+    latent = Latent(parameter, grid, scale=scale)
     banks = Banks([latent])
     banks.publish()
     parameter.grad = torch.randn_like(parameter)
