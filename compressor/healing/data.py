@@ -124,14 +124,31 @@ class Reading:
 
     def _stream(self, name: str, options: HealOptions, briefly: bool) -> Stream:
         documents, long = read_documents(name, options.offline), is_dataset(name)
-        place = self.window, options.seed, name
         if self.sentences is None:
             most = (LEAST_WINDOWS * self.window if briefly else SET_TOKENS) if long else None
             tokens = tokenize(documents, self.tokenizer, most)
-            return text_stream(tokens, *place, options.varied, self.beginning)
+            how = options.seed, name, options.varied, self.beginning
+            return text_stream(tokens, self.window, *how)
         lines, most = filter(str.strip, documents), BRIEF if briefly else SET_SENTENCES
-        first = islice(lines, most if long else None)
-        return sentence_stream(first, self.tokenizer, self.sentences, *place)
+        return self.sentence_stream(islice(lines, most if long else None), options.seed, name)
+
+    def sentence_stream(self, lines: Iterable[str], seed: int, name: str) -> Stream:
+        """A text's distinct sentences as rows of at most `window` tokens. Raises InputError for few."""
+        texts = [line.strip() for line in lines if line.strip()]
+        if self.sentences is not None and self.sentences.lower:
+            texts = [text.lower() for text in texts]
+        texts = list(dict.fromkeys(texts))  # one that is held back is nowhere else
+        if len(texts) < LEAST:
+            raise InputError(
+                f"{name}: {len(texts)} different sentences, expected at least {LEAST}, one a line; "
+                "give more text"
+            )
+        how = {"truncation": True, "max_length": self.window, "return_attention_mask": False}
+        found = self.tokenizer(texts, **how)
+        rows = torch.full((len(texts), self.window), PADDING, dtype=torch.int32)
+        for row, ids in zip(rows, found["input_ids"], strict=True):
+            row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        return Stream(rows, self.window, seed)
 
     def shortened(self, options: HealOptions) -> list[str]:
         """Notes on texts that are not read to their end."""
@@ -169,30 +186,6 @@ def _check_encoder(options: HealOptions) -> None:
     ):
         if given is not None:
             raise UsageError(f"{option} is for decoders; {why}: leave it out")
-
-
-def sentence_stream(
-    documents: Iterable[str],
-    tokenizer: PreTrainedTokenizerBase,
-    head: Sentences,
-    window: int,
-    seed: int,
-    name: str,
-) -> Stream:
-    """A text's distinct sentences as rows of `window` tokens at most. Raises InputError for few."""
-    texts = [document.strip() for document in documents if document.strip()]
-    texts = [text.lower() for text in texts] if head.lower else texts
-    texts = list(dict.fromkeys(texts))  # one that is held back is nowhere else
-    if len(texts) < LEAST:
-        raise InputError(
-            f"{name}: {len(texts)} different sentences, expected at least {LEAST}, one a line; "
-            "give more text"
-        )
-    found = tokenizer(texts, truncation=True, max_length=window, return_attention_mask=False)
-    rows = torch.full((len(texts), window), PADDING, dtype=torch.int32)
-    for row, ids in zip(rows, found["input_ids"], strict=True):
-        row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
-    return Stream(rows, window, seed)
 
 
 @dataclass(frozen=True)

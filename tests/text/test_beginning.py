@@ -29,7 +29,7 @@ from blr.compressor.fitting import engine
 from blr.compressor.fitting.block_passes import Batch
 from blr.compressor.fitting.refit import Finishing
 from blr.compressor.fitting.sensitivity import _loss
-from blr.compressor.healing.data import Author, Reading, make_data, sentence_stream
+from blr.compressor.healing.data import Author, Reading, make_data
 from blr.compressor.healing.objective import Objective
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences
@@ -316,7 +316,7 @@ def test_sentences_are_read_with_all_that_is_put_around_them(tmp_path: Path) -> 
     path = tmp_path / "lines.txt"
     path.write_text("\n".join(lines))
     found = read_calibration(str(path), tokenizer, samples=20, seq_len=32, packed=False)
-    stream = sentence_stream(lines, tokenizer, Sentences(), 12, 0, "text")
+    stream = Reading(tokenizer, 12, 12, Sentences()).sentence_stream(lines, 0, "text")
     assert found.idle == 0
     for rows in (*found.ids, stream.rows, stream.held):
         assert (rows[:, 0] == 123).all() and (rows[:, 11] == 125).all() and rows.shape[1] == 12
