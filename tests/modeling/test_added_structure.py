@@ -69,7 +69,7 @@ def of_rank(form: LayerSizes, rank: int) -> Spec:
     return ScaledSpec(form.inputs, form.outputs, rank)
 
 
-ENTRY = Structure(ScaledSpec, ("closed-form",), of_rank, iterated=False, tuned=False)
+ENTRY = Structure(ScaledSpec, ("closed-form",), of_rank, iterated=False)
 REMOTE = (
     bare.without("blr")
     + """
