@@ -190,49 +190,6 @@ def _beginning(folder: Path) -> Beginning:
 
 
 @dataclass(frozen=True)
-class Loss:
-    """`before` and `after` are perplexities, `agreement` a share, `kl` as of `divergence`. `tokens` in
-    windows of `window` were read, the first at place `first`; `read` describes them."""
-
-    before: float
-    after: float
-    agreement: float
-    kl: Divergence
-    tokens: int
-    window: int
-    read: str
-    first: int | None = None
-
-    @property
-    def nats(self) -> float:
-        return math.log(self.after / self.before)
-
-    @property
-    def facts(self) -> LossFacts:
-        return {
-            "read": self.read,
-            "loss": self.nats,
-            "agreement": self.agreement,
-            "perplexity": {"before": self.before, "after": self.after},
-            "kl": self.kl,
-            "tokens": self.tokens,
-            "window": self.window,
-            "first": self.first,
-        }
-
-
-@dataclass(frozen=True)
-class Unmeasured:
-    """`why` nothing was measured, in words."""
-
-    why: str
-
-    @property
-    def facts(self) -> LossFacts:
-        return {"unmeasured": self.why}
-
-
-@dataclass(frozen=True)
 class Predictions:
     """Predictions on a text: mean cross entropy, the likeliest token [n, w - 1] of every place,
     log-probabilities in the first windows (`logs`, of the dense model), divergences there (`kl` [m, w -
@@ -280,30 +237,38 @@ class Measure:
         self.text = text
         self.dense = _answers(model, text, None, where)
 
-    def __call__(self, model: PreTrainedModel, where: object) -> Loss:
+    def __call__(self, model: PreTrainedModel, where: object) -> LossFacts:
         """The loss of `model`, in evaluation mode. Raises NumericsError as above."""
         text, found = self.text, _answers(model, self.text, self.dense.logs, where)
-        same = float((found.best == self.dense.best).double().mean())
         before, after = (math.exp(min(x, MOST_NATS)) for x in (self.dense.loss, found.loss))
         window = text.windows.shape[1]
         room, first = room_in(window, text.beginning), text.first or 0
         kl = divergence([*found.kl], [first + n * room for n in range(len(found.kl))])
-        return Loss(before, after, same, kl, text.tokens, window, text.what, text.first)
+        return {
+            "read": text.what,
+            "loss": math.log(after / before),
+            "agreement": float((found.best == self.dense.best).double().mean()),
+            "perplexity": {"before": before, "after": after},
+            "kl": kl,
+            "tokens": text.tokens,
+            "window": window,
+            "first": text.first,
+        }
 
 
-def measure_of(source: Source, text: Text | None) -> Measure | Unmeasured | None:
-    """How the loss of outputs of `source` is measured, on `text` or on its own; None for a model that
-    continues no text. Raises NumericsError as `Measure`."""
+def measure_of(source: Source, text: Text | None) -> Measure | LossFacts:
+    """How the loss of outputs of `source` is measured, on `text` or on its own, or why it is not; empty
+    for a model that continues no text. Raises NumericsError as `Measure`."""
     if not continues_text(source):
-        return None
+        return {}
     if why := _hindrance(source, text):
-        return Unmeasured(why)
+        return {"unmeasured": why}
     try:
         model = computing(source)
         return Measure(model, text or own_text(model, source), source.folder)
     except Exception as error:  # whatever a model raises that takes no plain text
         raise_exhausted(error)
-        return Unmeasured(f"the model does not read plain text ({first_line(error, 120)})")
+        return {"unmeasured": f"the model does not read plain text ({first_line(error, 120)})"}
 
 
 def _hindrance(source: Source, text: Text | None) -> str:
