@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -167,10 +168,10 @@ class TrainedPair(TrainedSet):
         """The norm of the gradients of all masters."""
         found = {n: m.grad for n, m in self.masters.items() if m.grad is not None}
         whole = [grad for name, grad in found.items() if name not in self.slices]
-        total = _norm(whole, self.device).square()
+        total = get_total_norm(whole).to(self.device).square()
         if self.slices:
             own = [grad for name, grad in found.items() if name in self.slices]
-            total = total + processes.sum(_norm(own, self.device).square())
+            total = total + processes.sum(get_total_norm(own).to(self.device).square())
         return total.sqrt()
 
     def joined(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -180,12 +181,6 @@ class TrainedPair(TrainedSet):
     def parted(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """This process's part of what `joined` gives."""
         return {n: self.slices[n].part(v).cpu() if n in self.slices else v for n, v in values.items()}
-
-
-def _norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    if not gradients:
-        return torch.zeros((), device=device)
-    return torch.nn.utils.get_total_norm(gradients)
 
 
 def task_of(checkpoint: Checkpoint) -> str:
