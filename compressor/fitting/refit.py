@@ -60,7 +60,7 @@ class Refitting(TrainingLoop):
         rate: float | None = None,
     ) -> None:
         what = TrainedSet({str(n): part for n, part in enumerate(trained)})
-        rate = rate or (PACKED_RATE if what.banks.banks else RATE)
+        rate = rate or (PACKED_RATE if what.banks else RATE)
         self.device = next(iter(what.masters.values())).device
         rates = rates_of([*what.masters.values()], what.shares, rate, what.stacks)
         super().__init__(what, rates, self.device)

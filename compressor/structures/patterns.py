@@ -6,7 +6,6 @@ Kronecker-Sparse Matrices"; chainable patterns: arXiv 2411.04506, section 4.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from math import cos, gcd, inf, log, pi, prod, sin, sqrt
@@ -31,14 +30,6 @@ MAX_FEATURES = 2**31  # of a layer; no model comes near
 
 _ONE = r"\(\s*\d{1,9}\s*(?:,\s*\d{1,9}\s*){3}\)"
 _WRITTEN = re.compile(rf"\s*(?:{_ONE}\s*(?:,\s*)?)+")  # one way to match: no backtracking
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The chain that `choose_patterns` takes, and why, in words for the plan."""
-
-    patterns: Chain
-    reason: str
 
 
 def parse_patterns(text: str, in_features: int | None = None, out_features: int | None = None) -> Chain:
@@ -177,9 +168,10 @@ def two_factor_chains(i: int, o: int) -> Iterator[tuple[int, int, int, int]]:
 
 def choose_patterns(
     i: int, o: int, cf: float, *, calibrated: bool = False, tolerance: float = TOLERANCE
-) -> Choice:
-    """Choose the two-factor chain for compression factor `cf`: accuracy first, then h. Maximizing h
-    alone leads to rank 1 in many tiny blocks, which approximates trained matrices badly.
+) -> tuple[Chain, str]:
+    """Choose the two-factor chain for compression factor `cf`: accuracy first, then h; also why, in
+    words for the plan. Maximizing h alone leads to rank 1 in many tiny blocks, which approximates
+    trained matrices badly.
 
     1. Each grid takes the largest rank within the budget i·o/cf, made a multiple of 16, 8, 4 or 2 where
        that gives up at most 1% of the budget. The grid 1×1 is `svd`, taken only if no other fits.
@@ -215,7 +207,7 @@ def choose_patterns(
         f"{f', the largest h of {len(equals)} equals' if len(equals) > 1 else ''}"
         f" (h = {chain_h(chain):.4f})"
     )
-    return Choice(chain, reason)
+    return chain, reason
 
 
 def predicted_log_error(

@@ -135,7 +135,7 @@ def _blocks(layer: LayerShape, structure: str, asked: Sequence[int]) -> list[int
 def _spec(layer: LayerShape, structure: str, blocks: int, cf: float) -> Spec:
     i, o, entry = layer.in_features, layer.out_features, STRUCTURES[structure]
     if entry.of_rank is None:
-        return KroneckerSpec(i, o, choose_patterns(i, o, cf).patterns)
+        return KroneckerSpec(i, o, choose_patterns(i, o, cf)[0])
     step, form = blocks if entry.stepped else 1, LayerSizes(i, o, blocks)
     cost = entry.of_rank(form, step).parameters // step
     published = layer.published_rank(structure, blocks) if cf == layer.cf else None
