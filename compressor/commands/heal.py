@@ -25,7 +25,6 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.healing import output as written
 from blr.compressor.healing.data import (
-    Author,
     Data,
     Reading,
     batch_windows,
@@ -224,15 +223,14 @@ class HealRun(FolderRun):
         self.progress.notes(reading.shortened(self.options))
         share = processes.rank, processes.count
 
-        def write(wanted: OwnText) -> Tensor:
+        def write(tokens: int, length: int) -> Tensor:
+            digest = self.teacher_digest or self._scan(self.teacher.source)
+            wanted = OwnText(tokens, length, self.options.seed, digest)
             how = wanted, journal, self.progress, share, processes.wait
             return write_own_text(teacher, reading.tokenizer, *how)
 
-        def digest() -> str:
-            return self.teacher_digest or self._scan(self.teacher.source)
-
-        author = Author(self.teacher.source.parameters, digest, write, self.on_gpu)
-        return make_data(reading, self.options, author)
+        parameters = self.teacher.source.parameters
+        return make_data(reading, self.options, parameters, self.on_gpu, write)
 
     def _contents(self, pair: TrainedPair, data: Data, read: str) -> FolderContents:
         workspace, source, packed = self.workspace, self.checkpoint.source, self.packed

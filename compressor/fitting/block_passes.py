@@ -127,18 +127,10 @@ class Reached(Exception):
     """Raised to stop a forward pass once it has come far enough."""
 
 
-class Blocks(nn.Module):
-    """Several blocks that are run one after the other."""
-
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-
 def run_block(block: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-    """The output states [m, w, d] of a loaded block, or of `Blocks`, for the states `hidden`."""
-    if isinstance(block, Blocks):
-        for part in block.blocks:
+    """The output states [m, w, d] of a loaded block, or of a list of them, for the states `hidden`."""
+    if isinstance(block, nn.ModuleList):
+        for part in block:
             hidden = run_block(part, hidden, batch)
         return hidden
     positional, named = batch.given(block)

@@ -21,7 +21,7 @@ from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.output.loss import Text, healing_text
 from blr.compressor.recipe.settings import MINUTES, SELF, HealOptions
-from blr.compressor.text.own import ROOM, OwnText
+from blr.compressor.text.own import ROOM
 from blr.compressor.text.reading import (
     Beginning,
     beginning_of,
@@ -188,26 +188,18 @@ def _check_encoder(options: HealOptions) -> None:
             raise UsageError(f"{option} is for decoders; {why}: leave it out")
 
 
-@dataclass(frozen=True)
-class Author:
-    """The teacher as a writer of text: its number of `parameters`, the digest of its weights, whether
-    it runs on a `gpu`, and how it writes."""
-
-    parameters: int
-    digest: Callable[[], str]
-    write: Callable[[OwnText], Tensor]
-    gpu: bool
+Write = Callable[[int, int], Tensor]  # gives so many tokens in samples of a length
 
 
-def make_data(reading: Reading, options: HealOptions, author: Author) -> Data:
-    """Read the user's texts, let the teacher write its text, and mix them. Raises BlrError."""
+def make_data(reading: Reading, options: HealOptions, parameters: int, gpu: bool, write: Write) -> Data:
+    """Read the user's texts, let the teacher of so many `parameters` write its text, and mix them.
+    Raises BlrError."""
     streams = reading.texts(options)
     share = _own_share(options, reading)
-    batch = batch_windows(options, reading, author.gpu)
+    batch = batch_windows(options, reading, gpu)
     if share > 0:
         length = min(options.window + ROOM, reading.context)
-        count = own_tokens(options, reading, author.parameters, author.gpu)
-        rows = author.write(OwnText(count, length, options.seed, author.digest()))
+        rows = write(own_tokens(options, reading, parameters, gpu), length)
         text, beginning = rows[:, len(reading.beginning) :], reading.beginning
         streams[SELF] = Stream(text, reading.window, options.seed, options.varied, beginning)
     counts = _shares(streams, share, batch)

@@ -29,7 +29,7 @@ from blr.compressor.fitting import engine
 from blr.compressor.fitting.block_passes import Batch
 from blr.compressor.fitting.refit import Finishing
 from blr.compressor.fitting.sensitivity import _loss
-from blr.compressor.healing.data import Author, Reading, make_data
+from blr.compressor.healing.data import Reading, make_data
 from blr.compressor.healing.objective import Objective
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences
@@ -221,14 +221,14 @@ def test_healing_reads_windows_that_begin_so(made: Callable[[str], Path], text: 
         tokenizer = load_tokenizer(made(around))
         beginning = beginning_of(tokenizer)
 
-        def write(wanted: OwnText, beginning: tuple[int, ...] = beginning) -> Tensor:
-            rows = torch.randint(50, (8, wanted.length), dtype=torch.int32)
+        def write(tokens: int, length: int, beginning: tuple[int, ...] = beginning) -> Tensor:
+            rows = torch.randint(50, (8, length), dtype=torch.int32)
             rows[:, : len(beginning)] = torch.tensor(beginning, dtype=torch.int32)
             return rows
 
         torch.manual_seed(0)
         reading = Reading(tokenizer, 16, 64, beginning=beginning)
-        found[around] = make_data(reading, options, Author(1000, lambda: "author", write, gpu=False))
+        found[around] = make_data(reading, options, 1000, False, write)
     plain, begun = found[NONE], found[BOS]
     assert (begun.take(0)[:, 0] == 123).all() and not (plain.take(0) == 123).any()
     assert not (begun.take(0)[:, 1:] == 123).any() and begun.take(0).shape == (4, 16)
