@@ -47,7 +47,7 @@ from blr.compressor.healing.summary import HealSummary
 from blr.compressor.healing.teacher import check_teacher, first_loss, recorded_digest
 from blr.compressor.healing.tracking import Tracking, check_tracker
 from blr.compressor.healing.trained_parameters import check_has_kinds, check_takes_additions, growth
-from blr.compressor.healing.trainer import StatePlace, Trainer
+from blr.compressor.healing.trainer import Trainer
 from blr.compressor.output.check import OutputCheck
 from blr.compressor.output.files import FolderContents
 from blr.compressor.output.folder_run import FolderRun, opened
@@ -148,8 +148,8 @@ class HealRun(FolderRun):
         self.progress.notes(pair.left_out(kinds))
         key = layer_key(state=[read, data.digest])
         with self._tracked() as tell:
-            place = StatePlace(self.workspace.journal, key, tell)
-            trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
+            place = self.workspace.journal, key
+            trainer = Trainer(pair, data, self.options, self.processes, place, tell, self.progress)
             self.state, self.speeds = trainer.run(), trainer.speeds
         self.packed = written.round_layers(
             pair, self.checkpoint.source, data.take(0), trainer.judge_written
