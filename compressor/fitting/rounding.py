@@ -171,7 +171,7 @@ def quantize_dense(
     parts, lost, whole = [], 0.0, 0.0
     for rows in weight.split(rows_at_once(weight.shape[1])):
         own = replace(spec, of=DenseSpec(spec.in_features, len(rows)))
-        stored = _pack(own, "weight", rows, scale_dtype or weight.dtype)
+        stored = _checked("weight", pack_factor(own, "weight", rows, scale_dtype or weight.dtype))
         back = unpack_factor(own, "weight", stored, _work(rows))
         lost, whole = lost + _square(back - rows.to(back)), whole + _square(rows.to(back))
         parts.append(stored)
@@ -267,7 +267,7 @@ def _solved(
     left = solve_spd(normal, rows @ weighted)  # [..., o, K]
     if spec.tile(LAST):
         factor = from_rows(spec, LAST, left)
-        return factor, _pack(spec, LAST, factor, dtype)
+        return factor, _checked(LAST, pack_factor(spec, LAST, factor, dtype))
     stored, latent = _by_compensation(left, Metric(normal.double(), ease=0.0), LAST, spec, dtype)
     return from_rows(spec, LAST, latent), stored
 
@@ -285,7 +285,7 @@ def _unsolved(
             width, costs = spec.shapes()["V"][-2], gram.diagonal(dim1=-2, dim2=-1)  # by input
             blocks = width < spec.in_features
             costs = costs.view(-1, 1, width) if blocks else costs[..., None, :]
-        return _pack(spec, name, factor, dtype, costs)
+        return _checked(name, pack_factor(spec, name, factor, dtype, costs))
     return _float8(name, spec, to_matrix(spec, name, factor), costs_of(seen.double()), dtype)
 
 
@@ -315,12 +315,6 @@ def _by_compensation(
     packed = pack(padded, spec.bits, spec.group)
     stored = dict(zip(stored_names(name), (packed, found.scale.to(dtype)), strict=True))
     return _checked(name, stored), found.latent
-
-
-def _pack(
-    spec: QuantizedSpec, name: str, factor: Tensor, dtype: torch.dtype, costs: Tensor | None = None
-) -> dict[str, Tensor]:
-    return _checked(name, pack_factor(spec, name, factor, dtype, costs))
 
 
 def _checked(name: str, stored: dict[str, Tensor]) -> dict[str, Tensor]:
