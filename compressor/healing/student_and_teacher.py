@@ -19,6 +19,7 @@ from blr.compressor.base.processes import Processes
 from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.exporting.origin import Checkpoint
+from blr.compressor.fitting.blocks import move_buffers
 from blr.compressor.fitting.composed import compose_layers
 from blr.compressor.fitting.student import Twin, make_twin
 from blr.compressor.fitting.trainer import TrainedSet
@@ -94,16 +95,9 @@ class Sharding:
         outside = {p for p in model.parameters() if id(p) not in inside}
         # The root has no tensors of its own; it lets each block fetch the next one's early
         fully_shard(model.base_model, mesh=self.mesh, mp_policy=policy, ignored_params=outside)
-        _move(model, self.device)
-
-
-def _move(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if not isinstance(parameter, DTensor) and parameter.device != device:
-                parameter.data = parameter.data.to(device)
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+        for parameter in outside:
+            parameter.data = parameter.data.to(self.device)
+        move_buffers(model, self.device)
 
 
 class TrainedPair(TrainedSet):
