@@ -31,7 +31,7 @@ from blr.compressor.modeling.registry import auto_map, declared_keys
 from blr.compressor.output.check import Bar, OutputCheck
 from blr.compressor.output.files import carried_files, check_reload, json_file
 from blr.compressor.output.loss_messages import MARK, better_healing
-from blr.compressor.output.report import mean_errors, report_pages
+from blr.compressor.output.report import report_pages, type_row
 from blr.compressor.recipe.settings import HealOptions
 from blr.compressor.structures.base import relative_error
 from blr.compressor.structures.packing import restored
@@ -312,13 +312,10 @@ def _grow(data: dict[str, Any], layer: dict[str, Any], spec: Spec) -> None:
     ratio = spec.parameters / (spec.parameters - more)
     if layer.get("equal_rank") is not None:
         layer["equal_rank"] *= ratio
-    totals, kinds = data["totals"], [k for k in data["types"] if k["type"] == layer["type"]]
-    for sums in (totals, *kinds):
-        sums["parameters"] += more
     if "bytes" in layer:
-        grown = round(layer["bytes"] * (ratio - 1))
-        for sums in (layer, *kinds):
-            sums["bytes"] += grown
+        layer["bytes"] += round(layer["bytes"] * (ratio - 1))
+    totals = data["totals"]
+    totals["parameters"] += more
     dense = totals["dense_parameters"]
     totals["cf"] = dense / totals["parameters"]
     if layer.get("bits") is not None and totals.get("bits") is not None:
@@ -335,7 +332,7 @@ def _update(data: dict[str, Any], records: dict[str, Any], specs: Mapping[str, S
         if spec := specs.get(layer["module"]):
             _grow(data, layer, spec)
     for kind in data["types"]:
-        kind |= mean_errors(kind["type"], data["layers"])
+        kind |= type_row(kind["type"], data["layers"])
 
 
 def healed_card(card: str, facts: dict[str, Any]) -> str:

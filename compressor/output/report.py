@@ -18,6 +18,7 @@ from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.structures.specs import Spec, spec_from_dict
 
 CURVE_POINTS = 256
+SIZES = ("dense_parameters", "parameters", "dense_bytes", "bytes")
 
 
 class LayerRecord(TypedDict, total=False):
@@ -53,7 +54,7 @@ def report_files(plan: Plan, records: Records, facts: Mapping[str, object]) -> d
             "cf": _round(plan.cf),
             "bits": _round(plan.bits),
         },
-        "types": [_type(kind, plan, layers) for kind in kinds],
+        "types": [type_row(kind, layers) for kind in kinds],
         "layers": layers,
         "kept": kept,
         "notes": list(plan.notes),
@@ -105,22 +106,13 @@ def _layer(planned: PlannedLayer, record: LayerRecord) -> dict[str, object]:
     return found if record.get("tokens") is None else found | {"tokens": record["tokens"]}
 
 
-def _type(kind: str, plan: Plan, rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    chosen = [planned for planned in plan.layers if planned.layer.type == kind]
-    return {
-        "type": kind,
-        "layers": len(chosen),
-        "dense_parameters": sum(planned.spec.dense_parameters for planned in chosen),
-        "parameters": sum(planned.spec.parameters for planned in chosen),
-        "dense_bytes": sum(planned.layer.entry.nbytes for planned in chosen),
-        "bytes": sum(planned.bits // 8 for planned in chosen),
-        **mean_errors(kind, rows),
-    }
-
-
-def mean_errors(kind: str, rows: Sequence[Mapping[str, object]]) -> dict[str, float | None]:
-    """Mean errors of the layers of a type, None where none was measured."""
-    return {name: _round(by_type(rows, name).get(kind)) for name in ("error", "weighted_error")}
+def type_row(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sizes of all layers of a type, as far as its `rows` know them, and their mean errors, None
+    where none was measured."""
+    chosen = [row for row in rows if row["type"] == kind]
+    sizes = {n: sum(row[n] for row in chosen) for n in SIZES if n in chosen[0]}
+    errors = {n: _round(by_type(rows, n).get(kind)) for n in ("error", "weighted_error")}
+    return {"type": kind, "layers": len(chosen), **sizes, **errors}
 
 
 def _round(value: object) -> float | None:
