@@ -40,7 +40,6 @@ from blr.compressor.structures.specs import (
 from blr.kernels.decode.quantized.reference import pack
 from blr.kernels.fp8.reference import is_number
 
-PRODUCT = "product"
 LAST = "U"  # the factor that is solved for
 SOLVED = (4, 3, 2)  # bits for which U is solved for, as for float8: int8 loses too little
 LATENT = "_latent"
@@ -49,11 +48,11 @@ ROUNDS = 4  # rounds of rounding and correcting
 
 @dataclass(frozen=True)
 class Quantized:
-    """A rounded layer: `tensors` by stored name (``V_q``, ``V_scale``, ``S``), relative `errors` by
-    factor and of their "product", `latents`: the factors before rounding."""
+    """A rounded layer: `tensors` by stored name (``V_q``, ``V_scale``, ``S``), the relative `error` of
+    its weight, `latents`: the factors before rounding."""
 
     tensors: dict[str, Tensor]
-    errors: dict[str, float]
+    error: float
     latents: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -176,7 +175,7 @@ def quantize_dense(
         lost, whole = lost + _square(back - rows.to(back)), whole + _square(rows.to(back))
         parts.append(stored)
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return Quantized(tensors, {PRODUCT: (lost / whole) ** 0.5 if whole else 0.0})
+    return Quantized(tensors, (lost / whole) ** 0.5 if whole else 0.0)
 
 
 def quantize_factors(
@@ -192,7 +191,7 @@ def quantize_factors(
     squares, given the weight and the rounded Z, and rounded with compensation. So each term makes up
     for what others lost.
     """
-    found, structure = Quantized({}, {}, {}), STRUCTURES[spec.structure]
+    tensors, latents, structure = dict[str, Tensor](), dict[str, Tensor](), STRUCTURES[spec.structure]
     reconstruct = structure.factorizer().reconstruct
     exact = {name: factors[name].to(_work(factors[name])) for name in spec.shapes()}
     if spec.tiled:
@@ -206,13 +205,10 @@ def quantize_factors(
         else:
             factor, stored = exact[name], _unsolved(spec, name, exact | back, metric, dtype)
         back[name] = unpack_factor(spec, name, stored, product.dtype)
-        found.tensors.update(stored)
+        tensors |= stored
         if not spec.fp8:
-            found.latents[latent_name(name)] = factor  # scaled and solved again, as it was rounded
-        if spec.format_of(name):
-            found.errors[name] = relative_error(factor, back[name])
-    found.errors[PRODUCT] = relative_error(product, reconstruct(back, spec.of))
-    return found
+            latents[latent_name(name)] = factor  # scaled and solved again, as it was rounded
+    return Quantized(tensors, relative_error(product, reconstruct(back, spec.of)), latents)
 
 
 def _corrected(
