@@ -306,11 +306,11 @@ def _by_compensation(
     if spec.fp8:
         return _float8(name, spec, matrix, metric.float8, dtype), matrix
     grid = RoundedGrid(spec.bits, spec.group, dtype, spec.curved, spec.superblocks)
-    found = gptq(matrix, metric.root.to(matrix), grid)
-    padded = torch.nn.functional.pad(found.levels, (0, -matrix.shape[-1] % spec.group))
+    levels, scale, latent = gptq(matrix, metric.root.to(matrix), grid)
+    padded = torch.nn.functional.pad(levels, (0, -matrix.shape[-1] % spec.group))
     packed = pack(padded, spec.bits, spec.group)
-    stored = dict(zip(stored_names(name), (packed, found.scale.to(dtype)), strict=True))
-    return _checked(name, stored), found.latent
+    stored = dict(zip(stored_names(name), (packed, scale.to(dtype)), strict=True))
+    return _checked(name, stored), latent
 
 
 def _checked(name: str, stored: dict[str, Tensor]) -> dict[str, Tensor]:
