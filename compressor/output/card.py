@@ -7,7 +7,10 @@ import re
 from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.representer import SafeRepresenter
 
 from blr.compressor import __version__
 from blr.compressor.base.errors import BlrError
@@ -21,9 +24,6 @@ from blr.compressor.planning.layers import what_became
 from blr.compressor.planning.plan import Plan, cache_notes
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.recipe.yaml_file import parse_mapping
-
-if TYPE_CHECKING:
-    from ruamel.yaml.representer import SafeRepresenter
 
 FENCE = "---\n"
 _HEAD = re.compile(r"\s*---[ \t]*\n(?P<head>.*?)(?:(?<=\n)---[ \t]*(?:\n|\Z))", re.DOTALL)
@@ -104,8 +104,6 @@ def card_front(
 
 def write_front(front: dict[str, object]) -> str:
     """The head of a card, fences and all."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.representer import SafeRepresenter
 
     class Representer(SafeRepresenter):
         """For readers of YAML 1.1 and 1.2 alike."""
