@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 
 import torch
@@ -242,12 +242,9 @@ def _wanted_tokens(options: HealOptions, step: int, parameters: int, gpu: bool) 
 
 def _label(name: str, taken: dict[str, Stream]) -> str:
     """A text's label in the output: its name without a folder, unlike the others."""
-    label = known = printable(Path(name).name)
-    number = 1
-    while label in taken or label == SELF:
-        number += 1
-        label = f"{known} {number}"
-    return label
+    known = printable(Path(name).name)
+    labels = chain([known], (f"{known} {number}" for number in count(2)))
+    return next(label for label in labels if label not in taken and label != SELF)
 
 
 def batch_windows(options: HealOptions, reading: Reading, gpu: bool, processes: int = 1) -> int:
