@@ -25,7 +25,6 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint, open_checkpoint
 from blr.compressor.healing import output as written
 from blr.compressor.healing.data import (
-    Author,
     Data,
     Reading,
     batch_windows,
@@ -48,7 +47,7 @@ from blr.compressor.healing.summary import HealSummary
 from blr.compressor.healing.teacher import check_teacher, first_loss, recorded_digest
 from blr.compressor.healing.tracking import Tracking, check_tracker
 from blr.compressor.healing.trained_parameters import check_has_kinds, check_takes_additions, growth
-from blr.compressor.healing.trainer import StatePlace, Trainer
+from blr.compressor.healing.trainer import Trainer
 from blr.compressor.output.check import OutputCheck
 from blr.compressor.output.files import FolderContents
 from blr.compressor.output.folder_run import FolderRun, opened
@@ -147,8 +146,8 @@ class HealRun(FolderRun):
         self.progress.notes(pair.left_out(kinds))
         key = layer_key(state=[read, data.digest])
         with self._tracked() as tell:
-            place = StatePlace(self.workspace.journal, key, tell)
-            trainer = Trainer(pair, data, self.options, self.processes, place, self.progress)
+            place = self.workspace.journal, key
+            trainer = Trainer(pair, data, self.options, self.processes, place, tell, self.progress)
             self.state, self.speeds = trainer.run(), trainer.speeds
         self.packed = written.round_layers(
             pair, self.checkpoint.source, data.take(0), trainer.judge_written
@@ -222,15 +221,14 @@ class HealRun(FolderRun):
         self.progress.notes(reading.shortened(self.options))
         share = processes.rank, processes.count
 
-        def write(wanted: OwnText) -> Tensor:
+        def write(tokens: int, length: int) -> Tensor:
+            digest = self.teacher_digest or self._scan(self.teacher.source)
+            wanted = OwnText(tokens, length, self.options.seed, digest)
             how = wanted, journal, self.progress, share, processes.wait
             return write_own_text(teacher, reading.tokenizer, *how)
 
-        def digest() -> str:
-            return self.teacher_digest or self._scan(self.teacher.source)
-
-        author = Author(self.teacher.source.parameters, digest, write, self.on_gpu)
-        return make_data(reading, self.options, author)
+        parameters = self.teacher.source.parameters
+        return make_data(reading, self.options, parameters, self.on_gpu, write)
 
     def _contents(self, pair: TrainedPair, data: Data, read: str) -> FolderContents:
         workspace, source, packed = self.workspace, self.checkpoint.source, self.packed

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from blr.compressor.base.errors import InputError, NumericsError, UsageError
 from blr.compressor.checkpoint.header import BITS, TORCH_NAMES, TensorEntry
 from blr.compressor.checkpoint.source import Source
-from blr.compressor.fitting.rounding import PRODUCT, Quantized, quantize_dense, quantize_factors
+from blr.compressor.fitting.rounding import Quantized, quantize_dense, quantize_factors
 from blr.compressor.loading.native import family_of, meta_model
 from blr.compressor.modeling.modeling_blr import module_names
 from blr.compressor.recipe.architectures import find_family
@@ -98,7 +98,7 @@ class Quantizer:
                 self._last = module, self._quantize(module)
             except NumericsError as error:
                 raise NumericsError(f"{self.source.folder}: {module}: {error}") from error
-            self.errors[module] = self._last[1].errors[PRODUCT]
+            self.errors[module] = self._last[1].error
         return self._last[1].tensors[part]
 
     def mean_errors(self) -> dict[str, float]:

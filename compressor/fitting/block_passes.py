@@ -127,18 +127,10 @@ class Reached(Exception):
     """Raised to stop a forward pass once it has come far enough."""
 
 
-class Blocks(nn.Module):
-    """Several blocks that are run one after the other."""
-
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-
 def run_block(block: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-    """The output states [m, w, d] of a loaded block, or of `Blocks`, for the states `hidden`."""
-    if isinstance(block, Blocks):
-        for part in block.blocks:
+    """The output states [m, w, d] of a loaded block, or of a list of them, for the states `hidden`."""
+    if isinstance(block, nn.ModuleList):
+        for part in block:
             hidden = run_block(part, hidden, batch)
         return hidden
     positional, named = batch.given(block)
@@ -205,14 +197,21 @@ def captured_inputs(block: nn.Module, names: Iterable[str]) -> Iterator[dict[str
         yield kept
 
 
-def run_until(block: nn.Module, hidden: Tensor, batch: Batch, last: str) -> None:
-    """Run the block until its submodule `last` is called."""
+def run_until(block: nn.Module, hidden: Tensor, batch: Batch, last: str) -> Arguments:
+    """Run the block until its submodule `last` is called; all that it is called with."""
+    found: list[Arguments] = []
 
-    def stop(name: str, given: Tensor) -> None:
+    def stop(module: nn.Module, positional: Positional, named: Named) -> None:
+        found.append((positional, named))
         raise Reached
 
-    with suppress(Reached), watched({last: block.get_submodule(last)}, stop):
-        run_block(block, hidden, batch)
+    handle = block.get_submodule(last).register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        with suppress(Reached):
+            run_block(block, hidden, batch)
+    finally:
+        handle.remove()
+    return found[0]
 
 
 def home(size: int, device: torch.device) -> torch.device:

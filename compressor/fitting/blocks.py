@@ -4,10 +4,11 @@ The model is built without weights. `configs/*.yaml` names the blocks, or they a
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from blr.compressor.checkpoint.source import Source
 from blr.compressor.fitting import block_discovery as discovery
 from blr.compressor.fitting import block_passes as passes
 from blr.compressor.fitting.block_passes import NUMBER, Arguments, Batch
-from blr.compressor.fitting.experts import StackedExperts
+from blr.compressor.fitting.experts import StackedExperts, experts_of
 from blr.compressor.loading.loader import Parts, merged_names, renamed
 from blr.compressor.loading.native import meta_model, quiet_transformers
 from blr.compressor.modeling.modeling_blr import module_names, stacks_apart
@@ -102,7 +103,7 @@ class BlockModel:
         those found; with their residual streams once there is a `sample`. Last come those of experts."""
         names, number = {name for name, _ in block.named_modules()}, getattr(block, NUMBER)
         groups = [part for group in self.family.groups if (part := group.within(names))]
-        experts = [group for name in names for group in expert_groups(block, name)]
+        experts = [group for found in experts_of(block).items() for group in expert_groups(*found)]
         if self.sample is None:
             return groups + experts
         if number not in self._groups:
@@ -252,15 +253,11 @@ class BlockModel:
         return moved(tensor, self.device, torch.float32)
 
 
-def expert_groups(block: nn.Module, name: str) -> list[Group]:
+def expert_groups(name: str, experts: StackedExperts) -> Iterator[Group]:
     """The groups of the layers of the experts called `name`, one for each stack that is taken apart."""
-    module, found = block.get_submodule(name), list[Group]()
-    if not isinstance(module, StackedExperts):
-        return []
-    for names in module.parts.values():
-        each = [tuple(f"{name}.{part}.{n}" for part in names) for n in range(module.count)]
-        found.append(Group(tuple(layer for layers in each for layer in layers), experts=tuple(each)))
-    return found
+    for names in experts.parts.values():
+        each = tuple(tuple(f"{name}.{part}.{n}" for part in names) for n in range(experts.count))
+        yield Group(tuple(chain.from_iterable(each)), experts=each)
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> nn.Module:

@@ -76,7 +76,6 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
         calibration = _read(work, text, model)
     model.load_rest()
     batches = model.start(calibration, work.processes)
-    finish = finish_epochs(recipe.finish, 0, model, batches)  # refused before anything is measured
     key = layer_key(
         weights=weights,
         calibration=calibration.digest,
@@ -86,6 +85,8 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
     )
     specs = [planned.spec for planned in replan(None).layers]
     epochs = refit_epochs(recipe, specs, target.type == "cuda")
+    usual = FINISH_EPOCHS * (epochs > 0)  # --refit 0 asks for closed form
+    finish = finish_epochs(recipe.finish, usual, model, batches)
     sensitivity, curves = None, dict[str, list[float]]()
     if not reads_sensitivities(recipe, specs, epochs):
         work.progress.leave_out(MEASURING)
@@ -104,8 +105,6 @@ def compress_calibrated(work: Work, replan: Replan, text: str, weights: str = ""
         )
     work.progress.notes(notes)
     prefix = layer_key(key=key, measured=sensitivity is not None)
-    usual = FINISH_EPOCHS * (epochs > 0)  # --refit 0 asks for closed form
-    finish = finish or finish_epochs(recipe.finish, usual, model, batches)
     if not finish:
         work.progress.leave_out(LAST)
     run = FitRun(work, model, plan, batches, sensitivity, epochs, prefix, finish)

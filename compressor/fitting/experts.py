@@ -106,11 +106,6 @@ class StackedExperts(Experts):
         layers = enumerate(getattr(self, name))
         return torch.stack([found[n] if n in found else dense_weight(layer) for n, layer in layers])
 
-    def groups(self) -> Iterator[tuple[list[int], Joined, str]]:
-        """Those that are joined: their numbers, what they are, and the name of their list."""
-        for part, groups in self.joined.items():
-            yield from ((numbers, one, part) for numbers, one in groups)
-
     def stage(self, stack: str, rows: Tensor, seats: Seats) -> Tensor:
         """What experts make of rows [P, i] by their layers in a stack, or by their weights in it."""
         if names := self.parts.get(stack):

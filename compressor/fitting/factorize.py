@@ -80,21 +80,17 @@ class Work:
         self, specs: Mapping[str, Spec], compute: Callable[[str], None], calibrated: bool = False
     ) -> None:
         """Fit the layer under each key, divided over the processes by predicted cost, and wait until the
-        journal has all."""
+        journal has all. On a CPU a process fits several small ones at once."""
         costs = [predicted_cost(spec, calibrated) for spec in specs.values()]
         owners = zip(specs, share_out(costs, self.processes.count), strict=True)
-        self.each({key: specs[key] for key, owner in owners if owner == self.processes.rank}, compute)
+        mine = [key for key, owner in owners if owner == self.processes.rank]
+        most = SMALL if self.target.type == "cpu" else 0
+        on_one_thread([key for key in mine if specs[key].dense_parameters <= most], compute)
+        for key in mine:
+            if specs[key].dense_parameters > most:
+                compute(key)
         self.processes.wait()
         self.journal.await_all(list(specs))
-
-    def each(self, specs: Mapping[str, Spec], compute: Callable[[str], None]) -> None:
-        """Fit the layer under each key in this process, several small ones at once on a CPU."""
-        cpu = self.target.type == "cpu"
-        small = {key: cpu and spec.dense_parameters <= SMALL for key, spec in specs.items()}
-        on_one_thread([key for key in specs if small[key]], compute)
-        for key in specs:
-            if not small[key]:
-                compute(key)
 
 
 Result = tuple[dict[str, TensorEntry], dict[str, object]]  # stored factors by suffix, record
@@ -150,11 +146,20 @@ def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
     with work.progress.layers(-(-len(specs) // work.processes.count)) as advance:
 
         def compute(key: str) -> None:
-            advance(jobs[key].layer.module)
-            _layer(work, jobs[key], key)
+            job = jobs[key]
+            advance(job.layer.module)
+            with layer_errors(job):
+                tensors, record = factorize(work.source.load_tensor(job.layer.entry), job)
+            work.journal.store(key, tensors, record)
 
         work.share(specs, compute)
-    return {job.layer.module: _kept(work, job, key) for key, job in jobs.items()}
+    results = {}
+    for key, job in jobs.items():
+        done = work.journal.load(key)
+        assert done is not None
+        factors, record = done
+        results[job.layer.module] = {n: factors[n] for n in job.planned.spec.stored()}, record
+    return results
 
 
 def keys_of(work: Work, jobs: list[LayerJob], prefix: str = "") -> list[str]:
@@ -168,22 +173,6 @@ def keys_of(work: Work, jobs: list[LayerJob], prefix: str = "") -> list[str]:
 def layer_seed(seed: int, module: str) -> int:
     """A seed for one layer, whichever other layers are factorized."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{module}".encode()).digest()[:7], "big")
-
-
-def _layer(work: Work, job: LayerJob, key: str) -> None:
-    with layer_errors(job):
-        tensors, record = factorize(work.source.load_tensor(job.layer.entry), job)
-    work.journal.store(key, tensors, record)
-
-
-def _kept(work: Work, job: LayerJob, key: str) -> Result:
-    done = work.journal.load(key)
-    if done is None:  # the disk has damaged it meanwhile
-        work.each({key: job.planned.spec}, lambda key: _layer(work, job, key))
-        done = work.journal.load(key)
-    assert done is not None
-    factors, record = done
-    return {suffix: factors[suffix] for suffix in job.planned.spec.stored()}, record
 
 
 def factorize(weight: Tensor, job: LayerJob) -> Kept:
@@ -268,8 +257,21 @@ class WeightedFit:
         return None if self.metric is None else output_root(self.metric)
 
     def fit(self, matrix: Tensor, spec: Spec) -> dict[str, Tensor]:
-        """The factors of a plain structure."""
-        return _fit(self.job, spec, matrix, self.moments.metric.gram, self.metric)
+        """The factors of a plain structure: fit the matrix with outputs weighted by the metric, then
+        take the weights out. Low rank takes the whole metric in closed form, each group of output rows
+        its own block of it. Others take its diagonal [o], which scales rows."""
+        job, gram, metric = self.job, self.moments.metric.gram, self.metric
+        if metric is not None and isinstance(spec, LowRankSpec):
+            root = output_root(metric, spec.groups if spec.side == "out" else 1)
+            return _fit_low_rank(matrix, spec, gram, root)
+        dtype, options = fitting_dtype(job.device), job.options
+        if isinstance(spec, BlastSpec) and job.device.type == "cpu" and options.rounds is None:
+            options = replace(options, rounds=CPU_ROUNDS)
+        fit = plain_fit(options, gram)
+        if metric is None:
+            return fit(matrix.to(dtype), spec)
+        rows = metric.sqrt() + OUTPUT_RIDGE
+        return divide_rows(fit((rows[:, None] * matrix).to(dtype), spec), spec, rows.to(dtype))
 
     def kept(self, found: Mapping[str, Tensor], notes: list[str]) -> Kept:
         """What is stored of fitted factors, with those before rounding, and the record."""
@@ -303,36 +305,17 @@ def _fit_stack(fits: Sequence[WeightedFit], matrices: Tensor, spec: Spec) -> dic
     if roots:
         return _fit_low_rank(matrices, shape, grams, torch.stack(roots))
     dtype = fitting_dtype(matrices.device)
-    return lowrank.fit(matrices.to(dtype), shape, grams.to(dtype)).tensors
+    return lowrank.fit(matrices.to(dtype), shape, grams.to(dtype))
 
 
 def _fit_low_rank(target: Tensor, spec: LowRankSpec, gram: Tensor, root: Tensor) -> dict[str, Tensor]:
     """Low rank of [..., o, i] where errors in outputs cost what their `root` [..., o, o] says."""
-    found = lowrank.fit(root @ target, spec, gram).tensors
+    found = lowrank.fit(root @ target, spec, gram)
     left = found["U"]
     # U [G, o/G, r] of groups of rows is all of [o, r]
     rows = left.flatten(0, 1) if spec.groups > 1 and spec.side == "out" else left
     solved = solve_upper(root, rows).view_as(left)
     return dict(zip("UV", balance(solved, found["V"]), strict=True))
-
-
-def _fit(
-    job: LayerJob, spec: Spec, target: Tensor, gram: Tensor, metric: Tensor | None
-) -> dict[str, Tensor]:
-    """Fit the target with outputs weighted by `metric`, then take the weights out of the factors. Low
-    rank takes the whole metric in closed form, each group of output rows its own block of it. Others
-    take its diagonal [o], which scales rows."""
-    if metric is not None and isinstance(spec, LowRankSpec):
-        root = output_root(metric, spec.groups if spec.side == "out" else 1)
-        return _fit_low_rank(target, spec, gram, root)
-    dtype, options = fitting_dtype(job.device), job.options
-    if isinstance(spec, BlastSpec) and job.device.type == "cpu" and options.rounds is None:
-        options = replace(options, rounds=CPU_ROUNDS)
-    fit = plain_fit(options, gram)
-    if metric is None:
-        return fit(target.to(dtype), spec)
-    rows = metric.sqrt() + OUTPUT_RIDGE
-    return divide_rows(fit((rows[:, None] * target).to(dtype), spec), spec, rows.to(dtype))
 
 
 def metric_for(spec: Spec, information: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ Of experts each has the tokens that chose it, and some have hardly any.
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -12,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from blr.compressor.fitting.block_passes import Arguments, Batch, Reached, parted, run_block
+from blr.compressor.fitting.block_passes import Batch, parted, run_until
 from blr.compressor.fitting.experts import STACKS, StackedExperts, seats_of
 from blr.compressor.fitting.rounding import Metric
 from blr.compressor.structures.linalg import add_ridge, cholesky, solve_factored
@@ -69,8 +68,8 @@ def routed(
     """What a batch adds to the moments [E, i, i] of the inputs of a list `part` of layers of the experts
     `home`, and to the numbers of their tokens [E]. The dense experts compute with the tokens that choose
     those of the student."""
-    entered, chosen = _entering(student, home, batch.student.to(to), batch)
-    x, _ = _entering(dense, home, batch.hidden.to(to), batch)
+    entered, chosen = parted(*run_until(student, batch.student.to(to), batch, home))
+    x, _ = parted(*run_until(dense, batch.hidden.to(to), batch, home))
     index = cast(Tensor, chosen[0][0] if chosen[0] else chosen[1]["top_k_index"])
     pair = [cast(StackedExperts, block.get_submodule(home)) for block in (student, dense)]
     seats = seats_of(index, pair[0].count)
@@ -80,23 +79,6 @@ def routed(
     kept, wanted = rows
     found = {"gram": seats.gram(kept, kept), "cross": seats.gram(wanted - kept, kept)}
     return {**found, "tokens": seats.counts}
-
-
-def _entering(block: nn.Module, name: str, hidden: Tensor, batch: Batch) -> tuple[Tensor, Arguments]:
-    """What the module `name` is called with when the block runs, which then ends."""
-    kept: list[tuple[Tensor, Arguments]] = []
-
-    def keep(module: nn.Module, positional: tuple[object, ...], named: dict[str, object]) -> None:
-        kept.append(parted(positional, named))
-        raise Reached
-
-    handle = block.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True)
-    try:
-        with suppress(Reached):
-            run_block(block, hidden, batch)
-    finally:
-        handle.remove()
-    return kept[0]
 
 
 def expert_moments(sums: Mapping[str, Tensor]) -> list[Moments]:

@@ -13,7 +13,7 @@ from blr.compressor.base.device import tensor_cores
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.processes import Processes, sum_in_order
 from blr.compressor.base.progress import LAST
-from blr.compressor.fitting.block_passes import Batch, Blocks, alike, run_block, window_rows
+from blr.compressor.fitting.block_passes import Batch, alike, run_block, window_rows
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import layer_seed
 from blr.compressor.fitting.student import FitRun, train_and_keep
@@ -60,7 +60,7 @@ class Refitting(TrainingLoop):
         rate: float | None = None,
     ) -> None:
         what = TrainedSet({str(n): part for n, part in enumerate(trained)})
-        rate = rate or (PACKED_RATE if what.banks.banks else RATE)
+        rate = rate or (PACKED_RATE if what.banks else RATE)
         self.device = next(iter(what.masters.values())).device
         rates = rates_of([*what.masters.values()], what.shares, rate, what.stacks)
         super().__init__(what, rates, self.device)
@@ -97,8 +97,9 @@ class Refitting(TrainingLoop):
 
     def factor(self) -> float:
         """The share of the rates for the next step: a linear rise, then a linear fall."""
-        steps = len(self.order)
-        return factor_at(self.state.step, steps, max(1, round(WARM_UP * steps)))
+        step, steps = self.state.step, len(self.order)
+        rise = max(1, round(WARM_UP * steps))
+        return min(1.0, (step + 1) / rise) * max(0.0, 1 - step / max(steps, 1))
 
     def backward(self) -> None:
         epoch, done = divmod(self.state.step, len(self.train_on))
@@ -187,11 +188,6 @@ def rates_of(
     return [rate * share * size for size, share in zip(sizes, shares, strict=True)]
 
 
-def factor_at(step: int, steps: int, warm_up: int) -> float:
-    """The share of the rates at a step: a linear rise for `warm_up` steps, then a linear fall."""
-    return min(1.0, (step + 1) / warm_up) * max(0.0, 1 - step / max(steps, 1))
-
-
 def _root(metric: Tensor) -> Tensor:
     """The lower Cholesky factor of the metric with a small ridge, in float32."""
     metric = metric.double() / metric.diagonal().mean().clamp_min(1e-30)
@@ -224,7 +220,7 @@ class Finishing(Refitting):
         self, run: FitRun, trained: list[Trained], starts: list[Batch], targets: dict[int, Tensor]
     ) -> None:
         self.model = run.model
-        blocks = Blocks([student.block for student in run.students])
+        blocks = nn.ModuleList(student.block for student in run.students)
         super().__init__(blocks, trained, run.work.processes, starts, targets, None, FINISH_RATE)
 
     def _parts(self, batch: Batch) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.modeling.layers import rows_at_once
 from blr.compressor.structures.balance import even_columns, turned
-from blr.compressor.structures.base import Fit, FitOptions, relative_error
+from blr.compressor.structures.base import FitOptions, relative_error
 from blr.compressor.structures.blast import from_low_rank
 from blr.compressor.structures.gptq import (
     EASE,
@@ -24,6 +24,7 @@ from blr.compressor.structures.gptq import (
     round_fp8,
     seen_by_v,
 )
+from blr.compressor.structures.latent import RoundedGrid
 from blr.compressor.structures.linalg import solve_spd
 from blr.compressor.structures.packing import from_rows, pack_factor, restored, to_matrix, unpack_factor
 from blr.compressor.structures.registry import STRUCTURES
@@ -39,7 +40,6 @@ from blr.compressor.structures.specs import (
 from blr.kernels.decode.quantized.reference import pack
 from blr.kernels.fp8.reference import is_number
 
-PRODUCT = "product"
 LAST = "U"  # the factor that is solved for
 SOLVED = (4, 3, 2)  # bits for which U is solved for, as for float8: int8 loses too little
 LATENT = "_latent"
@@ -48,11 +48,11 @@ ROUNDS = 4  # rounds of rounding and correcting
 
 @dataclass(frozen=True)
 class Quantized:
-    """A rounded layer: `tensors` by stored name (``V_q``, ``V_scale``, ``S``), relative `errors` by
-    factor and of their "product", `latents`: the factors before rounding."""
+    """A rounded layer: `tensors` by stored name (``V_q``, ``V_scale``, ``S``), the relative `error` of
+    its weight, `latents`: the factors before rounding."""
 
     tensors: dict[str, Tensor]
-    errors: dict[str, float]
+    error: float
     latents: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -100,8 +100,9 @@ def plain_fit(options: FitOptions = FitOptions(), gram: Tensor | None = None) ->
 
     def fit(weight: Tensor, spec: Spec) -> dict[str, Tensor]:
         metric = None if gram is None else gram.to(weight)
-        found: Fit = STRUCTURES[spec.structure].factorizer().fit(weight, spec, metric, options)
-        return found.tensors
+        solve = STRUCTURES[spec.structure].factorizer().fit
+        found: dict[str, Tensor] = solve(weight, spec, metric, options)
+        return found
 
     return fit
 
@@ -169,12 +170,12 @@ def quantize_dense(
     parts, lost, whole = [], 0.0, 0.0
     for rows in weight.split(rows_at_once(weight.shape[1])):
         own = replace(spec, of=DenseSpec(spec.in_features, len(rows)))
-        stored = _pack(own, "weight", rows, scale_dtype or weight.dtype)
+        stored = _checked("weight", pack_factor(own, "weight", rows, scale_dtype or weight.dtype))
         back = unpack_factor(own, "weight", stored, _work(rows))
         lost, whole = lost + _square(back - rows.to(back)), whole + _square(rows.to(back))
         parts.append(stored)
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return Quantized(tensors, {PRODUCT: (lost / whole) ** 0.5 if whole else 0.0})
+    return Quantized(tensors, (lost / whole) ** 0.5 if whole else 0.0)
 
 
 def quantize_factors(
@@ -190,7 +191,7 @@ def quantize_factors(
     squares, given the weight and the rounded Z, and rounded with compensation. So each term makes up
     for what others lost.
     """
-    found, structure = Quantized({}, {}, {}), STRUCTURES[spec.structure]
+    tensors, latents, structure = dict[str, Tensor](), dict[str, Tensor](), STRUCTURES[spec.structure]
     reconstruct = structure.factorizer().reconstruct
     exact = {name: factors[name].to(_work(factors[name])) for name in spec.shapes()}
     if spec.tiled:
@@ -204,13 +205,10 @@ def quantize_factors(
         else:
             factor, stored = exact[name], _unsolved(spec, name, exact | back, metric, dtype)
         back[name] = unpack_factor(spec, name, stored, product.dtype)
-        found.tensors.update(stored)
+        tensors |= stored
         if not spec.fp8:
-            found.latents[latent_name(name)] = factor  # scaled and solved again, as it was rounded
-        if spec.format_of(name):
-            found.errors[name] = relative_error(factor, back[name])
-    found.errors[PRODUCT] = relative_error(product, reconstruct(back, spec.of))
-    return found
+            latents[latent_name(name)] = factor  # scaled and solved again, as it was rounded
+    return Quantized(tensors, relative_error(product, reconstruct(back, spec.of)), latents)
 
 
 def _corrected(
@@ -265,7 +263,7 @@ def _solved(
     left = solve_spd(normal, rows @ weighted)  # [..., o, K]
     if spec.tile(LAST):
         factor = from_rows(spec, LAST, left)
-        return factor, _pack(spec, LAST, factor, dtype)
+        return factor, _checked(LAST, pack_factor(spec, LAST, factor, dtype))
     stored, latent = _by_compensation(left, Metric(normal.double(), ease=0.0), LAST, spec, dtype)
     return from_rows(spec, LAST, latent), stored
 
@@ -283,7 +281,7 @@ def _unsolved(
             width, costs = spec.shapes()["V"][-2], gram.diagonal(dim1=-2, dim2=-1)  # by input
             blocks = width < spec.in_features
             costs = costs.view(-1, 1, width) if blocks else costs[..., None, :]
-        return _pack(spec, name, factor, dtype, costs)
+        return _checked(name, pack_factor(spec, name, factor, dtype, costs))
     return _float8(name, spec, to_matrix(spec, name, factor), costs_of(seen.double()), dtype)
 
 
@@ -307,18 +305,12 @@ def _by_compensation(
     matrix = matrix.float() if matrix.is_cuda else matrix
     if spec.fp8:
         return _float8(name, spec, matrix, metric.float8, dtype), matrix
-    grid = spec.bits, spec.group, dtype, spec.curved, spec.superblocks
-    found = gptq(matrix, metric.root.to(matrix), *grid)
-    padded = torch.nn.functional.pad(found.levels, (0, -matrix.shape[-1] % spec.group))
+    grid = RoundedGrid(spec.bits, spec.group, dtype, spec.curved, spec.superblocks)
+    levels, scale, latent = gptq(matrix, metric.root.to(matrix), grid)
+    padded = torch.nn.functional.pad(levels, (0, -matrix.shape[-1] % spec.group))
     packed = pack(padded, spec.bits, spec.group)
-    stored = dict(zip(stored_names(name), (packed, found.scale.to(dtype)), strict=True))
-    return _checked(name, stored), found.latent
-
-
-def _pack(
-    spec: QuantizedSpec, name: str, factor: Tensor, dtype: torch.dtype, costs: Tensor | None = None
-) -> dict[str, Tensor]:
-    return _checked(name, pack_factor(spec, name, factor, dtype, costs))
+    stored = dict(zip(stored_names(name), (packed, scale.to(dtype)), strict=True))
+    return _checked(name, stored), latent
 
 
 def _checked(name: str, stored: dict[str, Tensor]) -> dict[str, Tensor]:

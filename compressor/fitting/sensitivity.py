@@ -6,7 +6,7 @@ of G; the Kronecker-factored form is that of K-FAC (arXiv 1503.05671).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -38,8 +38,8 @@ class Sensitivity:
     module name or `HIDDEN`: G [o, o] with a mean diagonal of 1, or its diagonal."""
 
     read: Callable[[int], dict[str, Tensor]]
-    curves: dict[str, Tensor] = field(default_factory=dict)
-    tokens: int = 0
+    curves: dict[str, Tensor]
+    tokens: int
 
 
 def measure(
@@ -53,10 +53,9 @@ def measure(
         curves = SensitivitySweep(work, model, batches, keys, whole).run()
         if work.processes.first:
             work.journal.store(key, {name: t.contiguous() for name, t in curves.items()}, {})
-    found = Sensitivity(lambda index: work.journal.tensors(keys[index]))
-    found.curves = work.processes.told(work.processes.first and work.journal.tensors(key))
-    found.tokens = sum(batch.tokens for batch in batches)
-    return found
+    known = work.processes.told(work.processes.first and work.journal.tensors(key))
+    tokens = sum(batch.tokens for batch in batches)
+    return Sensitivity(lambda index: work.journal.tensors(keys[index]), known, tokens)
 
 
 class Task(NamedTuple):

@@ -149,39 +149,30 @@ class BlockFit:
     @torch.no_grad()
     def _moments(self, group: Group) -> dict[str, Moments]:
         """The moments of the inputs of a group's layers, by their names on disk."""
-        found = self._expert_moments(group) if group.experts else [self._shared_moments(group)]
-        pairs = zip(group.inputs, found, strict=True)
-        return {self.student.module(name): each for names, each in pairs for name in names}
-
-    def _expert_moments(self, group: Group) -> list[Moments]:
-        run, (home, part, _) = self.run, group.modules[0].rsplit(".", 2)
-        sequential, to = run.work.recipe.sequential, run.model.device
-        student = self.student.block if sequential else self.dense
-
-        def parts(n: int) -> dict[str, Tensor]:
-            batch = run.batches[n]
-            batch = batch if sequential else replace(batch, student=batch.hidden)
-            return routed(student, self.dense, home, part, batch, to)
-
-        kinds = ["gram", "cross", "tokens"]
-        with tensor_cores(to):
-            sums = sum_in_order(run.work.processes, len(run.batches), parts, kinds, torch.float64)
-        return expert_moments(sums)
-
-    def _shared_moments(self, group: Group) -> Moments:
         run, sequential = self.run, self.run.work.recipe.sequential
         drifts = sequential and group.residual is not None
         kinds = ["gram", *["cross"] * sequential, *["drift"] * drifts]
-        parts = partial(self._products, group=group, sequential=sequential)
+        kinds = ["gram", "cross", "tokens"] if group.experts else kinds
+        parts = partial(self._routed if group.experts else self._products, group=group)
         with tensor_cores(run.model.device):
             sums = sum_in_order(run.work.processes, len(run.batches), parts, kinds, torch.float64)
-        return Moments(sums["gram"], sums.get("cross"), sums.get("drift"))
+        shared = Moments(sums["gram"], sums.get("cross"), sums.get("drift"))
+        found = expert_moments(sums) if group.experts else [shared]
+        pairs = zip(group.inputs, found, strict=True)
+        return {self.student.module(name): each for names, each in pairs for name in names}
 
-    def _products(self, n: int, group: Group, sequential: bool) -> dict[str, Tensor]:
+    def _routed(self, n: int, group: Group) -> dict[str, Tensor]:
+        batch, (home, part, _) = self.run.batches[n], group.modules[0].rsplit(".", 2)
+        student = self.student.block
+        if not self.run.work.recipe.sequential:
+            student, batch = self.dense, replace(batch, student=batch.hidden)
+        return routed(student, self.dense, home, part, batch, self.run.model.device)
+
+    def _products(self, n: int, group: Group) -> dict[str, Tensor]:
         batch = self.run.batches[n]
         dense = self._dense_inputs(n, group)
         x = batch.rows(dense[group.modules[0]])
-        if not sequential:
+        if not self.run.work.recipe.sequential:
             return products(x)
         student = self._inputs(self.student.block, batch.student, batch, group)
         drift = None

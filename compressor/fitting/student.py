@@ -189,10 +189,11 @@ class Student:
         """The parameters of the block that can be trained without storing more: its layers and norms."""
         twins, parts = dict(self.twins), list[Mapping[str, Trained]]()
         for home, experts in experts_of(self.block).items():
-            for numbers, one, part in experts.groups():
-                parts.append(one.parts)
-                for n in numbers:
-                    del twins[f"{home}.{part}.{n}"]
+            for part, groups in experts.joined.items():
+                for numbers, one in groups:
+                    parts.append(one.parts)
+                    for n in numbers:
+                        del twins[f"{home}.{part}.{n}"]
         own = [*(twin.parts for twin in twins.values()), *parts]
         found: list[Trained] = [part for each in own for part in each.values()]
         return found + [Plain(parameter) for parameter in self.norms.values()]

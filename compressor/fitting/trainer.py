@@ -116,12 +116,13 @@ def forget(tensors: Iterable[Tensor]) -> None:
         tensor.grad = None
 
 
-class TrainedSet:
+class TrainedSet(Banks):
     """The trained parameters, by name. An optimizer moves their float32 copies, the `masters`, at the
     `shares` of its rate; `publish` rounds these into the model."""
 
     def __init__(self, trained: Mapping[str, Trained]) -> None:
-        self.trained, self.banks = dict(trained), Banks(trained.values())  # banks move masters: first
+        super().__init__(trained.values())  # banks move masters: first
+        self.trained = dict(trained)
         self.masters: dict[str, Tensor] = {}
         self.shares: list[float] = []
         self.stacks: set[int] = set()  # masters that hold several, which have rates of their own
@@ -136,14 +137,6 @@ class TrainedSet:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the model computes with."""
         return [part.parameter for part in self.trained.values()]
-
-    def publish(self) -> None:
-        """Write the masters, rounded, to the parameters."""
-        self.banks.publish()
-
-    def collect(self) -> None:
-        """Add the gradients of a pass to those of the masters, in float32."""
-        self.banks.collect()
 
     def forget(self) -> None:
         forget((*self.parameters, *self.masters.values()))

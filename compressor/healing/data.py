@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from blr.compressor.loading.load import load_tokenizer
 from blr.compressor.loading.sentences import Sentences, read_sentences
 from blr.compressor.output.loss import Text, healing_text
 from blr.compressor.recipe.settings import MINUTES, SELF, HealOptions
-from blr.compressor.text.own import ROOM, OwnText
+from blr.compressor.text.own import ROOM
 from blr.compressor.text.reading import (
     Beginning,
     beginning_of,
@@ -124,14 +124,31 @@ class Reading:
 
     def _stream(self, name: str, options: HealOptions, briefly: bool) -> Stream:
         documents, long = read_documents(name, options.offline), is_dataset(name)
-        place = self.window, options.seed, name
         if self.sentences is None:
             most = (LEAST_WINDOWS * self.window if briefly else SET_TOKENS) if long else None
             tokens = tokenize(documents, self.tokenizer, most)
-            return text_stream(tokens, *place, options.varied, self.beginning)
+            how = options.seed, name, options.varied, self.beginning
+            return text_stream(tokens, self.window, *how)
         lines, most = filter(str.strip, documents), BRIEF if briefly else SET_SENTENCES
-        first = islice(lines, most if long else None)
-        return sentence_stream(first, self.tokenizer, self.sentences, *place)
+        return self.sentence_stream(islice(lines, most if long else None), options.seed, name)
+
+    def sentence_stream(self, lines: Iterable[str], seed: int, name: str) -> Stream:
+        """A text's distinct sentences as rows of at most `window` tokens. Raises InputError for few."""
+        texts = [line.strip() for line in lines if line.strip()]
+        if self.sentences is not None and self.sentences.lower:
+            texts = [text.lower() for text in texts]
+        texts = list(dict.fromkeys(texts))  # one that is held back is nowhere else
+        if len(texts) < LEAST:
+            raise InputError(
+                f"{name}: {len(texts)} different sentences, expected at least {LEAST}, one a line; "
+                "give more text"
+            )
+        how = {"truncation": True, "max_length": self.window, "return_attention_mask": False}
+        found = self.tokenizer(texts, **how)
+        rows = torch.full((len(texts), self.window), PADDING, dtype=torch.int32)
+        for row, ids in zip(rows, found["input_ids"], strict=True):
+            row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        return Stream(rows, self.window, seed)
 
     def shortened(self, options: HealOptions) -> list[str]:
         """Notes on texts that are not read to their end."""
@@ -171,50 +188,18 @@ def _check_encoder(options: HealOptions) -> None:
             raise UsageError(f"{option} is for decoders; {why}: leave it out")
 
 
-def sentence_stream(
-    documents: Iterable[str],
-    tokenizer: PreTrainedTokenizerBase,
-    head: Sentences,
-    window: int,
-    seed: int,
-    name: str,
-) -> Stream:
-    """A text's distinct sentences as rows of `window` tokens at most. Raises InputError for few."""
-    texts = [document.strip() for document in documents if document.strip()]
-    texts = [text.lower() for text in texts] if head.lower else texts
-    texts = list(dict.fromkeys(texts))  # one that is held back is nowhere else
-    if len(texts) < LEAST:
-        raise InputError(
-            f"{name}: {len(texts)} different sentences, expected at least {LEAST}, one a line; "
-            "give more text"
-        )
-    found = tokenizer(texts, truncation=True, max_length=window, return_attention_mask=False)
-    rows = torch.full((len(texts), window), PADDING, dtype=torch.int32)
-    for row, ids in zip(rows, found["input_ids"], strict=True):
-        row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
-    return Stream(rows, window, seed)
+Write = Callable[[int, int], Tensor]  # gives so many tokens in samples of a length
 
 
-@dataclass(frozen=True)
-class Author:
-    """The teacher as a writer of text: its number of `parameters`, the digest of its weights, whether
-    it runs on a `gpu`, and how it writes."""
-
-    parameters: int
-    digest: Callable[[], str]
-    write: Callable[[OwnText], Tensor]
-    gpu: bool
-
-
-def make_data(reading: Reading, options: HealOptions, author: Author) -> Data:
-    """Read the user's texts, let the teacher write its text, and mix them. Raises BlrError."""
+def make_data(reading: Reading, options: HealOptions, parameters: int, gpu: bool, write: Write) -> Data:
+    """Read the user's texts, let the teacher of so many `parameters` write its text, and mix them.
+    Raises BlrError."""
     streams = reading.texts(options)
     share = _own_share(options, reading)
-    batch = batch_windows(options, reading, author.gpu)
+    batch = batch_windows(options, reading, gpu)
     if share > 0:
         length = min(options.window + ROOM, reading.context)
-        count = own_tokens(options, reading, author.parameters, author.gpu)
-        rows = author.write(OwnText(count, length, options.seed, author.digest()))
+        rows = write(own_tokens(options, reading, parameters, gpu), length)
         text, beginning = rows[:, len(reading.beginning) :], reading.beginning
         streams[SELF] = Stream(text, reading.window, options.seed, options.varied, beginning)
     counts = _shares(streams, share, batch)
@@ -257,12 +242,9 @@ def _wanted_tokens(options: HealOptions, step: int, parameters: int, gpu: bool) 
 
 def _label(name: str, taken: dict[str, Stream]) -> str:
     """A text's label in the output: its name without a folder, unlike the others."""
-    label = known = printable(Path(name).name)
-    number = 1
-    while label in taken or label == SELF:
-        number += 1
-        label = f"{known} {number}"
-    return label
+    known = printable(Path(name).name)
+    labels = chain([known], (f"{known} {number}" for number in count(2)))
+    return next(label for label in labels if label not in taken and label != SELF)
 
 
 def batch_windows(options: HealOptions, reading: Reading, gpu: bool, processes: int = 1) -> int:

@@ -13,9 +13,9 @@ from transformers.pytorch_utils import Conv1D
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.base.quoting import named_line, quote
 from blr.compressor.checkpoint.config import read_config
-from blr.compressor.checkpoint.extras import CARD, LAYERS, METRICS, REPORT, inert
+from blr.compressor.checkpoint.extras import CARD, LAYERS, MAX_BYTES, METRICS, REPORT, inert
 from blr.compressor.checkpoint.header import TORCH_NAMES, TensorEntry
-from blr.compressor.checkpoint.regular import parse_json, read_text, read_whole, refuse
+from blr.compressor.checkpoint.regular import read_json, read_text, refuse
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.exporting.origin import Checkpoint
 from blr.compressor.fitting.block_passes import watched
@@ -29,9 +29,9 @@ from blr.compressor.loading.vendor import code_files
 from blr.compressor.modeling.modeling_blr import GUARD, PREFIX, guard, module_names
 from blr.compressor.modeling.registry import auto_map, declared_keys
 from blr.compressor.output.check import Bar, OutputCheck
-from blr.compressor.output.files import carried_files, check_reload
+from blr.compressor.output.files import carried_files, check_reload, json_file
 from blr.compressor.output.loss_messages import MARK, better_healing
-from blr.compressor.output.report import mean_errors, report_pages
+from blr.compressor.output.report import report_pages, type_row
 from blr.compressor.recipe.settings import HealOptions
 from blr.compressor.structures.base import relative_error
 from blr.compressor.structures.packing import restored
@@ -44,7 +44,6 @@ from blr.kernels.fp8.reference import is_number
 TOKENS = 8192  # run to find the inputs of layers in float8
 BATCH = 4  # rows of these tokens that are run at once
 KEPT = ("recipe.yaml",)
-MAX_BYTES = 64 * 2**20
 # What code may raise for JSON of another form than it wrote
 UNLIKE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError)
 SECTION = """
@@ -276,8 +275,8 @@ def small_files(
     return {
         **carried_files(checkpoint.source),
         **held,
-        "config.json": json.dumps(_config(folder, specs), indent=2).encode() + b"\n",
-        LAYERS: json.dumps(records, indent=2).encode() + b"\n",
+        "config.json": json_file(_config(folder, specs)),
+        LAYERS: json_file(records),
         CARD: healed_card(read_text(card, MAX_BYTES) if card.is_file() else "", facts).encode(),
         METRICS: b"".join(json.dumps(line).encode() + b"\n" for line in log),
         **(report_pages(report) if report else {}),
@@ -297,7 +296,7 @@ def _config(folder: Path, specs: dict[str, Spec]) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return parse_json(read_whole(path, MAX_BYTES), path) if path.is_file() else {}
+    return read_json(path, MAX_BYTES) if path.is_file() else {}
 
 
 def _grown(record: dict[str, Any], spec: Spec, ratio: float) -> dict[str, Any]:
@@ -313,13 +312,10 @@ def _grow(data: dict[str, Any], layer: dict[str, Any], spec: Spec) -> None:
     ratio = spec.parameters / (spec.parameters - more)
     if layer.get("equal_rank") is not None:
         layer["equal_rank"] *= ratio
-    totals, kinds = data["totals"], [k for k in data["types"] if k["type"] == layer["type"]]
-    for sums in (totals, *kinds):
-        sums["parameters"] += more
     if "bytes" in layer:
-        grown = round(layer["bytes"] * (ratio - 1))
-        for sums in (layer, *kinds):
-            sums["bytes"] += grown
+        layer["bytes"] += round(layer["bytes"] * (ratio - 1))
+    totals = data["totals"]
+    totals["parameters"] += more
     dense = totals["dense_parameters"]
     totals["cf"] = dense / totals["parameters"]
     if layer.get("bits") is not None and totals.get("bits") is not None:
@@ -336,7 +332,7 @@ def _update(data: dict[str, Any], records: dict[str, Any], specs: Mapping[str, S
         if spec := specs.get(layer["module"]):
             _grow(data, layer, spec)
     for kind in data["types"]:
-        kind |= mean_errors(kind["type"], data["layers"])
+        kind |= type_row(kind["type"], data["layers"])
 
 
 def healed_card(card: str, facts: dict[str, Any]) -> str:

@@ -131,12 +131,11 @@ def _fit(pair: TrainedPair, tensors: dict[str, Tensor]) -> bool:
     """Whether saved masters and moments have the names and shapes of what is trained."""
     whole = {name: m.shape for name, m in pair.masters.items() if name not in pair.slices}
     for label, tensor in tensors.items():
-        kind, _, name = label.partition(".")
-        part, _, moment_of = name.partition(".")
+        (kind, _, name), part = label.partition("."), ""
         if kind == OPTIMIZER:
-            if part not in MOMENTS or moment_of not in pair.masters:
+            part, _, name = name.partition(".")
+            if part not in MOMENTS or name not in pair.masters:
                 return False
-            name = moment_of
         scalar = part == "step" and tensor.dim() == 0
         if name in whole and tensor.shape != whole[name] and not scalar:
             return False

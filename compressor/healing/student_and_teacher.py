@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.utils import get_total_norm
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -18,6 +19,7 @@ from blr.compressor.base.processes import Processes
 from blr.compressor.checkpoint.header import TORCH_NAMES
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.exporting.origin import Checkpoint
+from blr.compressor.fitting.blocks import move_buffers
 from blr.compressor.fitting.composed import compose_layers
 from blr.compressor.fitting.student import Twin, make_twin
 from blr.compressor.fitting.trainer import TrainedSet
@@ -93,16 +95,9 @@ class Sharding:
         outside = {p for p in model.parameters() if id(p) not in inside}
         # The root has no tensors of its own; it lets each block fetch the next one's early
         fully_shard(model.base_model, mesh=self.mesh, mp_policy=policy, ignored_params=outside)
-        _move(model, self.device)
-
-
-def _move(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if not isinstance(parameter, DTensor) and parameter.device != device:
-                parameter.data = parameter.data.to(device)
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+        for parameter in outside:
+            parameter.data = parameter.data.to(self.device)
+        move_buffers(model, self.device)
 
 
 class TrainedPair(TrainedSet):
@@ -167,10 +162,10 @@ class TrainedPair(TrainedSet):
         """The norm of the gradients of all masters."""
         found = {n: m.grad for n, m in self.masters.items() if m.grad is not None}
         whole = [grad for name, grad in found.items() if name not in self.slices]
-        total = _norm(whole, self.device).square()
+        total = get_total_norm(whole).to(self.device).square()
         if self.slices:
             own = [grad for name, grad in found.items() if name in self.slices]
-            total = total + processes.sum(_norm(own, self.device).square())
+            total = total + processes.sum(get_total_norm(own).to(self.device).square())
         return total.sqrt()
 
     def joined(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -180,12 +175,6 @@ class TrainedPair(TrainedSet):
     def parted(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """This process's part of what `joined` gives."""
         return {n: self.slices[n].part(v).cpu() if n in self.slices else v for n, v in values.items()}
-
-
-def _norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    if not gradients:
-        return torch.zeros((), device=device)
-    return torch.nn.utils.get_total_norm(gradients)
 
 
 def task_of(checkpoint: Checkpoint) -> str:

@@ -15,15 +15,14 @@ FOLDER, PROJECT = "runs", "blr-heal"  # where trackers of files write; the proje
 
 
 class Tracking:
-    """Logs a run called `title` to the tracker `name`; an empty name logs nothing. Raises UsageError
-    for an unknown name, CapabilityError for a tracker that is not installed or does not start."""
+    """Logs a run called `title` to the tracker `name` (of `check_tracker`); an empty name logs nothing.
+    Raises CapabilityError for a tracker that does not start."""
 
     def __init__(self, name: str, title: str, progress: Progress) -> None:
         self.name, self.title, self.progress = name, title, progress
         self.tracker = self._made() if name else None
 
     def _made(self) -> object:
-        check_tracker(self.name)
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         kind = LOGGER_TYPE_TO_CLASS[self.name]

@@ -23,6 +23,7 @@ from blr.compressor.loading.native import native_errors, quiet_transformers
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.modeling_blr import Numbered, module_names
 from blr.compressor.recipe.settings import KINDS
+from blr.compressor.structures.linalg import balance
 from blr.compressor.structures.specs import BlastSpec, LowRankSpec, Spec
 
 LEFT, RIGHT = "added_B", "added_A"
@@ -141,14 +142,8 @@ def _named(model: PreTrainedModel, stored: Collection[str], known: Collection[st
     return found
 
 
-def holds_sum(layer: object) -> bool:
-    """Whether the weight of `layer` plus a low-rank product has the same structure."""
-    if not isinstance(layer, StructuredLinear):
-        return type(layer) is nn.Linear
-    return _extends(layer.spec)
-
-
 def _extends(spec: Spec) -> bool:
+    """Whether the weight of a layer plus a low-rank product has the same structure."""
     known = (LowRankSpec.structure, BlastSpec.structure)
     return spec.structure in known and getattr(spec, "groups", 1) == 1
 
@@ -185,7 +180,8 @@ def attach(model: PreTrainedModel, rank: int, seed: int) -> set[str]:
     generator, head = torch.Generator().manual_seed(seed), model.get_output_embeddings()
     found = set()
     for name, layer in model.named_modules():
-        if layer is head or not holds_sum(layer):
+        structured = isinstance(layer, StructuredLinear) and _extends(layer.spec)
+        if layer is head or not (structured or type(layer) is nn.Linear):
             continue
         A = torch.randn(rank, layer.in_features, generator=generator) / layer.in_features**0.5
         layer.register_parameter(RIGHT, nn.Parameter(A.to(model.device)))
@@ -217,9 +213,8 @@ def product_of(masters: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor
     if left is None or right is None or not bool(left.any()):
         return None
     B, A = left.detach().double().cpu(), right.detach().double().cpu()
-    sizes = B.norm(dim=0), A.norm(dim=1)
-    scale = torch.where(sizes[0] > 0, (sizes[1] / sizes[0]).sqrt(), 1.0)
-    return B * scale, A / scale[:, None]
+    B, rows = balance(B, A.mT)
+    return B, rows.mT
 
 
 def extended(factor: Tensor, spec: Spec, name: str, B: Tensor, A: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ The passes of a step are made in parts that fit in memory, on a GPU as CUDA grap
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -32,28 +31,20 @@ STEP = 1.1  # rates are rounded to its powers, so that one kernel moves tensors 
 HELD_ON_CPU = 16  # windows of a text that judge a decoder on a CPU: all 64 take as long as ten steps
 
 
-@dataclass(frozen=True)
-class StatePlace:
-    """Where a run keeps its state; `tell` gets every logged line as it comes."""
-
-    journal: Journal
-    key: str
-    tell: Callable[[dict[str, Any]], None]
-
-
 class Trainer(TrainingLoop):
-    """Trains `pair` on `data`; `run` leaves the parameters that were best on held-back windows."""
+    """Trains `pair` on `data`; `run` leaves the parameters that were best on held-back windows. The
+    state is kept in a journal under a key (`place`); `tell` gets every logged line as it comes."""
 
     state: State
 
     def __init__(
         self, pair: TrainedPair, data: Data, options: HealOptions, processes: Processes,
-        place: StatePlace, progress: Progress,
+        place: tuple[Journal, str], tell: Callable[[dict[str, Any]], None], progress: Progress,
     ) -> None:  # fmt: skip
         sizes, fused = pair.sizes(processes), pair.device.type == "cuda"
         super().__init__(pair, rounded_rates(options.rate, sizes, pair.shares), "cpu", fused)
         self.pair, self.data, self.options = pair, data, options
-        self.processes, self.saved_at, self.progress = processes, place, progress
+        self.processes, self.saved_at, self.progress, self.tell = processes, place, progress, tell
         if options.checkpointing:
             checkpoint_blocks(pair.student)
         stream = data.parts[0].stream
@@ -96,7 +87,7 @@ class Trainer(TrainingLoop):
         return self.state.seconds / (60 * (self.options.minutes or 1))
 
     def _resume(self) -> None:
-        found = load_state(self.saved_at.journal, self.saved_at.key, self.pair)
+        found = load_state(*self.saved_at, self.pair)
         names = [part.name for part in self.data.parts]
         if found is not None:
             found[0].rename(names)
@@ -209,14 +200,14 @@ class Trainer(TrainingLoop):
         lines."""
         line: Any = {"step": self.state.step, "tokens": self.state.step * self.data.tokens, **found}
         self.state.log.append(line)
-        self.saved_at.tell({**line, "seconds": round(self.state.seconds, 2), **speed})
+        self.tell({**line, "seconds": round(self.state.seconds, 2), **speed})
 
     def _save(self) -> None:
         self._flush()
         self.state.loss_sum, self.state.loss_steps = float(self.meter.total), self.meter.steps
         if self.processes.first or self.pair.slices:
-            place = self.saved_at.journal, self.saved_at.key
-            save_state(*place, self.state, self.pair, self.optimizer, self.processes.first)
+            journal, key = self.saved_at
+            save_state(journal, key, self.state, self.pair, self.optimizer, self.processes.first)
         self.processes.wait()
         self.saved = monotonic()
 

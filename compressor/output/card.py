@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.representer import SafeRepresenter
 
 from blr.compressor import __version__
 from blr.compressor.base.errors import BlrError
@@ -15,14 +19,11 @@ from blr.compressor.checkpoint.extras import CARD, MAX_BYTES
 from blr.compressor.checkpoint.regular import inside, read_text
 from blr.compressor.checkpoint.source import Source
 from blr.compressor.output.loss_messages import MARK
-from blr.compressor.output.report import Measured, Records, by_type
+from blr.compressor.output.report import Records, by_type
 from blr.compressor.planning.layers import what_became
 from blr.compressor.planning.plan import Plan, cache_notes
 from blr.compressor.recipe.schema import Recipe
 from blr.compressor.recipe.yaml_file import parse_mapping
-
-if TYPE_CHECKING:
-    from ruamel.yaml.representer import SafeRepresenter
 
 FENCE = "---\n"
 _HEAD = re.compile(r"\s*---[ \t]*\n(?P<head>.*?)(?:(?<=\n)---[ \t]*(?:\n|\Z))", re.DOTALL)
@@ -103,8 +104,6 @@ def card_front(
 
 def write_front(front: dict[str, object]) -> str:
     """The head of a card, fences and all."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.representer import SafeRepresenter
 
     class Representer(SafeRepresenter):
         """For readers of YAML 1.1 and 1.2 alike."""
@@ -163,8 +162,9 @@ def model_card(
 ) -> str:
     """The README.md of an output, which class `auto` of transformers loads, made from `name`."""
     known = any(record.get("weighted_error") is not None for record in records.values())
-    error: Measured = "weighted_error" if known else "error"
+    error = "weighted_error" if known else "error"
     types = dict.fromkeys(record["type"] for record in records.values())
+    means = by_type(records.values(), error)
     front = card_front(source.folder, name, (*TAGS, recipe.method), source.library.name)
     dense, now = plan.dense_parameters, plan.structured_parameters
     fewer = f"compression factor {plan.cf:.3f} of those layers ({dense:,} parameters became {now:,})"
@@ -178,14 +178,13 @@ def model_card(
         loading=LOADING[source.library].format(auto=auto),
         loss=MARK,
         of="weights" if error == "error" else "outputs, on the calibration's text",
-        rows="\n".join(_row(kind, plan, records, error) for kind in types),
+        rows="\n".join(_row(kind, plan, means) for kind in types),
         version=__version__,
     )
 
 
-def _row(kind: str, plan: Plan, records: Records, error: Measured) -> str:
+def _row(kind: str, plan: Plan, means: Mapping[str, float]) -> str:
     chosen = [p for p in plan.layers if p.layer.type == kind]
     shapes = dict.fromkeys(f"{p.spec.structure} {p.spec.describe()}" for p in chosen)
-    found = by_type({p.layer.module: records[p.layer.module] for p in chosen}, error)
-    mean = f"{found[kind]:.4f}" if kind in found else "–"
+    mean = f"{means[kind]:.4f}" if kind in means else "–"
     return f"| {kind} | {len(chosen)} | {', '.join(shapes)} | {mean} |"

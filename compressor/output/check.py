@@ -25,7 +25,7 @@ from blr.compressor.loading.vendor import DIFFUSION
 from blr.compressor.modeling.modeling_blr import FORMAT
 from blr.compressor.output import files
 from blr.compressor.output.files import Written
-from blr.compressor.output.loss import Loss, Measure, Text, Unmeasured, measure_of
+from blr.compressor.output.loss import Measure, Text, measure_of
 from blr.compressor.output.loss_messages import (
     LARGE,
     MARK,
@@ -53,13 +53,14 @@ class Bar:
     warn: Callable[[str], None]
     kept: bool = True
 
-    def hold(self, loss: Loss) -> None:
+    def hold(self, facts: LossFacts) -> None:
         """Raise NumericsError for a loss over `MOST`, without `force`."""
-        if loss.nats < LARGE:
+        loss = facts["loss"]
+        if loss < LARGE:
             return
-        lost = f"{loss.nats:.2f} nats a token lost (perplexity {number(loss.before)} -> "
-        lost += f"{number(loss.after)} on {loss.read})"
-        if loss.nats > MOST and not self.force:
+        before, after = (number(facts["perplexity"][name]) for name in ("before", "after"))
+        lost = f"{loss:.2f} nats a token lost (perplexity {before} -> {after} on {facts['read']})"
+        if loss > MOST and not self.force:
             then, partial = "add --force to write it all the same", sibling(self.output, "partial")
             if self.kept:
                 then = f"repeat the command with --force, which writes what {partial} keeps, and train "
@@ -98,35 +99,34 @@ class OutputCheck:
         self.door = door_of(source)
         self.load = load or self.door.written
         self.distance: float | None = None
-        self.loss: Loss | Unmeasured | None = None
+        self.loss = LossFacts()
         self.trial: Trial | None = None
-        self.measure: Measure | Unmeasured | None = None
+        self.measure: Measure | LossFacts = {}
         if runs:
             self.trial = self.door.trial(self.door.dense(source), source.folder)
             self.measure = measure_of(source, text() if continues_text(source) else None)
         elif continues_text(source):
-            self.measure = Unmeasured(why)
+            self.measure = {"unmeasured": why}
 
     def __call__(self, folder: Path) -> Written:
         """Check `folder`, and set `facts`. Raises OutputError for a model that does not load or run,
         NumericsError for NaN or Inf and as `Bar.hold`."""
         written = self.unjudged(folder)
-        if isinstance(self.loss, Loss):
+        if "loss" in self.loss:
             self.bar.hold(self.loss)
-        elif self.loss is not None and self.trial is not None:
-            self.bar.warn(f"perplexity not measured: {self.loss.why}")
+        elif self.loss and self.trial is not None:
+            self.bar.warn(f"perplexity {told(self.loss)}")
         return written
 
     def unjudged(self, folder: Path) -> Written:
         """The same without a limit on the loss, for a model that is still to be trained."""
         written = self.reload(folder)
-        self.loss = self.measure if isinstance(self.measure, Unmeasured) else None
+        self.loss = {} if isinstance(self.measure, Measure) else self.measure
         if self.trial is not None:
             self.distance, self.loss = self._run(self.trial, folder)
-        facts = None if self.loss is None else self.loss.facts
-        files, report = _card(folder / CARD, facts), folder / REPORT
-        if facts is not None and report.is_file():
-            files |= report_pages(json.loads(report.read_bytes()) | {"loss": rounded(facts)})
+        files, report = _card(folder / CARD, self.loss), folder / REPORT
+        if self.loss and report.is_file():
+            files |= report_pages(json.loads(report.read_bytes()) | {"loss": rounded(self.loss)})
         return written | {name: write_stream(folder / name, [data]) for name, data in files.items()}
 
     @property
@@ -134,10 +134,9 @@ class OutputCheck:
         """What was run, the distance of the results, and the loss; None if nothing ran."""
         if self.trial is None or self.distance is None:
             return None
-        measured = LossFacts() if self.loss is None else self.loss.facts
-        return {"ran": self.trial.what, "distance": self.distance, **measured}
+        return {"ran": self.trial.what, "distance": self.distance, **self.loss}
 
-    def _run(self, trial: Trial, folder: Path) -> tuple[float, Loss | Unmeasured | None]:
+    def _run(self, trial: Trial, folder: Path) -> tuple[float, LossFacts]:
         try:
             distance = trial.distance(self.load(folder), folder)
             if not isinstance(self.measure, Measure):
@@ -152,11 +151,11 @@ class OutputCheck:
             raise OutputError(f"{folder}: {found}, {expected}; {remedy}") from error
 
 
-def _card(path: Path, facts: LossFacts | None) -> dict[str, bytes]:
+def _card(path: Path, facts: LossFacts) -> dict[str, bytes]:
     text = path.read_text("utf-8") if path.is_file() else ""
     if MARK not in text:
         return {}
-    said = "" if facts is None else f"\nPerplexity {told(facts)}.\n"
+    said = f"\nPerplexity {told(facts)}.\n" if facts else ""
     return {CARD: text.replace(MARK, said).encode()}
 
 

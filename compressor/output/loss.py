@@ -127,15 +127,15 @@ def _held_text(
     most = max(most_tokens(source) // len(parts), LEAST)
     room = min(_room(source, beginning), most, *(len(tail) for tail, _ in parts.values()))
     used = {n: tail[-(min(len(tail), most) // room * room) :] for n, (tail, _) in parts.items() if room}
-    if sum(map(len, used.values())) < LEAST:
+    count = sum(map(len, used.values()))
+    if count < LEAST:
         return None
     windows = torch.cat([_rows(tail, room, beginning) for tail in used.values()])
     name = " and ".join(used)
     check_known((windows,), of_text(source.config).get("vocab_size"), name)
     first = parts[name][1] - len(used[name]) if len(used) == 1 else None
-    found = Text(windows, "", beginning, first)
     place = "" if first is None else f", from token {first:,} on"
-    what = f"{found.tokens:,} held-back tokens of {printable(Path(name).name)}{place}"
+    what = f"{count:,} held-back tokens of {printable(Path(name).name)}{place}"
     return Text(windows, what, beginning, first)
 
 
@@ -153,10 +153,10 @@ def file_text(path: Path, source: Source) -> Text:
         raise InputError(f"{path}: {len(ids)} tokens, expected at least 2; give a longer text")
     beginning = beginning_of(tokenizer)
     tokens = torch.tensor(ids[: max(most_tokens(source), LEAST)])
-    windows = _rows(tokens, min(_room(source, beginning), len(tokens)), beginning)
+    room = min(_room(source, beginning), len(tokens))
+    windows = _rows(tokens, room, beginning)
     check_known((windows,), of_text(source.config).get("vocab_size"), str(path))
-    found = Text(windows, "", beginning)
-    what = f"the first {found.tokens:,} tokens of {printable(path.name)}"
+    what = f"the first {len(windows) * room:,} tokens of {printable(path.name)}"
     return Text(windows, what, beginning, 0)
 
 
@@ -169,15 +169,16 @@ def own_text(model: PreTrainedModel, source: Source) -> Text:
     """Text that the model in `source` writes, in samples that go on from a random plain token."""
     config, beginning = model.config.get_text_config(), _beginning(source.folder)
     length = min(LENGTHS[is_small(source)] + len(beginning), context_of(model.config.to_dict()))
-    count = max(min(OWN, OWN_LOGITS // config.vocab_size) // (length - len(beginning)), 1)
+    room = length - len(beginning)
+    count = max(min(OWN, OWN_LOGITS // config.vocab_size) // room, 1)
     usable = plain_tokens(model.config)
     generator = torch.Generator().manual_seed(0)
     starts = usable[torch.randint(len(usable), (count, 1), generator=generator)]
     prompts = begun(starts, beginning)
     check_ids(model, prompts)
     windows = continued(model, prompts, 0, OwnText(count * length, length, 0, "")).long()
-    found = Text(windows, "", beginning, own=True)
-    return Text(windows, f"{found.tokens:,} tokens that the model wrote itself", beginning, own=True)
+    what = f"{count * room:,} tokens that the model wrote itself"
+    return Text(windows, what, beginning, own=True)
 
 
 def _beginning(folder: Path) -> Beginning:
@@ -186,49 +187,6 @@ def _beginning(folder: Path) -> Beginning:
         return beginning_of(load_tokenizer(folder))
     except InputError:
         return ()
-
-
-@dataclass(frozen=True)
-class Loss:
-    """`before` and `after` are perplexities, `agreement` a share, `kl` as of `divergence`. `tokens` in
-    windows of `window` were read, the first at place `first`; `read` describes them."""
-
-    before: float
-    after: float
-    agreement: float
-    kl: Divergence
-    tokens: int
-    window: int
-    read: str
-    first: int | None = None
-
-    @property
-    def nats(self) -> float:
-        return math.log(self.after / self.before)
-
-    @property
-    def facts(self) -> LossFacts:
-        return {
-            "read": self.read,
-            "loss": self.nats,
-            "agreement": self.agreement,
-            "perplexity": {"before": self.before, "after": self.after},
-            "kl": self.kl,
-            "tokens": self.tokens,
-            "window": self.window,
-            "first": self.first,
-        }
-
-
-@dataclass(frozen=True)
-class Unmeasured:
-    """`why` nothing was measured, in words."""
-
-    why: str
-
-    @property
-    def facts(self) -> LossFacts:
-        return {"unmeasured": self.why}
 
 
 @dataclass(frozen=True)
@@ -279,30 +237,38 @@ class Measure:
         self.text = text
         self.dense = _answers(model, text, None, where)
 
-    def __call__(self, model: PreTrainedModel, where: object) -> Loss:
+    def __call__(self, model: PreTrainedModel, where: object) -> LossFacts:
         """The loss of `model`, in evaluation mode. Raises NumericsError as above."""
         text, found = self.text, _answers(model, self.text, self.dense.logs, where)
-        same = float((found.best == self.dense.best).double().mean())
         before, after = (math.exp(min(x, MOST_NATS)) for x in (self.dense.loss, found.loss))
         window = text.windows.shape[1]
         room, first = room_in(window, text.beginning), text.first or 0
         kl = divergence([*found.kl], [first + n * room for n in range(len(found.kl))])
-        return Loss(before, after, same, kl, text.tokens, window, text.what, text.first)
+        return {
+            "read": text.what,
+            "loss": math.log(after / before),
+            "agreement": float((found.best == self.dense.best).double().mean()),
+            "perplexity": {"before": before, "after": after},
+            "kl": kl,
+            "tokens": text.tokens,
+            "window": window,
+            "first": text.first,
+        }
 
 
-def measure_of(source: Source, text: Text | None) -> Measure | Unmeasured | None:
-    """How the loss of outputs of `source` is measured, on `text` or on its own; None for a model that
-    continues no text. Raises NumericsError as `Measure`."""
+def measure_of(source: Source, text: Text | None) -> Measure | LossFacts:
+    """How the loss of outputs of `source` is measured, on `text` or on its own, or why it is not; empty
+    for a model that continues no text. Raises NumericsError as `Measure`."""
     if not continues_text(source):
-        return None
+        return {}
     if why := _hindrance(source, text):
-        return Unmeasured(why)
+        return {"unmeasured": why}
     try:
         model = computing(source)
         return Measure(model, text or own_text(model, source), source.folder)
     except Exception as error:  # whatever a model raises that takes no plain text
         raise_exhausted(error)
-        return Unmeasured(f"the model does not read plain text ({first_line(error, 120)})")
+        return {"unmeasured": f"the model does not read plain text ({first_line(error, 120)})"}
 
 
 def _hindrance(source: Source, text: Text | None) -> str:

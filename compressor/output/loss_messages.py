@@ -27,7 +27,9 @@ class Divergence(TypedDict):
 
 
 class LossFacts(TypedDict, total=False):
-    """A measured loss (`loss.Loss`), or why none was `unmeasured`."""
+    """A measured loss in nats a token, or why it is `unmeasured`; empty where there is none. `tokens` in
+    windows of `window` were read, the first at place `first`; `read` describes them. `agreement` is a
+    share, `kl` as of `loss.divergence`."""
 
     read: str
     loss: float

@@ -4,20 +4,21 @@ The same plan, records and facts give the same bytes: no times, no paths, number
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import Any, TypedDict
 
 from blr.compressor.checkpoint.extras import LAYERS, MAX_BYTES, REPORT
 from blr.compressor.checkpoint.header import read_header
 from blr.compressor.checkpoint.regular import read_json
-from blr.compressor.output.page import Measured, known, report_html
+from blr.compressor.output.page import known, report_html
 from blr.compressor.planning.plan import Plan, PlannedLayer
 from blr.compressor.structures.specs import Spec, spec_from_dict
 
 CURVE_POINTS = 256
+SIZES = ("dense_parameters", "parameters", "dense_bytes", "bytes")
 
 
 class LayerRecord(TypedDict, total=False):
@@ -53,7 +54,7 @@ def report_files(plan: Plan, records: Records, facts: Mapping[str, object]) -> d
             "cf": _round(plan.cf),
             "bits": _round(plan.bits),
         },
-        "types": [_type(kind, plan, layers) for kind in kinds],
+        "types": [type_row(kind, layers) for kind in kinds],
         "layers": layers,
         "kept": kept,
         "notes": list(plan.notes),
@@ -105,26 +106,13 @@ def _layer(planned: PlannedLayer, record: LayerRecord) -> dict[str, object]:
     return found if record.get("tokens") is None else found | {"tokens": record["tokens"]}
 
 
-def _type(kind: str, plan: Plan, rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    chosen = [planned for planned in plan.layers if planned.layer.type == kind]
-    return {
-        "type": kind,
-        "layers": len(chosen),
-        "dense_parameters": sum(planned.spec.dense_parameters for planned in chosen),
-        "parameters": sum(planned.spec.parameters for planned in chosen),
-        "dense_bytes": sum(planned.layer.entry.nbytes for planned in chosen),
-        "bytes": sum(planned.bits // 8 for planned in chosen),
-        **mean_errors(kind, rows),
-    }
-
-
-def mean_errors(kind: str, rows: Sequence[Mapping[str, object]]) -> dict[str, float | None]:
-    """Mean errors of the layers of a type, None where none was measured."""
-    found = dict[str, float | None]()
-    for name in ("error", "weighted_error"):
-        values = [v for row in rows if row["type"] == kind and known(v := row.get(name))]
-        found[name] = _round(mean(values)) if values else None
-    return found
+def type_row(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sizes of all layers of a type, as far as its `rows` know them, and their mean errors, None
+    where none was measured."""
+    chosen = [row for row in rows if row["type"] == kind]
+    sizes = {n: sum(row[n] for row in chosen) for n in SIZES if n in chosen[0]}
+    errors = {n: _round(by_type(rows, n).get(kind)) for n in ("error", "weighted_error")}
+    return {"type": kind, "layers": len(chosen), **sizes, **errors}
 
 
 def _round(value: object) -> float | None:
@@ -164,10 +152,10 @@ def tensor_bytes(path: Path) -> int:
     return sum(entry.nbytes for entry in read_header(path).entries.values())
 
 
-def by_type(records: Records, name: Measured) -> dict[str, float]:
-    """The mean of `name` in the records, by layer type."""
+def by_type(rows: Iterable[Mapping[str, object]], name: str) -> dict[str, float]:
+    """The mean of `name` by layer type, over the `rows` or records that have it."""
     found: dict[str, list[float]] = {}
-    for record in records.values():
-        if (value := record.get(name)) is not None:
-            found.setdefault(record["type"], []).append(value)
-    return {kind: sum(values) / len(values) for kind, values in found.items()}
+    for row in rows:
+        if known(value := row.get(name)):
+            found.setdefault(str(row["type"]), []).append(value)
+    return {kind: fmean(values) for kind, values in found.items()}

@@ -263,13 +263,12 @@ class Assigner:
         factor = max(o * i / share, 1.0 + 1e-6)
         choose = partial(choose_patterns, calibrated=self.calibrated, tolerance=CHAIN_TOLERANCE)
         try:
-            choice = choose(i, o, factor)
-            reason = choice.reason
+            chain, reason = choose(i, o, factor)
         except UsageError:  # rank 1 of the smallest chain is over this layer's share: others pay
-            choice = choose(i, o, o * i / (o + i))
-            reason = f"the smallest chain, cf {factor:.4g} is out of reach: {choice.reason}"
+            chain, why = choose(i, o, o * i / (o + i))
+            reason = f"the smallest chain, cf {factor:.4g} is out of reach: {why}"
             self._say(f"{o}x{i}: {reason}")
-        spec = KroneckerSpec(i, o, choice.patterns)
+        spec = KroneckerSpec(i, o, chain)
         return {task.layer.module: (spec, task.decided(reason)) for task in members}
 
     def _impossible(self, tasks: Sequence[Task], items: Sequence[Item], budget: float, goal: str) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.structures.linalg import orthonormal
+from blr.compressor.structures.monarch import gather, scatter
 from blr.compressor.structures.spec import Spec
 
 Tensors = dict[str, Tensor]
@@ -40,12 +41,9 @@ def _ratio(left: Tensor, right: Tensor) -> Tensor:
 
 def _monarch(tensors: Tensors) -> Tensors:
     """Every component of every block as of low rank: U[k, :, (l, s)] belongs to V[l, :, (k, s)]."""
-    b = len(tensors["U"])
-    left = tensors["U"].unflatten(-1, (b, -1))  # [k, q, l, s]
-    right = tensors["V"].unflatten(-1, (b, -1)).transpose(0, 2)  # [k, p, l, s]
-    found = _lowrank({"U": left.transpose(1, 2), "V": right.transpose(1, 2)})
-    U = found["U"].transpose(1, 2).flatten(2)
-    V = found["V"].transpose(1, 2).transpose(0, 2).flatten(2)
+    left, right = (scatter(tensors[name], len(tensors["U"])) for name in "UV")
+    found = _lowrank({"U": left, "V": right.transpose(0, 1)})  # [k, l, ·, s]
+    U, V = gather(found["U"]), gather(found["V"].transpose(0, 1))
     return {"U": U.contiguous(), "V": V.contiguous()}
 
 

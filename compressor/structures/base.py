@@ -1,8 +1,8 @@
-"""The options and results of factorizers, and the errors that they are judged by."""
+"""The options of factorizers, and the errors that they are judged by."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,15 +28,6 @@ class FitOptions:
     seed: int = 0
     processes: Processes | None = None
     noise: float = 0.0
-
-
-@dataclass
-class Fit:
-    """The factors of one layer. tensors: by the names of the spec, in the dtype of the fit. losses: the
-    weighted squared error at the start and after every round of an iterative solver."""
-
-    tensors: dict[str, Tensor]
-    losses: list[float] = field(default_factory=list)
 
 
 def weighted_norm_squared(matrix: Tensor, gram: Tensor | None = None) -> float:

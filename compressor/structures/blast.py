@@ -5,6 +5,7 @@ Structure: "Memory-Efficient Acceleration of Block Low-Rank Foundation Models", 
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import repeat
 from math import isnan, nan
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from blr.compressor.base.device import tensor_cores
 from blr.compressor.base.errors import NumericsError
 from blr.compressor.base.processes import OrderedSum, Processes, rounds
 from blr.compressor.structures import lowrank
-from blr.compressor.structures.base import SPREAD_BYTES, Fit, FitOptions
+from blr.compressor.structures.base import SPREAD_BYTES, FitOptions
 from blr.compressor.structures.descent import Apply, descend
 from blr.compressor.structures.linalg import definite, inverse_spd, mixed_gram, solve_spd, solve_tiled
 from blr.compressor.structures.precgd import STEPS, Factors, precgd
@@ -37,7 +38,7 @@ PAD = 1e-3  # value of V in ranks beyond min(o, i), which the low-rank start can
 
 def fit(
     weight: Tensor, spec: BlastSpec, gram: Tensor | None = None, options: FitOptions = FitOptions()
-) -> Fit:
+) -> dict[str, Tensor]:
     """U [b, q, r], S [b, b, r], V [b, p, r] for `weight` [o, i] in the norm of `gram` [i, i], in the
     dtype of `weight`. `options.solver` is "varpro" (default) or "precgd", the published one, which
     ignores `gram`; `options.rounds` counts accepted steps.
@@ -48,14 +49,14 @@ def fit(
     """
     if options.solver == "precgd":
         steps = STEPS if options.rounds is None else options.rounds
-        return _named(precgd(weight, spec, steps, options.seed))
+        return dict(zip("USV", precgd(weight, spec, steps, options.seed), strict=True))
     rounds = ROUNDS if options.rounds is None else options.rounds
     if gram is not None:
         gram = definite(gram)
     problem = BlastProblem(weight, gram, spec, options.processes, options.noise)
-    theta, losses = descend(problem, problem.start(), rounds)
+    theta, _ = descend(problem, problem.start(), rounds)
     U = problem.settle(theta, options.noise if options.noise >= SHRINKING else 0.0)
-    return _named(_balance(U, *problem.split(theta)), losses)
+    return dict(zip("USV", _balance(U, *problem.split(theta)), strict=True))
 
 
 def reconstruct(tensors: dict[str, Tensor], spec: BlastSpec) -> Tensor:
@@ -66,10 +67,6 @@ def reconstruct(tensors: dict[str, Tensor], spec: BlastSpec) -> Tensor:
 def right_factor(tensors: dict[str, Tensor], spec: BlastSpec) -> Tensor:
     """Z [k, i, r] with ``W_k = U_k Z_kᵀ``."""
     return (tensors["S"][:, :, None] * tensors["V"][None]).flatten(1, 2)
-
-
-def _named(factors: Factors, losses: list[float] | None = None) -> Fit:
-    return Fit(dict(zip("USV", factors, strict=True)), losses=losses or [])
 
 
 def _balance(U: Tensor, S: Tensor, V: Tensor) -> Factors:
@@ -144,7 +141,7 @@ class BlastProblem:
         """The optimal low rank with S = 1."""
         spec, most = self.spec, min(self.weight.shape)
         low = LowRankSpec(spec.in_features, spec.out_features, min(spec.rank, most))
-        V = lowrank.fit(self.weight, low, self.gram).tensors["V"]
+        V = lowrank.fit(self.weight, low, self.gram)["V"]
         V = V / V.square().mean(0).sqrt().clamp_min(torch.finfo(V.dtype).tiny ** 0.5)
         V = torch.nn.functional.pad(V, (0, max(spec.rank - most, 0)), value=PAD)
         S = V.new_ones(spec.blocks, spec.blocks, spec.rank)
@@ -202,11 +199,11 @@ class BlastProblem:
         self.failure = NumericsError("the error of the fit is not finite; --exclude the layer")
         losses, gradients = dict[int, Tensor](), dict[int, Tensor]()
         pulled = OrderedSum(processes, number, like=V)
-        parts = self._parts([n for n in range(number) if processes.owns(n)], S, V)
+        parts = self._tried([n for n in range(number) if processes.owns(n)], S, V)
         for turn in rounds(processes, number):
             n, part = turn * processes.count + processes.rank, None
             if n < number:
-                losses[n], gradients[n], part = self._tried(parts, V)
+                losses[n], gradients[n], part = next(parts)
             pulled.add(part)
         found = torch.zeros(number, dtype=torch.float64)
         for n, value in losses.items():  # only now: asking for one waits for the GPU
@@ -216,16 +213,14 @@ class BlastProblem:
             raise self.failure
         return loss, self.join(torch.cat(self._all(gradients, S.shape[1:])), pulled.total())
 
-    def _tried(self, parts: Iterator[Part], V: Tensor) -> Part:
-        """The next of `parts`. Where rows have no exact U it is NaN, since other processes wait for
-        it."""
+    def _tried(self, mine: list[int], S: Tensor, V: Tensor) -> Iterator[Part]:
+        """As `_parts`. From where rows have no exact U they are NaN, since other processes wait for
+        them."""
         try:
-            return next(parts)
-        except StopIteration:
-            pass
+            yield from self._parts(mine, S, V)
         except NumericsError as error:
             self.failure = error
-        return V.new_tensor(nan), V[:0], torch.zeros_like(V)
+        yield from repeat((V.new_tensor(nan), V[:0], torch.zeros_like(V)))
 
     def left(self) -> Tensor:
         """The exact U [b, q, r] at the point evaluated last."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blr.compressor.structures.latent import RoundedGrid
 from blr.compressor.structures.linalg import add_ridge, cholesky, inverse_spd, solve_spd
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.spec import Spec
@@ -36,17 +37,6 @@ EASE = 0.3
 NOTHING = 1e-5  # of the mean diagonal: what float32 leaves of a difference that is none
 
 
-class Rounded(NamedTuple):
-    """A rounded matrix: `levels` [..., o, i], int8, and `scale` [..., o, groups] stand for `value` [...,
-    o, i]. `latent` [..., o, i] are the compensated weights before rounding, from which training goes
-    on."""
-
-    levels: Tensor
-    scale: Tensor
-    value: Tensor
-    latent: Tensor
-
-
 def compensation(gram: Tensor) -> Tensor:
     """Upper Cholesky factor R [..., i, i] of H⁻¹ = Rᵀ R, for H [..., i, i] in float64: row j says how
     later columns compensate an error in column j."""
@@ -59,44 +49,35 @@ def damped(gram: Tensor) -> Tensor:
     return add_ridge(gram / scale[..., None, None], DAMP)
 
 
-def gptq(
-    weight: Tensor,
-    root: Tensor,
-    bits: int,
-    group: int,
-    scale_dtype: torch.dtype,
-    curved: bool = True,
-    superblocks: bool = False,
-) -> Rounded:
-    """Round `weight` [..., o, i], float32 or float64, to `bits`, column by column, as they are stored:
+def gptq(weight: Tensor, root: Tensor, grid: RoundedGrid) -> tuple[Tensor, Tensor, Tensor]:
+    """Round `weight` [..., o, i], float32 or float64, to `grid`, column by column, as they are stored:
     taking the costly ones first would scatter groups. Scales are chosen group by group for the weights
-    as they stand then, each column weighted by what an error there costs. root: of `compensation`, in
-    the same dtype. group: columns of a row that share a scale; the last group may be shorter.
-    scale_dtype: what scales are stored in. curved: which grid 3 bits take. superblocks: whether scales
-    of 8 groups are multiples of one unit, chosen before the first of them is rounded."""
-    round_columns: Callable[..., tuple[Tensor, Tensor, Tensor]] = round_group
+    as they stand then, each column weighted by what an error there costs; the unit of a superblock
+    before the first of its groups is rounded. The last group may be shorter. root: of `compensation`, in
+    the dtype of `weight`. Returns levels [..., o, i], int8, scales [..., o, groups], and the compensated
+    weights [..., o, i] before rounding, from which training goes on."""
+    bits, group, dtype, curved = grid.bits, grid.group, grid.scale_dtype, grid.curved
+    round_part: Callable[..., tuple[Tensor, Tensor, Tensor]] = round_group
     if weight.dtype == torch.float32 and kernel_device(weight):
         from blr.kernels.decode.quantized import compensate
 
-        round_columns = compensate.round_group
+        round_part = compensate.round_group
     left, scales = weight.clone(), []
-    levels = torch.empty_like(weight, dtype=torch.int8)
-    value, latent = torch.empty_like(left), torch.empty_like(left)
+    levels, latent = torch.empty_like(weight, dtype=torch.int8), torch.empty_like(left)
     unit = None
     for start in range(0, weight.shape[-1], group):
         columns = slice(start, min(start + group, weight.shape[-1]))
         part, own = left[..., columns], root[..., columns, columns].contiguous()
         costs = own.diagonal(dim1=-2, dim2=-1).pow(-2)[..., None, :]
-        if superblocks and start % (SUPERBLOCK * group) == 0:
+        if grid.superblocks and start % (SUPERBLOCK * group) == 0:
             wide = left[..., start : start + SUPERBLOCK * group].unflatten(-1, (-1, group))
-            unit = shared_unit(scales_of(wide, bits, scale_dtype, curved=curved).squeeze(-1), bits)
-        scale = scales_of(part, bits, scale_dtype, costs, curved)
+            unit = shared_unit(scales_of(wide, bits, dtype, curved=curved).squeeze(-1), bits)
+        scale = scales_of(part, bits, dtype, costs, curved)
         scale = scale if unit is None else multiples_of(scale, unit, bits)
-        found, latent[..., columns], missed = round_columns(part, own, scale, bits, curved)
-        levels[..., columns], value[..., columns] = found, values_of(found, scale, bits, curved)
+        levels[..., columns], latent[..., columns], missed = round_part(part, own, scale, bits, curved)
         left[..., columns.stop :] -= missed @ root[..., columns, columns.stop :]
         scales.append(scale)
-    return Rounded(levels, torch.cat(scales, -1), value, latent)
+    return levels, torch.cat(scales, -1), latent
 
 
 def round_group(

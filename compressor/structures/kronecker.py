@@ -5,13 +5,14 @@ in `KroneckerSpec`. Source: "Butterfly Factorization with Error Guarantees" (arX
 """
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from blr.compressor.structures import linalg
-from blr.compressor.structures.base import Fit, FitOptions
+from blr.compressor.structures.base import FitOptions
 from blr.compressor.structures.patterns import validate_chain
 from blr.compressor.structures.specs import KroneckerSpec, Pattern
 from blr.kernels.layers.kronecker.reference import kronecker_factor
@@ -27,7 +28,7 @@ Operator = Callable[[Tensor], Tensor]
 
 def fit(
     weight: Tensor, spec: KroneckerSpec, gram: Tensor | None = None, options: FitOptions = FitOptions()
-) -> Fit:
+) -> dict[str, Tensor]:
     """Factors ``factors.n`` [a, b, c, d] of `weight` [o, i] in the norm of `gram` [i, i], in the dtype
     of `weight`, or float32 for half precision; float64 is advised. `options.rounds` defaults to 0
     without `gram`; with it to at most `DEFAULT_ROUNDS`, and the weighted error is never larger than that
@@ -44,8 +45,8 @@ def fit(
     if gram is not None:
         starts.append(_hierarchical(weight, spec.patterns, gram))
     rounds = options.rounds if options.rounds is not None else DEFAULT_ROUNDS * (gram is not None)
-    factors, losses = _refine(weight, starts, gram, rounds)
-    return Fit({f"factors.{n}": w for n, w in enumerate(_balanced(factors))}, losses=losses)
+    factors = _refine(weight, starts, gram, rounds)
+    return {f"factors.{n}": w for n, w in enumerate(_balanced(factors))}
 
 
 def reconstruct(tensors: dict[str, Tensor], spec: KroneckerSpec) -> Tensor:
@@ -66,10 +67,7 @@ def _multiply(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _product(factors: Sequence[Tensor]) -> Tensor:
-    product = factors[0]
-    for factor in factors[1:]:
-        product = _multiply(product, factor)
-    return product
+    return reduce(_multiply, factors)
 
 
 def _support(matrix: Tensor, pattern: Pattern) -> Tensor:
@@ -135,25 +133,23 @@ def _left_vectors(blocks: Tensor, rank: int) -> Tensor:
 
 def _refine(
     weight: Tensor, starts: list[list[Tensor]], gram: Tensor | None, rounds: int
-) -> tuple[list[Tensor], list[float]]:
-    """Refit the factors of the best start in turn. Also returns the squared error of the start
-    and after every round, which never rises (H scaled to mean diagonal 1)."""
+) -> list[Tensor]:
+    """Refit the factors of the best start in turn; their error never rises."""
     states = [(*_residual(weight, start, gram), start) for start in starts]
     error, residual, factors = min(states, key=lambda state: state[0])
     # Steps that gain less than rounding are refused: at an exact fit with a singular H they would
     # only let the factors drift in directions that H does not see.
     least = ROUNDING * torch.finfo(weight.dtype).eps * _residual(weight, None, gram)[0]
-    losses = [error]
     for _ in range(rounds):
+        before = error
         for n in range(len(factors)):
             tried = _refitted(factors, n, residual, gram)
             tried_error, tried_residual = _residual(weight, tried, gram)
             if tried_error < error - least:
                 error, residual, factors = tried_error, tried_residual, tried
-        losses.append(error)
-        if not error < losses[-2] * (1 - STALLED):
+        if not error < before * (1 - STALLED):
             break
-    return factors, losses
+    return factors
 
 
 def _residual(weight: Tensor, factors: list[Tensor] | None, gram: Tensor | None) -> tuple[float, Tensor]:

@@ -7,7 +7,7 @@
 import torch
 from torch import Tensor
 
-from blr.compressor.structures.base import Fit, FitOptions, weighted_norm_squared
+from blr.compressor.structures.base import FitOptions, weighted_norm_squared
 from blr.compressor.structures.linalg import (
     balance,
     cholesky,
@@ -21,7 +21,7 @@ from blr.compressor.structures.specs import LowRankSpec
 
 def fit(
     weight: Tensor, spec: LowRankSpec, gram: Tensor | None = None, options: FitOptions = FitOptions()
-) -> Fit:
+) -> dict[str, Tensor]:
     """The optimal U [o, r] and V [i, r] for `weight` [o, i] in the norm of `gram` [i, i], with a matrix
     for each group if `spec` has some. Without `gram` this is the truncated SVD, in the dtype of
     `weight`; with it all but the result is computed in float64. Without groups it takes stacks [n, ...],
@@ -30,11 +30,11 @@ def fit(
         return _fit_columns(weight, spec, gram) if spec.side == "in" else _fit_rows(weight, spec, gram)
     if gram is None:
         left, right = truncated_svd(weight, spec.rank)
-        return Fit({"U": left, "V": right})
+        return {"U": left, "V": right}
     work = weight.double()
     left = _leading(work, gram.double(), spec.rank)
     left, right = balance(left, work.mT @ left)
-    return Fit({"U": left.to(weight), "V": right.to(weight)})
+    return {"U": left.to(weight), "V": right.to(weight)}
 
 
 def _leading(weight: Tensor, gram: Tensor, rank: int) -> Tensor:
@@ -47,26 +47,26 @@ def _leading(weight: Tensor, gram: Tensor, rank: int) -> Tensor:
     return orthonormal(half @ top_eigenvectors(half.mT @ half, rank))
 
 
-def _fit_rows(weight: Tensor, spec: LowRankSpec, gram: Tensor | None) -> Fit:
+def _fit_rows(weight: Tensor, spec: LowRankSpec, gram: Tensor | None) -> dict[str, Tensor]:
     """Fit every group of output rows on its own, which is optimal."""
     parts = weight.unflatten(0, (spec.groups, -1))  # [G, o/G, i]
     one = LowRankSpec(spec.in_features, parts.shape[1], spec.rank)
-    fits = [fit(part, one, gram).tensors for part in parts]
-    return Fit({name: torch.stack([tensors[name] for tensors in fits]) for name in "UV"})
+    fits = [fit(part, one, gram) for part in parts]
+    return {name: torch.stack([found[name] for found in fits]) for name in "UV"}
 
 
-def _fit_columns(weight: Tensor, spec: LowRankSpec, gram: Tensor | None) -> Fit:
+def _fit_columns(weight: Tensor, spec: LowRankSpec, gram: Tensor | None) -> dict[str, Tensor]:
     """Fit groups of input columns. That is optimal without `gram`, which couples them; with it the
     better of two starts is taken, V from its blocks and from the plain blocks, each also with all U
     exact."""
     blocks = weight.unflatten(1, (spec.groups, -1)).movedim(1, 0)  # [G, o, i/G]
     left, right = truncated_svd(blocks, spec.rank)
     if gram is None:
-        return Fit({"U": left, "V": right})
+        return {"U": left, "V": right}
     work, metric = weight.double(), gram.double()
     diagonal = metric.unflatten(0, (spec.groups, -1)).unflatten(2, (spec.groups, -1))
     one = LowRankSpec(blocks.shape[2], spec.out_features, spec.rank)
-    own = [fit(blocks[g].double(), one, diagonal[g, :, g]).tensors for g in range(spec.groups)]
+    own = [fit(blocks[g].double(), one, diagonal[g, :, g]) for g in range(spec.groups)]
     starts = [(left.double(), right.double())]
     starts.append((torch.stack([t["U"] for t in own]), torch.stack([t["V"] for t in own])))
     tried = [pair for start in starts for pair in (start, _refit_left(work, metric, start[1]))]
@@ -75,7 +75,7 @@ def _fit_columns(weight: Tensor, spec: LowRankSpec, gram: Tensor | None) -> Fit:
         return weighted_norm_squared(work - _summed(*pair), metric)
 
     left, right = balance(*min(tried, key=loss))
-    return Fit({"U": left.to(weight), "V": right.to(weight)})
+    return {"U": left.to(weight), "V": right.to(weight)}
 
 
 def _refit_left(weight: Tensor, gram: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from blr.compressor.structures import linalg
-from blr.compressor.structures.base import Fit, FitOptions
+from blr.compressor.structures.base import FitOptions
 from blr.compressor.structures.descent import Apply, descend
 from blr.compressor.structures.specs import MonarchSpec
 
@@ -13,7 +13,7 @@ ROUNDS = 30
 
 def fit(
     weight: Tensor, spec: MonarchSpec, gram: Tensor | None = None, options: FitOptions = FitOptions()
-) -> Fit:
+) -> dict[str, Tensor]:
     """U [b, q, b·r'] and V [b, p, b·r'] for `weight` [o, i] in the norm of `gram` [i, i], in the dtype
     of `weight`. `options.rounds` counts accepted steps of V (with `gram` only).
 
@@ -23,37 +23,36 @@ def fit(
     """
     if gram is None:
         left, right = linalg.truncated_svd(linalg.in_blocks(weight, spec.blocks), spec.block_rank)
-        return Fit({"U": _gather(left), "V": _gather(right.transpose(0, 1))})
-    gram = linalg.definite(gram)
-    problem = MonarchProblem(weight, gram, spec)
-    rounds = ROUNDS if options.rounds is None else options.rounds
-    theta, losses = descend(problem, problem.start(), rounds)
-    problem.evaluate(theta)
-    left = _scatter(problem.U, spec.blocks)
-    left, right = linalg.balance(left, problem.split(theta).transpose(0, 1))
-    return Fit({"U": _gather(left), "V": _gather(right.transpose(0, 1))}, losses=losses)
+    else:
+        problem = MonarchProblem(weight, linalg.definite(gram), spec)
+        rounds = ROUNDS if options.rounds is None else options.rounds
+        theta, _ = descend(problem, problem.start(), rounds)
+        problem.evaluate(theta)
+        left, right = scatter(problem.U, spec.blocks), problem.split(theta).transpose(0, 1)
+        left, right = linalg.balance(left, right)
+    return {"U": gather(left), "V": gather(right.transpose(0, 1))}
 
 
 def right_factor(tensors: dict[str, Tensor], spec: MonarchSpec) -> Tensor:
     """Z [k, i, b·r'] with ``W_k = U_k Z_kᵀ``: V_lk of all l along the diagonal."""
-    blocks = _scatter(tensors["V"], spec.blocks).transpose(0, 1)  # [k, l, p, r']
+    blocks = scatter(tensors["V"], spec.blocks).transpose(0, 1)  # [k, l, p, r']
     return torch.stack([torch.block_diag(*row) for row in blocks])
 
 
 def reconstruct(tensors: dict[str, Tensor], spec: MonarchSpec) -> Tensor:
     """The dense weight [o, i]."""
-    left = _scatter(tensors["U"], spec.blocks)  # [k, l, q, r']
-    right = _scatter(tensors["V"], spec.blocks).transpose(0, 1)  # [k, l, p, r']
+    left = scatter(tensors["U"], spec.blocks)  # [k, l, q, r']
+    right = scatter(tensors["V"], spec.blocks).transpose(0, 1)  # [k, l, p, r']
     return (left @ right.mT).permute(0, 2, 1, 3).reshape(spec.out_features, spec.in_features)
 
 
-def _gather(factors: Tensor) -> Tensor:
+def gather(factors: Tensor) -> Tensor:
     """Bring factors [k, l, m, r'] into the stored order [k, m, l·r'] of the middle index."""
     return factors.transpose(1, 2).flatten(2)
 
 
-def _scatter(factors: Tensor, b: int) -> Tensor:
-    """The inverse of `_gather`."""
+def scatter(factors: Tensor, b: int) -> Tensor:
+    """The inverse of `gather`."""
     return factors.unflatten(-1, (b, -1)).transpose(1, 2)
 
 

@@ -6,7 +6,6 @@ Kronecker-Sparse Matrices"; chainable patterns: arXiv 2411.04506, section 4.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from math import cos, gcd, inf, log, pi, prod, sin, sqrt
@@ -31,14 +30,6 @@ MAX_FEATURES = 2**31  # of a layer; no model comes near
 
 _ONE = r"\(\s*\d{1,9}\s*(?:,\s*\d{1,9}\s*){3}\)"
 _WRITTEN = re.compile(rf"\s*(?:{_ONE}\s*(?:,\s*)?)+")  # one way to match: no backtracking
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The chain that `choose_patterns` takes, and why, in words for the plan."""
-
-    patterns: Chain
-    reason: str
 
 
 def parse_patterns(text: str, in_features: int | None = None, out_features: int | None = None) -> Chain:
@@ -120,8 +111,6 @@ def check_pattern(text: str) -> None:
     if text.strip().lower() in NAMED:
         return
     patterns = parse_patterns(text)
-    if any(min(p) < 1 for p in patterns):
-        validate_chain(patterns, 1, 1)  # which says so
     o, i = _rows(patterns[0]), _columns(patterns[-1])
     validate_chain(patterns, i, o)
     if max(o, i) > MAX_FEATURES:
@@ -163,46 +152,37 @@ def chain_h(patterns: Sequence[Pattern]) -> float:
     return min((b + c) / (b * c) for _, b, c, _ in patterns)
 
 
-def two_factor_chain(
-    in_features: int, out_features: int, row_classes: int, column_blocks: int, rank: int
-) -> Chain:
+def two_factor_chain(i: int, o: int, d1: int, a2: int, rank: int) -> Chain:
     """The chain (1, o/d1, r·a2, d1)(a2, r·d1, i/a2, 1), of r(a2·o + d1·i) parameters. It gives each of
     d1·a2 blocks (rows equal modulo d1, columns in a2 runs) its own rank r."""
-    d1, a2 = row_classes, column_blocks
-    return (1, out_features // d1, rank * a2, d1), (a2, rank * d1, in_features // a2, 1)
+    return (1, o // d1, rank * a2, d1), (a2, rank * d1, i // a2, 1)
 
 
-def two_factor_chains(in_features: int, out_features: int) -> Iterator[tuple[int, int, int, int]]:
+def two_factor_chains(i: int, o: int) -> Iterator[tuple[int, int, int, int]]:
     """All grids of d1 row classes and a2 column blocks, with the largest block rank that can matter and
     the parameters of each unit of rank: (d1, a2, limit, a2·o + d1·i)."""
-    for d1 in _divisors(out_features):
-        for a2 in _divisors(in_features):
-            limit = min(out_features // d1, in_features // a2)
-            yield d1, a2, limit, a2 * out_features + d1 * in_features
+    for d1 in _divisors(o):
+        for a2 in _divisors(i):
+            yield d1, a2, min(o // d1, i // a2), a2 * o + d1 * i
 
 
 def choose_patterns(
-    in_features: int,
-    out_features: int,
-    cf: float,
-    *,
-    calibrated: bool = False,
-    band: float = BAND,
-    tolerance: float = TOLERANCE,
-) -> Choice:
-    """Choose the two-factor chain for compression factor `cf`: accuracy first, then h. Maximizing h
-    alone leads to rank 1 in many tiny blocks, which approximates trained matrices badly.
+    i: int, o: int, cf: float, *, calibrated: bool = False, tolerance: float = TOLERANCE
+) -> tuple[Chain, str]:
+    """Choose the two-factor chain for compression factor `cf`: accuracy first, then h; also why, in
+    words for the plan. Maximizing h alone leads to rank 1 in many tiny blocks, which approximates
+    trained matrices badly.
 
     1. Each grid takes the largest rank within the budget i·o/cf, made a multiple of 16, 8, 4 or 2 where
        that gives up at most 1% of the budget. The grid 1×1 is `svd`, taken only if no other fits.
     2. Kept are the chains whose factor is at most cf·(1 + tolerance), else the nearest below the budget.
-    3. `predicted_log_error` ranks them. Among those within `band` of the best the largest h wins, then
+    3. `predicted_log_error` ranks them. Among those within `BAND` of the best the largest h wins, then
        the fewest blocks.
 
     calibrated: whether the fit will be weighted by activations, which favours column blocks. Raises
     UsageError where not even rank 1 fits the budget.
     """
-    i, o, budget = in_features, out_features, in_features * out_features / cf
+    budget = i * o / cf
     all_grids = _within(i, o, budget)
     grids = [grid for grid in all_grids if grid[:2] != (1, 1)] or all_grids
     if not grids:
@@ -219,7 +199,7 @@ def choose_patterns(
         if parameters(chain) >= floor
     ]
     best = min(score for score, _, _ in scored)
-    equals = [entry for entry in scored if entry[0] <= best + band]
+    equals = [entry for entry in scored if entry[0] <= best + BAND]
     _, (d1, a2, rank), chain = min(equals, key=lambda e: (-chain_h(e[2]), e[1][0] * e[1][1], e[1]))
     reason = (
         f"{written(chain)}: grid {d1}x{a2} of rank {rank}, least predicted error of {len(scored)} "
@@ -227,24 +207,19 @@ def choose_patterns(
         f"{f', the largest h of {len(equals)} equals' if len(equals) > 1 else ''}"
         f" (h = {chain_h(chain):.4f})"
     )
-    return Choice(chain, reason)
+    return chain, reason
 
 
 def predicted_log_error(
-    in_features: int,
-    out_features: int,
-    row_classes: int,
-    column_blocks: int,
-    rank: int,
-    penalties: tuple[float, float] = PENALTIES["plain"],
+    i: int, o: int, d1: int, a2: int, rank: int, penalties: tuple[float, float] = PENALTIES["plain"]
 ) -> float:
-    """The logarithm of the expected relative error of a grid of rank-r blocks, up to a constant; -inf if
-    exact. It is that of a matrix with independent entries, whose block spectra follow the
+    """The logarithm of the expected relative error of d1·a2 blocks of one rank, up to a constant; -inf
+    if exact. It is that of a matrix with independent entries, whose block spectra follow the
     Marchenko-Pastur law, plus `penalties` for each e-fold of row classes and of column blocks."""
-    m, n = sorted((out_features // row_classes, in_features // column_blocks))
+    m, n = sorted((o // d1, i // a2))
     lost = _marchenko_pastur_tail(m / n, min(rank / m, 1.0))
     error = log(lost) / 2 if lost > 0 else -inf
-    return error + penalties[0] * log(row_classes) + penalties[1] * log(column_blocks)
+    return error + penalties[0] * log(d1) + penalties[1] * log(a2)
 
 
 @cache

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, MonarchSpec, Spec
 from blr.kernels.common.names import FOLDERS
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Call = Callable[..., "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class Structure:
     None where there are none. stepped: whether a rank must be a multiple of the blocks. grouped: whether
     heads can be factorized on their own. linear: whether every row of W is a row of U times Zᵀ, with Z
     the factorizer's ``right_factor``, so that U can be solved for given the others. iterated: whether
-    solvers take rounds. tuned: whether there are kernels to choose from.
+    solvers take rounds.
     """
 
     spec: type[Spec]
@@ -61,7 +55,6 @@ class Structure:
     grouped: bool = False
     linear: bool = False
     iterated: bool = True
-    tuned: bool = True
 
     @property
     def ranked(self) -> bool:
@@ -73,41 +66,9 @@ class Structure:
         """Its name in recipes, specs, files and on the command line."""
         return self.spec.structure
 
-    @property
-    def folder(self) -> str:
-        """The name of its kernels' folder, of its factorizers' module, and in kernel tables."""
-        return FOLDERS.get(self.name, self.name)
-
     def factorizer(self) -> ModuleType:
-        """The module with ``fit`` and ``reconstruct`` (imports torch)."""
-        return import_module(f"blr.compressor.structures.{self.folder}")
-
-    def reference(self, spec: Spec | None = None) -> Call:
-        """The product f(x, *factors, bias=None) in plain torch, in groups if `spec` has some."""
-        module = import_module(f"blr.kernels.layers.{self.folder}.reference")
-        if getattr(spec, "groups", 1) > 1:
-            grouped = getattr(module, f"grouped_{self.folder}_linear")
-            side = getattr(spec, "side", "out")
-            return lambda x, *factors, bias=None: grouped(x, *factors, bias, side=side)
-        return self._spread(getattr(module, f"{self.folder}_linear"))
-
-    def product(self) -> Call:
-        """The product f(x, *factors, bias=None) by kernels."""
-        if not self.tuned:
-            return self.reference()
-        module = import_module(f"blr.kernels.layers.{self.folder}.op")
-        return self._spread(getattr(module, f"{self.folder}_linear"))
-
-    def variants(self) -> Mapping[str, Call]:
-        """Its kernel variants, which take factors one by one."""
-        found: Mapping[str, Call] = import_module(f"blr.kernels.layers.{self.folder}.op").variants()
-        return found
-
-    def _spread(self, product: Callable[..., Tensor]) -> Call:
-        """`product` with its factors as arguments; that of a chain takes them as a list."""
-        if self.ranked:
-            return product
-        return lambda x, *factors, bias=None: product(x, list(factors), bias)
+        """The module with ``fit`` and ``reconstruct`` (imports torch), called as the kernels' folder."""
+        return import_module(f"blr.compressor.structures.{FOLDERS.get(self.name, self.name)}")
 
 
 STRUCTURES: dict[str, Structure] = {
@@ -119,4 +80,3 @@ STRUCTURES: dict[str, Structure] = {
         Structure(KroneckerSpec, ("hierarchical",)),
     )
 }
-TUNED = tuple(name for name, entry in STRUCTURES.items() if entry.tuned)

@@ -96,7 +96,9 @@ class StaticReader:
         self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.place, self.filled = SlotPlace(self.position, length), 0
-        self.cache = {cache_name(model): _cache(model, self.place, length)}
+        count = len(DynamicCache(config=model.config).layers)
+        slots = Cache(layers=[Slots(self.place, length) for _ in range(count)])
+        self.cache = {cache_name(model): slots}
         self.placed = "position_ids" in signature(model.forward).parameters
         self.probabilities: Tensor | None = None
         self.graphs: dict[int, Captured] = {}
@@ -302,11 +304,6 @@ def _attend(
     rows = query.reshape(m, key.shape[1], shared, d) if t == 1 else query
     out = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
     return out.reshape(m, h, t, -1).transpose(1, 2).contiguous(), None
-
-
-def _cache(model: PreTrainedModel, place: SlotPlace, length: int) -> Cache:
-    count = len(DynamicCache(config=model.config).layers)
-    return Cache(layers=[Slots(place, length) for _ in range(count)])
 
 
 def _log(probabilities: Tensor) -> Tensor:

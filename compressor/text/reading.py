@@ -12,6 +12,8 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -83,13 +85,12 @@ def idle_predictions(beginning: Beginning) -> int:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Batches of token ids [m, w] with `masks` of real tokens, and their digest. The first `idle`
-    positions of a row predict no text. `held` are a decoder's tokens [n] right behind the rows, which
-    judge the fit; `first` is the number of their first token in the text."""
+    """Batches of token ids [m, w] with `masks` of real tokens. The first `idle` positions of a row
+    predict no text. `held` are a decoder's tokens [n] right behind the rows, which judge the fit;
+    `first` is the number of their first token in the text."""
 
     ids: list[Tensor]
     masks: list[Tensor]
-    digest: str
     idle: int = 0
     held: Tensor | None = None
     first: int = 0
@@ -98,6 +99,14 @@ class Calibration:
     def tokens(self) -> int:
         """The number of real tokens in all batches."""
         return sum(int(mask.sum()) for mask in self.masks)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of tokens and masks."""
+        digest = hashlib.sha256()
+        for batch, mask in zip(self.ids, self.masks, strict=True):
+            digest.update(batch.numpy().tobytes() + mask.numpy().tobytes())
+        return digest.hexdigest()
 
 
 def read_calibration(
@@ -114,8 +123,7 @@ def read_calibration(
     InputError or HubError."""
     documents = read_documents(name, offline)
     if not packed:
-        batches, masks = _sentences(documents, tokenizer, samples, seq_len, name)
-        return Calibration(batches, masks, digest_batches(batches, masks))
+        return Calibration(*_sentences(documents, tokenizer, samples, seq_len, name))
     beginning = beginning_of(tokenizer)
     text, held = _windows(documents, tokenizer, samples, room_in(seq_len, beginning), name)
     found = packed_calibration(begun(text, beginning), beginning)
@@ -126,14 +134,7 @@ def packed_calibration(rows: Tensor, beginning: Beginning) -> Calibration:
     """The calibration whose windows [n, w] of token ids start with the `beginning`."""
     ids = list(rows.split(BATCH))
     masks = [part.new_ones(part.shape) for part in ids]
-    return Calibration(ids, masks, digest_batches(ids, masks), idle_predictions(beginning))
-
-
-def digest_batches(batches: list[Tensor], masks: list[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for batch, mask in zip(batches, masks, strict=True):
-        digest.update(batch.numpy().tobytes() + mask.numpy().tobytes())
-    return digest.hexdigest()
+    return Calibration(ids, masks, idle_predictions(beginning))
 
 
 def calibration_digest(name: str) -> str:
@@ -326,15 +327,9 @@ def _sentences(
     documents: Iterator[str], tokenizer: PreTrainedTokenizerBase, samples: int, seq_len: int, name: str
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Batches of documents of similar length, padded to the longest of each, and their masks."""
-    texts = []
-    for document in documents:
-        if document.strip():
-            texts.append(document.strip())
-        if len(texts) == samples:
-            break
+    texts = sorted(islice(filter(None, map(str.strip, documents)), samples), key=len)
     if not texts:
         raise InputError(f"{name}: no text; expected one document or sentence a line")
-    texts.sort(key=len)
     ids, masks = [], []
     for n in range(0, len(texts), 4 * BATCH):
         batch = encode_padded(tokenizer, texts[n : n + 4 * BATCH], seq_len)

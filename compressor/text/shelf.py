@@ -125,40 +125,38 @@ def _is_locked(descriptor: int, key: str, wait: bool) -> bool:
     return True
 
 
-def _listed(folder: Path) -> set[str]:
-    """The names of the files in `folder` that are ours. Raises InputError if the list cannot be read."""
+def _listed(folder: Path) -> set[str] | None:
+    """The names of the files in `folder` that are ours; None if the list is a file of the user's. Raises
+    InputError if it cannot be read."""
     path = folder / LIST
-    if not os.path.lexists(path) or not stat.S_ISREG(os.lstat(path).st_mode):
+    if not os.path.lexists(path):
         return set()
-    mark, *names = read_text(path, MAX_LIST).splitlines(keepends=True)
-    return {name[:-1] for name in names if _OURS.fullmatch(name)} if mark == MARK else set()
+    text = read_text(path, MAX_LIST) if stat.S_ISREG(os.lstat(path).st_mode) else "a link or folder"
+    mark, *names = text.splitlines(keepends=True) or [MARK]  # an empty one, as a full disk leaves it
+    return {name[:-1] for name in names if _OURS.fullmatch(name)} if mark == MARK else None
 
 
 def _is_listed(folder: Path, name: str) -> bool:
     """List `name` as ours, unless the user has a file of that name; returns whether it is listed."""
-    path = folder / LIST
-    if name in _listed(folder):
-        return True
-    if os.path.lexists(folder / name):
+    listed = _listed(folder)
+    if listed is None:
         return False
-    if os.path.lexists(path):  # only a list of ours is written to
-        plain = stat.S_ISREG(os.lstat(path).st_mode)
-        if not (plain and read_text(path, MAX_LIST).startswith(MARK)):
-            return False
+    if name in listed or os.path.lexists(folder / name):
+        return name in listed
     folder.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
+    descriptor = os.open(folder / LIST, flags, 0o666)
     try:
         new = os.fstat(descriptor).st_size == 0
         os.write(descriptor, f"{MARK if new else ''}{name}\n".encode())
     finally:
         os.close(descriptor)
-    return name in _listed(folder)
+    return name in (_listed(folder) or ())
 
 
 def _trim(folder: Path) -> None:
     """Remove our own files: those read longest ago beyond MOST bytes, and abandoned ones."""
-    left, listed = MOST, _listed(folder)
+    left, listed = MOST, _listed(folder) or set()
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if is_named(entry.name, listed)]
     seen = {name: os.lstat(folder / name) for name in names}

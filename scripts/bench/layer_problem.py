@@ -17,11 +17,11 @@ from torch import Tensor
 
 from blr.bench.checks import Expected, Precision, WrongResult, computing_in, expect, poisoned, within
 from blr.bench.harness import Arm, Checked
+from blr.bench.products import reference_of
 from blr.bench.results import REST, TIMES, Column, Timed, nested
-from blr.bench.shapes import LayerShape
+from blr.bench.shapes import TUNED, LayerShape
 from blr.bench.timing import Call, CpuSampler, CudaSampler, Rotation, event_ms
 from blr.compressor.base.quoting import named_line
-from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import KroneckerSpec, Spec
 from blr.kernels.common import tables
 from blr.kernels.common.available import kernel_device
@@ -229,11 +229,6 @@ def summed(name: str, shape: Sequence[int]) -> int:
     return {"U": shape[-1], "S": shape[0], "V": shape[-2]}[name]
 
 
-def reference_of(structure: str) -> Call:
-    """The plain torch layer of a structure, or of "dense", as f(x, *factors)."""
-    return torch.nn.functional.linear if structure == "dense" else STRUCTURES[structure].reference()
-
-
 def our_layout(spec: Spec, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The factors as layers on a GPU give them to kernels: in their order in memory, shapes canonical
     but for zeros behind ranks."""
@@ -248,7 +243,7 @@ def our_variant(spec: Spec, n: int, precision: Precision, device: torch.device) 
     """Which variant runs for n tokens: "reference" where no kernels do, else the tables' choice, for
     Kronecker-sparse layers on "auto" that of each factor."""
     here = kernel_device(torch.empty(0, dtype=precision.dtype, device=device))
-    if not here or not STRUCTURES[spec.structure].tuned:
+    if not here or spec.structure not in TUNED:
         return "reference"
     variant, _ = tables.choose(spec.structure, laid_shape(spec), n, precision.dtype, device)
     if isinstance(spec, KroneckerSpec) and variant == "auto":

@@ -21,13 +21,13 @@ from blr.bench.layer_problem import (
 )
 from blr.bench.options import LayerOptions
 from blr.bench.packed_layers import packed_arms
+from blr.bench.products import product_of
 from blr.bench.results import BenchReport
 from blr.bench.shapes import LayerShape, layer_work
 from blr.bench.timing import ARM_SECONDS
 from blr.compressor.base.device import pick_device
 from blr.compressor.base.errors import UsageError
 from blr.compressor.base.progress import Progress
-from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import Spec
 
 DRAWN = 32  # tokens whose products take a CPU as long as drawing the weights
@@ -71,7 +71,7 @@ class LayerCases:
             call = partial(torch.compile, made.reference, dynamic=False)
             yield made.arm(compiled, lambda: (call(), made.rotation))
         if spec is not None:
-            product = STRUCTURES[spec.structure].product()
+            product = product_of(spec.structure)
             yield made.arm(
                 "ours",
                 lambda: (product, made.rotate(our_layout(spec, made.factors()))),

@@ -18,10 +18,12 @@ from blr.compressor.base.errors import UsageError
 from blr.compressor.planning.budget import Item
 from blr.compressor.recipe.architectures import read_config_table
 from blr.compressor.structures.patterns import choose_patterns
-from blr.compressor.structures.registry import STRUCTURES, TUNED, LayerSizes
+from blr.compressor.structures.registry import STRUCTURES, LayerSizes
 from blr.compressor.structures.specs import KroneckerSpec, Spec
+from blr.kernels.common.names import FOLDERS
 
 LARGE, SMALL = (("llama-7b",), (1, 1024, 4096)), (("gpt2-s",), (1, 64))  # models and tokens; on a CPU
+TUNED = tuple(FOLDERS)  # structures whose kernels have variants to choose from
 SWEEP = (4, 8, 16)  # blocks of BLAST beside the published ones
 MONARCH_BLOCKS = 16  # where nothing is published
 RANK_STEP = 16
@@ -133,7 +135,7 @@ def _blocks(layer: LayerShape, structure: str, asked: Sequence[int]) -> list[int
 def _spec(layer: LayerShape, structure: str, blocks: int, cf: float) -> Spec:
     i, o, entry = layer.in_features, layer.out_features, STRUCTURES[structure]
     if entry.of_rank is None:
-        return KroneckerSpec(i, o, choose_patterns(i, o, cf).patterns)
+        return KroneckerSpec(i, o, choose_patterns(i, o, cf)[0])
     step, form = blocks if entry.stepped else 1, LayerSizes(i, o, blocks)
     cost = entry.of_rank(form, step).parameters // step
     published = layer.published_rank(structure, blocks) if cf == layer.cf else None

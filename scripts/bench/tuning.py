@@ -23,17 +23,18 @@ from blr.bench.layer_problem import (
     our_layout,
     problem_of,
 )
+from blr.bench.products import variants_of
 from blr.bench.results import WRONG, versions
-from blr.bench.shapes import LayerShape, specs_for
+from blr.bench.shapes import TUNED, LayerShape, specs_for
 from blr.bench.tuned_files import table_text, write_table
 from blr.bench.tuning_rules import Candidate, Measured, TunedPoint, fastest, merged, rules_of
 from blr.compressor.base.device import device_name, pick_device
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.recipe.tuned_table import read_table
-from blr.compressor.structures.registry import STRUCTURES, TUNED
 from blr.compressor.structures.specs import Spec
 from blr.kernels.common.available import has_triton, kernel_device
-from blr.kernels.common.dispatch import Variant, forget
+from blr.kernels.common.dispatch import forget
+from blr.kernels.common.names import FOLDERS
 from blr.kernels.common.tables import DENSE, MOST, REFERENCE
 
 FULL = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens that are measured
@@ -53,11 +54,6 @@ def tuning_device(name: str) -> torch.device:
             "capability 8 or later, and BLR_KERNELS other than torch"
         )
     return device
-
-
-def variants_of(structure: str) -> Mapping[str, Variant]:
-    """`Structure.variants` by name."""
-    return STRUCTURES[structure].variants()
 
 
 def tiles(rows: int, cols: int, stages: int = 4, warps: int = 4) -> dict[str, Any]:
@@ -120,7 +116,7 @@ class Tuning:
         """Every candidate for one layer in one structure, and what tables call it."""
         title = f"{layer.title} {spec.structure} {spec.describe()} {timer.precision.name} n={n}"
         arms = partial(self._arms, timer, layer, spec, n, title)
-        folder, dtype = STRUCTURES[spec.structure].folder, timer.precision.stored
+        folder, dtype = FOLDERS[spec.structure], timer.precision.stored
         measured = folder, laid_shape(spec), dtype, n
         return Case(title, lambda: list(arms()), around=timer.case), measured
 

@@ -15,17 +15,16 @@ from patience import PATIENCE
 from running import Invoke, Run
 from torch import Tensor
 
+from blr.bench import layers
 from blr.bench.harness import SIGNALS, Stopped, stoppable
-from blr.compressor.structures.registry import Structure
 
 SMALL = ("--models", "vit-b", "--structures", "svd,blast", "--blocks", "4", "--dtype", "float32")
 
 
 def served(monkeypatch: pytest.MonkeyPatch, product: Callable[..., Tensor]) -> None:
     """Our layers compute low rank by `product`."""
-    usual = Structure.product
-    mine = lambda self: product if self.name == "svd" else usual(self)  # noqa: E731
-    monkeypatch.setattr(Structure, "product", mine)
+    usual = layers.product_of
+    monkeypatch.setattr(layers, "product_of", lambda name: product if name == "svd" else usual(name))
 
 
 def test_layers_as_text_and_files_with_a_wrong_arm(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from blr.bench.shapes import find_layers, known_models, specs_for
+from blr.bench.shapes import TUNED, find_layers, known_models, specs_for
 from blr.compressor.base.errors import UsageError
 from blr.compressor.structures.patterns import validate_chain
-from blr.compressor.structures.registry import TUNED
 from blr.compressor.structures.specs import BlastSpec, KroneckerSpec, LowRankSpec, MonarchSpec
 
 pytestmark = pytest.mark.fast

@@ -17,7 +17,7 @@ from blr.bench.checks import PRECISIONS
 from blr.bench.harness import Case, Harness, Stopped
 from blr.bench.layer_problem import KernelTimer
 from blr.bench.results import BenchReport
-from blr.bench.shapes import LayerShape
+from blr.bench.shapes import TUNED, LayerShape
 from blr.bench.tuned_files import table_text, write_table
 from blr.bench.tuning import Tuning
 from blr.bench.tuning_rules import Candidate, TunedPoint, merged, rules_of
@@ -25,7 +25,6 @@ from blr.compressor.base.progress import Progress
 from blr.compressor.cli import timing as command
 from blr.compressor.cli.options import Format
 from blr.compressor.recipe.tuned_table import TunedRule, read_table, user_table
-from blr.compressor.structures.registry import TUNED
 from blr.kernels.common import dispatch, tables
 from blr.kernels.common.tables import BUCKETS, Shape, choose, first_match
 from blr.kernels.layers.blast.reference import blast_linear

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 from blr.compressor import register
 from blr.compressor.commands.inspect import inspect_output
-from blr.compressor.fitting.rounding import PRODUCT
 from blr.compressor.workspace.manifest import read_manifest
 
 register()
@@ -49,7 +48,7 @@ def test_tensors_and_errors_are_those_of_the_quantized_source(
     kinds = {module.rpartition(".")[2] for module in errors}
     assert reported.keys() == kinds and kinds
     for name in kinds:
-        own = [found[PRODUCT] for module, found in errors.items() if module.endswith(name)]
+        own = [found for module, found in errors.items() if module.endswith(name)]
         assert reported[name] == pytest.approx(mean(own))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
     assert all(again[key].equal(tensor) for key, tensor in expected.items())

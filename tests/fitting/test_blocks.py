@@ -9,6 +9,7 @@ import pytest
 import torch
 from calibrating import CPU, TEXT_MODELS, assert_parts_are_rows, block_model, calibration, native, opened
 from pico import MODELS, MORE, SEEING, VOCAB, save_model, save_pico, save_seeing, small
+from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -16,7 +17,7 @@ from blr.compressor.base.errors import CapabilityError
 from blr.compressor.base.processes import Processes, sum_in_order
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
-from blr.compressor.fitting.block_passes import Blocks, run_block, window_rows
+from blr.compressor.fitting.block_passes import run_block, window_rows
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Work, layer_seed
 from blr.compressor.fitting.moments import RIDGE, Moments, products
@@ -48,7 +49,7 @@ def test_every_block_is_given_what_the_model_gives_it(name: str, tmp_path: Path)
     whole, given = native(name, tmp_path), calibration()
     for ids, batch in zip(given.ids, model.start(given), strict=True):
         assert len(batch.arguments) == 2 and batch.kinds == (0, 1)
-        every = Blocks([model.load_block(index) for index in range(2)])
+        every = nn.ModuleList([model.load_block(index) for index in range(2)])
         found = model.logits(run_block(every, batch.hidden, batch))
         torch.testing.assert_close(found, whole(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
         first = run_block(model.load_block(0), batch.hidden[1:2], window_rows(batch, torch.tensor([1])))
@@ -100,12 +101,12 @@ def test_decoders_however_they_scale_normalize_or_mask(model_type: str, tmp_path
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = opened(tmp_path)
     whole, given = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), calibration()
-    every = Blocks([model.load_block(index) for index in range(len(model))])
+    every = nn.ModuleList([model.load_block(index) for index in range(len(model))])
     for ids, batch in zip(given.ids, model.start(given), strict=True):
         found = model.logits(run_block(every, batch.hidden, batch))
         torch.testing.assert_close(found, whole(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
         assert_parts_are_rows(every, batch)
-    for block in every.blocks:
+    for block in every:
         names = {name for group in model.groups(block) for name in group.modules}
         assert (
             names == {n for n, m in block.named_modules() if isinstance(m, torch.nn.Linear)} - UNLISTED
@@ -125,14 +126,14 @@ def test_encoders_by_the_states_behind_their_blocks(model_type: str, tmp_path: P
     AutoModel.from_config(config).save_pretrained(tmp_path)
     model = opened(tmp_path)
     whole, given = AutoModel.from_pretrained(tmp_path, dtype=torch.float32), calibration(padded=True)
-    every = Blocks([model.load_block(index) for index in range(len(model))])
+    every = nn.ModuleList([model.load_block(index) for index in range(len(model))])
     norm = getattr(whole, "final_norm", getattr(whole, "norm", torch.nn.Identity()))
     for ids, mask, batch in zip(given.ids, given.masks, model.start(given), strict=True):
         found = norm(run_block(every, batch.hidden, batch))
         expected = whole(input_ids=ids, attention_mask=mask).last_hidden_state
         torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
         assert_parts_are_rows(every, batch)
-    for block in every.blocks:
+    for block in every:
         names = {name for group in model.groups(block) for name in group.modules}
         assert names == {n for n, m in block.named_modules() if isinstance(m, torch.nn.Linear)}
 
@@ -142,7 +143,7 @@ def test_encoders_by_the_states_behind_their_blocks(model_type: str, tmp_path: P
 def test_what_reads_text_of_a_model_that_reads_images(model_type: str, tmp_path: Path) -> None:
     model = opened(save_seeing(model_type, tmp_path))
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
-    given, every = calibration(), Blocks([model.load_block(index) for index in range(len(model))])
+    given, every = calibration(), nn.ModuleList([model.load_block(index) for index in range(len(model))])
     for ids, batch in zip(given.ids, model.start(given), strict=True):
         found = model.logits(run_block(every, batch.hidden, batch))
         torch.testing.assert_close(found, whole(input_ids=ids).logits, rtol=1e-4, atol=1e-4)

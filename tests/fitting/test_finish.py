@@ -12,10 +12,11 @@ from calibrating import block_model, calibration, run
 from heal_models import save_characters
 from pico import save_pico
 from running import Invoke
+from torch import nn
 
 from blr.compressor.base.errors import CapabilityError
 from blr.compressor.fitting import refit
-from blr.compressor.fitting.block_passes import Blocks, run_block
+from blr.compressor.fitting.block_passes import run_block
 from blr.compressor.fitting.student import FitRun
 
 PACKED = {"method": "svd", "rank": 4, "base": "int2", "group": 32}
@@ -23,7 +24,7 @@ PACKED = {"method": "svd", "rank": 4, "base": "int2", "group": 32}
 
 def divergence(found: FitRun) -> float:
     """KL of the dense model's distributions from those of the stored results, nats a token."""
-    blocks, total = Blocks([student.block for student in found.students]), 0.0
+    blocks, total = nn.ModuleList([student.block for student in found.students]), 0.0
     starts = found.model.start(calibration())
     with torch.no_grad():
         for start, end in zip(starts, found.batches, strict=True):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from calibrating import assert_parts_are_rows, calibration, opened, run
 from pico import small
+from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -17,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from blr.compressor.base.errors import BlrError, CapabilityError
-from blr.compressor.fitting.block_passes import Blocks, run_block
+from blr.compressor.fitting.block_passes import run_block
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.recipe.architectures import find_family
 
@@ -79,7 +80,7 @@ def assert_is_the_model(model: BlockModel, whole: Any) -> None:
     padded = not whole.can_generate()
     given = calibration(padded)
     batches = model.start(given)
-    every = Blocks([model.load_block(index) for index in range(len(model))])
+    every = nn.ModuleList([model.load_block(index) for index in range(len(model))])
     for ids, mask, batch in zip(given.ids, given.masks, batches, strict=True):
         out = whole(input_ids=ids, attention_mask=mask) if padded else whole(input_ids=ids)
         behind = run_block(every, batch.hidden, batch)

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from blr.compressor.fitting.factorize import OUTPUT_RIDGE, _fit
+from blr.compressor.fitting.factorize import OUTPUT_RIDGE, WeightedFit
+from blr.compressor.fitting.moments import Moments
 from blr.compressor.fitting.sensitivity import curve
-from blr.compressor.structures.base import FitOptions
 from blr.compressor.structures.linalg import cholesky
 from blr.compressor.structures.lowrank import reconstruct
 from blr.compressor.structures.specs import LowRankSpec
 
-CPU: Any = SimpleNamespace(device=torch.device("cpu"), options=FitOptions())
+PLAIN = SimpleNamespace(transposed=False)
+CPU: Any = SimpleNamespace(device=torch.device("cpu"), layer=PLAIN)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -25,7 +26,7 @@ def test_low_rank_is_optimal_in_the_metric_of_its_outputs(groups: int) -> None:
     W, A, B = torch.randn(8, 12), torch.randn(12, 30), torch.randn(8, 9)
     weight, gram, output = (x.double() for x in (W, A @ A.mT, B @ B.mT))
     spec = LowRankSpec(12, 8, 1, groups)
-    fit = _fit(CPU, spec, weight, gram, output)
+    fit = WeightedFit(CPU, weight, Moments(gram), output).fit(weight, spec)
     missed = weight - reconstruct(fit, spec)
     for rows in torch.arange(8).view(groups, -1):
         own = output[rows][:, rows] + OUTPUT_RIDGE * torch.eye(len(rows))
@@ -41,5 +42,5 @@ def test_groups_of_inputs_take_the_whole_metric() -> None:
     torch.manual_seed(0)
     A, B = torch.randn(12, 30).double(), torch.randn(8, 9).double()
     weight, spec = torch.randn(8, 12).double(), LowRankSpec(12, 8, 4, 3, side="in")
-    fit = _fit(CPU, spec, weight, A @ A.mT, B @ B.mT)
+    fit = WeightedFit(CPU, weight, Moments(A @ A.mT), B @ B.mT).fit(weight, spec)
     torch.testing.assert_close(reconstruct(fit, spec), weight, rtol=1e-6, atol=1e-6)

@@ -20,8 +20,7 @@ from tolerances import TOLERANCES
 from torch import Tensor
 
 from blr.bench.checks import PRECISIONS, computing_in
-from blr.bench.layer_problem import reference_of
-from blr.bench.tuning import variants_of
+from blr.bench.products import reference_of, variants_of
 from blr.compressor.modeling.layers import StructuredLinear, make_layer
 from blr.compressor.structures.specs import (
     BlastSpec,

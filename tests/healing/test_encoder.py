@@ -15,7 +15,7 @@ from torch.nn.functional import cosine_similarity
 
 from blr.compressor.base.errors import BlrError
 from blr.compressor.commands.heal import heal
-from blr.compressor.healing.data import sentence_stream
+from blr.compressor.healing.data import Reading
 from blr.compressor.healing.objective import PADDING, Embedding
 from blr.compressor.healing.student_and_teacher import load_pair, load_teacher
 from blr.compressor.healing.summary import HealSummary
@@ -68,7 +68,7 @@ def test_embeddings_come_nearer(smaller: Path, encoder: Path, sentences: Path, t
 def test_no_sentence_is_both_trained_on_and_held_back(encoder: Path) -> None:
     tokenizer = load_tokenizer(encoder)
     lines = [chr(97 + n % 26) * (1 + n // 26) for n in range(50)]
-    stream = sentence_stream([*lines, *lines], tokenizer, Sentences(), 16, 0, "text")
+    stream = Reading(tokenizer, 16, 16, Sentences()).sentence_stream([*lines, *lines], 0, "text")
     rows = [{tuple(row.tolist()) for row in part} for part in (stream.rows, stream.held)]
     assert rows[0] and rows[1] and not rows[0] & rows[1]
 
@@ -88,7 +88,7 @@ def test_the_distance_is_that_of_the_embeddings(smaller: Path, encoder: Path, se
     teacher, head = load_teacher(encoder, torch.device("cpu"), EMBEDS), read_sentences(encoder)
     pair = load_pair(smaller, teacher, ("factors",), head)
     lines = sentences.read_text().splitlines()
-    stream = sentence_stream(lines, load_tokenizer(encoder), head, 16, 0, "x")
+    stream = Reading(load_tokenizer(encoder), 16, 16, head).sentence_stream(lines, 0, "x")
     found = Embedding(pair, head, 1.0).merit(stream.held)["distance"]
     student = load_model(smaller, EMBEDS, dtype="float32", device="cpu")
     dense = load_model(encoder, EMBEDS, dtype="float32", device="cpu")

@@ -214,13 +214,12 @@ SMALL, LARGE = 135e6, 8e9  # parameters
 def test_no_more_is_written_than_the_budget_reads(
     budget: dict[str, Any], writer: float | None, expected: int
 ) -> None:
-    asked: list[OwnText] = []
+    asked: list[int] = []
 
-    def write(wanted: OwnText) -> torch.Tensor:
-        asked.append(wanted)
-        return torch.zeros(8, wanted.length, dtype=torch.int32)
+    def write(tokens: int, length: int) -> torch.Tensor:
+        asked.append(tokens)
+        return torch.zeros(8, length, dtype=torch.int32)
 
     options = check_options(HealOptions("c", "d", window=16, batch=64, **budget))
-    author = data.Author(int(writer or SMALL), lambda: "author", write, gpu=writer is not None)
-    data.make_data(Reading(None, 16, 64), options, author)
-    assert [wanted.tokens for wanted in asked] == [expected]
+    data.make_data(Reading(None, 16, 64), options, int(writer or SMALL), writer is not None, write)
+    assert asked == [expected]

@@ -22,7 +22,7 @@ from blr.compressor.modeling.layers import layer_of
 from blr.compressor.modeling.models import model_class
 from blr.compressor.planning.roofline import find_gpu, layer_time
 from blr.compressor.structures import specs
-from blr.compressor.structures.base import Fit, FitOptions
+from blr.compressor.structures.base import FitOptions
 from blr.compressor.structures.packing import pack_factor, restored
 from blr.compressor.structures.registry import STRUCTURES, LayerSizes, Structure
 from blr.compressor.structures.spec import Shape, Spec
@@ -56,9 +56,9 @@ class ScaledSpec(Spec):
 
 def fit(
     weight: Tensor, spec: ScaledSpec, gram: Tensor | None = None, options: FitOptions | None = None
-) -> Fit:
+) -> dict[str, Tensor]:
     U, d, V = torch.linalg.svd(weight, full_matrices=False)
-    return Fit({"U": U[:, : spec.rank], "d": d[: spec.rank], "V": V.mT[:, : spec.rank]})
+    return {"U": U[:, : spec.rank], "d": d[: spec.rank], "V": V.mT[:, : spec.rank]}
 
 
 def reconstruct(factors: dict[str, Tensor], spec: Any) -> Tensor:
@@ -69,7 +69,7 @@ def of_rank(form: LayerSizes, rank: int) -> Spec:
     return ScaledSpec(form.inputs, form.outputs, rank)
 
 
-ENTRY = Structure(ScaledSpec, ("closed-form",), of_rank, iterated=False, tuned=False)
+ENTRY = Structure(ScaledSpec, ("closed-form",), of_rank, iterated=False)
 REMOTE = (
     bare.without("blr")
     + """
@@ -100,7 +100,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_layer_of_it_computes_stores_and_is_packed(added: None) -> None:
     weight, x = torch.randn(12, 20), torch.randn(5, 20)
     spec = STRUCTURES["scaled"].of_rank(LayerSizes(20, 12), 12)  # type: ignore[misc]
-    factors = STRUCTURES["scaled"].factorizer().fit(weight, spec).tensors
+    factors = STRUCTURES["scaled"].factorizer().fit(weight, spec)
     plain, exported = (layer_of(spec, False, exported=laid) for laid in (False, True))
     plain.load_state_dict(factors)
     torch.testing.assert_close(plain(x), x @ weight.mT)

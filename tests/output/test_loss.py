@@ -23,8 +23,7 @@ from blr.compressor.loading import loader
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.output import loss
 from blr.compressor.output.check import Bar
-from blr.compressor.output.loss import Loss
-from blr.compressor.output.loss_messages import better_export, better_fit, number, told
+from blr.compressor.output.loss_messages import LossFacts, better_export, better_fit, number, told
 from blr.compressor.recipe.schema import make_recipe
 from blr.compressor.text.reading import beginning_of, read_calibration
 from blr.compressor.workspace.manifest import read_manifest
@@ -262,7 +261,7 @@ def test_healing_after_a_compression_is_judged_once(
 ) -> None:
     from blr.compressor.commands.compress import Settings, compress
 
-    held: list[Loss] = []
+    held: list[LossFacts] = []
     monkeypatch.setattr(Bar, "hold", lambda self, loss: held.append(loss))
     settings = Settings("dense", heal=0.002, calibration=str(text), device="cpu")
     recipe = make_recipe(method="svd", cf=1.5, samples=8)
@@ -274,19 +273,22 @@ def test_healing_after_a_compression_is_judged_once(
     assert read_manifest(tmp_path / "out")["files"]["README.md"]
 
 
-LOST = Loss(20.0, 20.0 * math.exp(0.38), 0.8, {"mean": 0.4}, 1024, 64, "text")
+def lost(nats: float) -> LossFacts:
+    perplexity = {"before": 20.0, "after": 20.0 * math.exp(nats)}
+    found: Any = {"read": "text", "loss": nats, "agreement": 0.8, "perplexity": perplexity}
+    return {**found, "kl": {"mean": 0.4}, "tokens": 1024, "window": 64, "first": None}
 
 
 def test_from_a_quarter_of_a_nat_on_a_warning_names_what_loses_less(tmp_path: Path) -> None:
     said: list[str] = []
     bar = Bar(tmp_path / "out", "take --quantize int8", False, said.append)
-    bar.hold(LOST)
-    bar.hold(replace(LOST, after=20.0 * math.exp(0.2)))
+    bar.hold(lost(0.38))
+    bar.hold(lost(0.2))
     assert said == ["0.38 nats a token lost (perplexity 20.00 -> 29.25 on text); take --quantize int8"]
 
 
 def test_next_to_no_loss_has_no_minus() -> None:
-    facts = replace(LOST, after=20.0 - 1e-6).facts
+    facts = lost(-5e-8)
     assert ": 0.000 nats a token lost" in told(facts)
     assert dict(check_lines({**facts, "ran": "x", "distance": 0.0}))["loss"].startswith("0.000 nats")
 

@@ -132,10 +132,8 @@ def test_weighted_groups_are_never_worse(spec: LowRankSpec, tokens: int, weigh: 
     weight, gram = drawn(spec.out_features, spec.in_features), gram_of(spec.in_features, tokens)
     plain = lowrank.fit(weight, spec)
     weighted = lowrank.fit(weight, spec, gram)
-    assert {n: tuple(t.shape) for n, t in weighted.tensors.items()} == spec.shapes()
-    errors = [
-        relative_error(weight, lowrank.reconstruct(fit.tensors, spec), gram) for fit in (plain, weighted)
-    ]
+    assert {n: tuple(t.shape) for n, t in weighted.items()} == spec.shapes()
+    errors = [relative_error(weight, lowrank.reconstruct(fit, spec), gram) for fit in (plain, weighted)]
     assert errors[1] <= errors[0] * (1 + 1e-9) + 1e-5
 
 
@@ -143,14 +141,14 @@ def test_weighted_groups_are_never_worse(spec: LowRankSpec, tokens: int, weigh: 
 def test_one_group_is_the_plain_factorization(side: str) -> None:
     weight, gram = drawn(8, 12), gram_of(12, 40)
     for norm in (None, gram):
-        one = lowrank.fit(weight, LowRankSpec(12, 8, 3, 1, side), norm).tensors
-        plain = lowrank.fit(weight, LowRankSpec(12, 8, 3), norm).tensors
+        one = lowrank.fit(weight, LowRankSpec(12, 8, 3, 1, side), norm)
+        plain = lowrank.fit(weight, LowRankSpec(12, 8, 3), norm)
         assert all(torch.equal(one[name], plain[name]) for name in plain)
 
 
 def test_groups_of_rows_are_optimal_each() -> None:
     weight, spec = drawn(12, 10), LowRankSpec(10, 12, 2, 3, "out")
-    found = lowrank.reconstruct(lowrank.fit(weight, spec).tensors, spec)
+    found = lowrank.reconstruct(lowrank.fit(weight, spec), spec)
     for part, whole in zip(found.split(4), weight.split(4), strict=True):
         missed = torch.linalg.svdvals(whole)[2:].norm()
         assert (part - whole).norm() == pytest.approx(float(missed), rel=1e-6)

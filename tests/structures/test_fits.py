@@ -3,6 +3,9 @@ than the simpler family or the unweighted fit, and unharmed by singular input.""
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +14,8 @@ from hypothesis import strategies as st
 from blr.compressor.fitting.rounding import quantize_factors
 from blr.compressor.structures import blast, lowrank, monarch
 from blr.compressor.structures.base import FitOptions, relative_error
+from blr.compressor.structures.descent import descend
+from blr.compressor.structures.linalg import definite
 from blr.compressor.structures.packing import restored
 from blr.compressor.structures.registry import STRUCTURES
 from blr.compressor.structures.specs import (
@@ -51,7 +56,7 @@ def _problem(seed: int, o: int, i: int, tokens: int) -> tuple[torch.Tensor, torc
 def error(module, weight, spec, gram=None, norm=None, **options) -> float:  # type: ignore[no-untyped-def]
     """Relative error in `norm` of the fit of `weight` under `gram`."""
     fit = module.fit(weight, spec, gram, FitOptions(**options))
-    return relative_error(weight, module.reconstruct(fit.tensors, spec), norm)
+    return relative_error(weight, module.reconstruct(fit, spec), norm)
 
 
 @repeatable
@@ -106,10 +111,12 @@ def test_weighted_fits_are_never_worse_than_unweighted_in_their_norm(problem, na
 def test_losses_fall_with_every_round(problem, weigh) -> None:  # type: ignore[no-untyped-def]
     weight, gram = problem
     o, i = weight.shape
-    fits = [blast.fit(weight, BlastSpec(i, o, 2, 3), gram if weigh else None)]
-    fits.append(monarch.fit(weight, MonarchSpec(i, o, 2, 1), gram))
+    metric = definite(gram)
+    fits: list[Any] = [blast.BlastProblem(weight, metric if weigh else None, BlastSpec(i, o, 2, 3))]
+    fits.append(monarch.MonarchProblem(weight, metric, MonarchSpec(i, o, 2, 1)))
     for fit in fits:
-        assert all(later < earlier for earlier, later in zip(fit.losses, fit.losses[1:], strict=False))
+        _, losses = descend(fit, fit.start(), 100)
+        assert all(later < earlier for earlier, later in pairwise(losses))
 
 
 def test_more_rounds_lower_the_error() -> None:
@@ -167,7 +174,7 @@ def test_terms_that_will_be_rounded_do_not_cancel() -> None:
     packed = QuantizedSpec(spec, 4, 32)
     found = {}
     for noise in (0.0, 0.02):
-        fitted = blast.fit(weight, spec, None, FitOptions(rounds=60, noise=noise)).tensors
+        fitted = blast.fit(weight, spec, None, FitOptions(rounds=60, noise=noise))
         stored = quantize_factors(packed, fitted, torch.float32).tensors
         exact = relative_error(weight, blast.reconstruct(fitted, spec))
         found[noise] = exact, relative_error(weight, restored(packed, stored, torch.float64))
@@ -178,7 +185,7 @@ def test_terms_that_will_be_rounded_do_not_cancel() -> None:
 def test_precgd_follows_its_seed() -> None:
     weight, _ = _problem(1, 8, 12, 4)
     fits = [
-        blast.fit(weight, BlastSpec(12, 8, 2, 3), None, FitOptions("precgd", 20, seed)).tensors["S"]
+        blast.fit(weight, BlastSpec(12, 8, 2, 3), None, FitOptions("precgd", 20, seed))["S"]
         for seed in (0, 0, 1)
     ]
     assert torch.equal(fits[0], fits[1])
@@ -218,12 +225,12 @@ def test_inputs_that_repeat_leave_no_direction_to_run_off_along(spec: Spec, kind
     assert float(torch.linalg.eigvalsh(gram)[0]) < -1e-8 * float(gram.diagonal().mean())
     module = STRUCTURES[spec.structure].factorizer()
     fit = module.fit(weight, spec, gram, FitOptions(noise=5e-4))
-    found = module.reconstruct(fit.tensors, spec)
+    found = module.reconstruct(fit, spec)
     assert relative_error(weight, found, exact) < 1e-4
     assert float(found.norm()) < 2 * float(weight.norm())
 
 
 def test_factors_have_comparable_scales() -> None:
     weight, _ = _problem(4, 16, 16, 40)
-    for factor in blast.fit(1e6 * weight, BlastSpec(16, 16, 4, 4)).tensors.values():
+    for factor in blast.fit(1e6 * weight, BlastSpec(16, 16, 4, 4)).values():
         assert factor.abs().max() < 1e4  # each carries a third of the exponent, far from fp16's limit

@@ -21,6 +21,7 @@ from blr.compressor.structures.specs import (
     QuantizedSpec,
     Spec,
 )
+from blr.kernels.common.names import FOLDERS
 from blr.kernels.fp8.reference import (
     dequantize_fp8,
     layer,
@@ -193,7 +194,7 @@ def test_layers_fitted_for_float8_lose_less(of: Spec, share: float) -> None:
         found = (held[name] for name in ("U_q", "U_scale", "V_q", "V_scale"))
         u, by_u, v, by_v = (t if t.dim() == 3 else t[None] for t in found)
         made = [t for t in scales_of(by_u, v, by_v) if t is not None]
-        kernel = STRUCTURES[of.structure].folder
+        kernel = FOLDERS[of.structure]
         y = layer(kernel, quantize_rows(x.float()), (u, v), made, torch.float32)
         missed.append(float((y.double() - exact).norm() / exact.norm()))
     assert missed[1] < share * missed[0]

@@ -10,6 +10,7 @@ import torch
 from blr.compressor.fitting.rounding import Metric, plain_fit, quantize_factors, round_layer
 from blr.compressor.structures import blast
 from blr.compressor.structures.gptq import compensation, gptq
+from blr.compressor.structures.latent import RoundedGrid
 from blr.compressor.structures.linalg import solve_spd
 from blr.compressor.structures.packing import pack_factor, restored, unpack_factor
 from blr.compressor.structures.specs import (
@@ -49,25 +50,24 @@ def test_compensated_rounding_loses_less_of_the_output(bits: int) -> None:
 
 def test_the_latent_weights_round_to_the_levels() -> None:
     weight, gram = _problem()
-    found = gptq(weight, compensation(gram), 3, 32, torch.float64)
-    again = gptq(found.latent, torch.eye(96, dtype=torch.float64), 8, 32, torch.float64)
-    assert again.value.shape == weight.shape
-    value = values_of(found.levels.unflatten(1, (-1, 32)), found.scale[..., None], 3).flatten(1)
-    torch.testing.assert_close(value, found.value)
-    missed = (found.latent - found.value).unflatten(1, (-1, 32)).abs() / found.scale[..., None]
-    inner = found.levels.unflatten(1, (-1, 32)).abs() < 3
+    levels, scale, latent = gptq(weight, compensation(gram), RoundedGrid(3, 32, torch.float64))
+    assert latent.shape == weight.shape
+    inner = levels.unflatten(1, (-1, 32))
+    value = values_of(inner, scale[..., None], 3)
+    missed = (latent.unflatten(1, (-1, 32)) - value).abs() / scale[..., None]
+    inner = inner.abs() < 3
     assert float(missed[inner].max()) < 1  # half a step, where steps are widest
 
 
 def test_matrices_are_rounded_together_as_one_by_one() -> None:
     weight, gram = _problem()
     weights, grams = torch.stack([weight, weight.flip(1)]), torch.stack([gram, gram.flip(0, 1) * 3])
-    together = gptq(weights, compensation(grams), 4, 40, torch.float32)
+    grid = RoundedGrid(4, 40, torch.float32)
+    together = gptq(weights, compensation(grams), grid)
     for n in range(2):
-        alone = gptq(weights[n], compensation(grams[n]), 4, 40, torch.float32)
-        assert torch.equal(together.levels[n], alone.levels)
-        torch.testing.assert_close(together.latent[n], alone.latent)
-        assert torch.equal(together.scale[n], alone.scale)
+        alone = gptq(weights[n], compensation(grams[n]), grid)
+        assert torch.equal(together[0][n], alone[0]) and torch.equal(together[1][n], alone[1])
+        torch.testing.assert_close(together[2][n], alone[2])
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["plain", "calibrated"])
@@ -94,8 +94,8 @@ def test_terms_make_good_what_others_lose(known: bool) -> None:
 def test_a_last_group_may_be_shorter_and_inputs_dead() -> None:
     weight, gram = _problem()
     gram[:, 5] = gram[5] = 0
-    found = gptq(weight, compensation(gram), 3, 40, torch.float32)
-    assert found.scale.shape == (64, 3) and bool(found.value.isfinite().all())
+    _, scale, latent = gptq(weight, compensation(gram), RoundedGrid(3, 40, torch.float32))
+    assert scale.shape == (64, 3) and bool(scale.isfinite().all() and latent.isfinite().all())
 
 
 @pytest.mark.parametrize("correction", [LowRankSpec(96, 64, 4), BlastSpec(96, 64, 2, 4)], ids=repr)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blr.compressor.base.errors import UsageError
+from blr.compressor.structures import patterns
 from blr.compressor.structures.patterns import (
     SNAP_TOLERANCE,
     TOLERANCE,
@@ -127,29 +128,30 @@ def test_every_enumerated_chain_is_valid_and_within_budget(i: int, o: int, most:
 @given(eights := st.integers(2, 20).map(lambda n: 8 * n), eights, st.floats(1.1, 6.0), st.booleans())
 @settings(max_examples=40)
 def test_choice_meets_the_budget(i: int, o: int, cf: float, calibrated: bool) -> None:
-    choice = choose_patterns(i, o, cf, calibrated=calibrated)
-    validate_chain(choice.patterns, i, o)
-    assert parameters(choice.patterns) <= i * o / cf
+    choice, _ = choose_patterns(i, o, cf, calibrated=calibrated)
+    validate_chain(choice, i, o)
+    assert parameters(choice) <= i * o / cf
     blocked = [c for c in enumerate_chains(i, o, i * o / cf) if c[0][3] * c[1][0] > 1]
     nearest = max(map(parameters, blocked)) * (1 - SNAP_TOLERANCE)
-    assert parameters(choice.patterns) >= min(nearest, i * o / cf / (1 + TOLERANCE))
-    assert choice.patterns[0][3] * choice.patterns[1][0] > 1, "that is a plain low rank"
+    assert parameters(choice) >= min(nearest, i * o / cf / (1 + TOLERANCE))
+    assert choice[0][3] * choice[1][0] > 1, "that is a plain low rank"
 
 
 def test_calibration_favours_column_blocks() -> None:
     """Plain, the longer side is split; with activations, the inputs."""
-    plain, calibrated = (choose_patterns(384, 1024, 2.0, calibrated=c) for c in (False, True))
-    assert (plain.patterns[0][3], plain.patterns[1][0]) == (2, 1)
-    assert calibrated.patterns[0][3] == 1 < calibrated.patterns[1][0]
+    plain, calibrated = (choose_patterns(384, 1024, 2.0, calibrated=c)[0] for c in (False, True))
+    assert (plain[0][3], plain[1][0]) == (2, 1)
+    assert calibrated[0][3] == 1 < calibrated[1][0]
 
 
-def test_choice_is_among_equals_the_largest_h() -> None:
-    loose = choose_patterns(768, 768, 2.0, band=10.0)
-    assert chain_h(loose.patterns) > chain_h(choose_patterns(768, 768, 2.0).patterns)
+def test_choice_is_among_equals_the_largest_h(monkeypatch: pytest.MonkeyPatch) -> None:
+    near, _ = choose_patterns(768, 768, 2.0)
+    monkeypatch.setattr(patterns, "BAND", 10.0)
+    assert chain_h(choose_patterns(768, 768, 2.0)[0]) > chain_h(near)
 
 
 def test_choice_falls_back_to_low_rank_when_nothing_divides() -> None:
-    assert choose_patterns(13, 17, 2.0).patterns == ((1, 17, 3, 1), (1, 3, 13, 1))
+    assert choose_patterns(13, 17, 2.0)[0] == ((1, 17, 3, 1), (1, 3, 13, 1))
     assert gcd(13, 17) == 1
 
 

@@ -48,7 +48,7 @@ def test_rounding_costs_what_it_does_where_ranks_are_alike(fall: float) -> None:
     turn = torch.linalg.qr(torch.randn(80, 80, dtype=torch.float64)).Q
     x = torch.randn(512, 80, dtype=torch.float64) * sizes @ turn
     spec, gram = LowRankSpec(80, 96, 32), x.mT @ x / len(x)
-    fitted = lowrank.fit(torch.randn(96, 80, dtype=torch.float64), spec, gram).tensors
+    fitted = lowrank.fit(torch.randn(96, 80, dtype=torch.float64), spec, gram)
     left, inner = _sizes(fitted, gram)
     mixed, inside = _sizes(turned(spec, fitted), gram)
     alike = float(left.sum() * inner.sum()) / 32

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import transformers
 from pico import MODELS, MORE, VOCAB, save_pico
+from torch import nn
 
 from blr.compressor.base.progress import Progress
 from blr.compressor.checkpoint.source import open_source
 from blr.compressor.fitting import sequential
-from blr.compressor.fitting.block_passes import Batch, Blocks, run_block, window_rows
+from blr.compressor.fitting.block_passes import Batch, run_block, window_rows
 from blr.compressor.fitting.blocks import BlockModel
 from blr.compressor.fitting.factorize import Work
 from blr.compressor.fitting.refit import finish_blocks
@@ -36,7 +37,7 @@ def calibration(padded: bool = False) -> Calibration:
     masks = [torch.ones_like(batch) for batch in ids]
     if padded:
         masks[1][0, 7:] = 0
-    return Calibration(ids, masks, "digest")
+    return Calibration(ids, masks)
 
 
 def opened(folder: Path) -> BlockModel:
@@ -83,10 +84,10 @@ def run(
 
 
 @torch.no_grad()
-def assert_parts_are_rows(every: Blocks, batch: Batch) -> None:
+def assert_parts_are_rows(every: nn.ModuleList, batch: Batch) -> None:
     """Every block gives for some windows of a batch what it gives for them among all."""
     states, windows = batch.hidden, torch.tensor([1])
-    for block in every.blocks:
+    for block in every:
         whole = run_block(block, states, batch)
         part = run_block(block, states[windows], window_rows(batch, windows))
         torch.testing.assert_close(part, whole[windows], rtol=1e-3, atol=1e-4)

@@ -21,8 +21,8 @@ from blr.compressor.modeling.layers import KernelLinear, StructuredLinear, layer
 from blr.compressor.structures.specs import DenseSpec, QuantizedSpec
 
 
-def quantize_layer(layer: nn.Module, bits: int) -> tuple[KernelLinear, dict[str, float]]:
-    """The quantized module in place of a structured layer, an nn.Linear or a Conv1D, and its errors.
+def quantize_layer(layer: nn.Module, bits: int) -> tuple[KernelLinear, float]:
+    """The quantized module in place of a structured layer, an nn.Linear or a Conv1D, and its error.
     Scales and what is not quantized keep the layer's dtype and device."""
     bias = getattr(layer, "bias", None)
     if isinstance(layer, StructuredLinear):
@@ -35,23 +35,23 @@ def quantize_layer(layer: nn.Module, bits: int) -> tuple[KernelLinear, dict[str,
         new: KernelLinear = layer_of(quantized_spec(layer, bits), bias is not None).to(some.dtype)
     state = found.tensors if bias is None else {**found.tensors, "bias": bias.detach()}
     new.load_state_dict(state, assign=True)
-    return new.requires_grad_(False).train(layer.training), found.errors
+    return new.requires_grad_(False).train(layer.training), found.error
 
 
 def quantize_model(
     model: nn.Module, bits: int, *, dense: bool = True, skip: Iterable[str] = ()
-) -> dict[str, dict[str, float]]:
+) -> dict[str, float]:
     """Quantize the layers of a transformers model in place, one at a time.
 
     Args:
         dense: dense weights as well as structured layers. skip: modules to leave, by name.
 
-    Returns errors of every quantized module, as `Quantized.errors`.
+    Returns the error of every quantized module.
     """
     return {name: _replace(model, name, bits) for name in quantizable(model, dense=dense, skip=skip)}
 
 
-def quantize_head(model: nn.Module, bits: int) -> dict[str, dict[str, float]]:
+def quantize_head(model: nn.Module, bits: int) -> dict[str, float]:
     """Quantize the output head of a transformers model in place.
 
     A head that is the input embedding gets weights of its own; the embedding stays as it is, and the
@@ -76,16 +76,16 @@ def quantize_head(model: nn.Module, bits: int) -> dict[str, dict[str, float]]:
     return errors
 
 
-def _replace(model: nn.Module, name: str, bits: int) -> dict[str, float]:
-    """Quantize the module `name` of `model`; its errors."""
+def _replace(model: nn.Module, name: str, bits: int) -> float:
+    """Quantize the module `name` of `model`; its error."""
     parent, _, child = name.rpartition(".")
     holder = model.get_submodule(parent)
     try:
-        new, errors = quantize_layer(getattr(holder, child), bits)
+        new, missed = quantize_layer(getattr(holder, child), bits)
     except NumericsError as error:
         raise NumericsError(f"{name}: {error}") from error
     setattr(holder, child, new)
-    return errors
+    return missed
 
 
 def quantizable(model: nn.Module, *, dense: bool = True, skip: Iterable[str] = ()) -> list[str]:

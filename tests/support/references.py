@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from blr.bench.products import reference_of
 from blr.compressor.modeling.layers import StructuredLinear
 from blr.compressor.modeling.ranks import RankRequest, in_ranks
-from blr.compressor.structures.registry import STRUCTURES
+from blr.kernels.layers.lowrank.reference import grouped_lowrank_linear
 
 
 @contextmanager
@@ -30,4 +31,6 @@ def plain_products(model: nn.Module) -> Iterator[None]:
 def _product(layer: StructuredLinear, x: Any) -> Any:
     if isinstance(x, RankRequest):
         return in_ranks(x.x, layer.U, layer.V, layer.bias)
-    return STRUCTURES[layer.spec.structure].reference(layer.spec)(x, *layer.ordered(), bias=layer.bias)
+    if (side := layer.entry.get("side")) is not None:
+        return grouped_lowrank_linear(x, *layer.ordered(), layer.bias, side=side)
+    return reference_of(layer.spec.structure)(x, *layer.ordered(), bias=layer.bias)

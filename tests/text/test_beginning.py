@@ -29,7 +29,7 @@ from blr.compressor.fitting import engine
 from blr.compressor.fitting.block_passes import Batch
 from blr.compressor.fitting.refit import Finishing
 from blr.compressor.fitting.sensitivity import _loss
-from blr.compressor.healing.data import Author, Reading, make_data, sentence_stream
+from blr.compressor.healing.data import Reading, make_data
 from blr.compressor.healing.objective import Objective
 from blr.compressor.loading.load import load_model, load_tokenizer
 from blr.compressor.loading.sentences import Sentences
@@ -221,14 +221,14 @@ def test_healing_reads_windows_that_begin_so(made: Callable[[str], Path], text: 
         tokenizer = load_tokenizer(made(around))
         beginning = beginning_of(tokenizer)
 
-        def write(wanted: OwnText, beginning: tuple[int, ...] = beginning) -> Tensor:
-            rows = torch.randint(50, (8, wanted.length), dtype=torch.int32)
+        def write(tokens: int, length: int, beginning: tuple[int, ...] = beginning) -> Tensor:
+            rows = torch.randint(50, (8, length), dtype=torch.int32)
             rows[:, : len(beginning)] = torch.tensor(beginning, dtype=torch.int32)
             return rows
 
         torch.manual_seed(0)
         reading = Reading(tokenizer, 16, 64, beginning=beginning)
-        found[around] = make_data(reading, options, Author(1000, lambda: "author", write, gpu=False))
+        found[around] = make_data(reading, options, 1000, False, write)
     plain, begun = found[NONE], found[BOS]
     assert (begun.take(0)[:, 0] == 123).all() and not (plain.take(0) == 123).any()
     assert not (begun.take(0)[:, 1:] == 123).any() and begun.take(0).shape == (4, 16)
@@ -265,7 +265,7 @@ def test_fits_count_no_prediction_of_a_beginning(tmp_path: Path) -> None:
     """What a layer's outputs matter for, and what the last pass trains all blocks for."""
     model = block_model("llama", tmp_path)
     ids = torch.arange(2, 26).view(2, 12)
-    (batch,) = model.start(Calibration([ids], [torch.ones_like(ids)], "digest", idle=3))
+    (batch,) = model.start(Calibration([ids], [torch.ones_like(ids)], idle=3))
     assert isinstance(batch, Batch) and batch.idle == 3
     hidden = batch.hidden.clone().requires_grad_(True)
     _loss(model, hidden, batch, torch.Generator().manual_seed(0)).backward()
@@ -316,7 +316,7 @@ def test_sentences_are_read_with_all_that_is_put_around_them(tmp_path: Path) -> 
     path = tmp_path / "lines.txt"
     path.write_text("\n".join(lines))
     found = read_calibration(str(path), tokenizer, samples=20, seq_len=32, packed=False)
-    stream = sentence_stream(lines, tokenizer, Sentences(), 12, 0, "text")
+    stream = Reading(tokenizer, 12, 12, Sentences()).sentence_stream(lines, 0, "text")
     assert found.idle == 0
     for rows in (*found.ids, stream.rows, stream.held):
         assert (rows[:, 0] == 123).all() and (rows[:, 11] == 125).all() and rows.shape[1] == 12

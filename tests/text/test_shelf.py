@@ -159,6 +159,15 @@ def test_what_has_the_name_of_a_batch_or_of_the_list_is_neither_replaced_nor_rem
     assert (tmp_path / "elsewhere").read_bytes() == b"mine" and not (tmp_path / "nowhere").exists()
 
 
+def test_a_list_that_a_full_disk_left_empty_is_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / module.LIST).touch()
+    taken(Shelf(tmp_path), Writer())
+    assert (tmp_path / module.LIST).read_text().startswith(module.MARK)
+    writer = Writer()
+    taken(Shelf(tmp_path), writer)
+    assert writer.wrote == []
+
+
 def test_a_link_to_a_listed_batch_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
