@@ -1,7 +1,5 @@
 """Text from elsewhere, made fit for one line of ours: names and values out of files."""
 
-from typing import Any
-
 
 def quote(text: object, limit: int = 80) -> str:
     """`text` as one short printable line: escaped, and cut in the middle beyond `limit`."""
@@ -17,7 +15,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def printable_all(value: object) -> Any:
+def printable_all(value: object) -> object:
     """A result of plain data with every text in it printable."""
     if isinstance(value, dict):
         return {printable_all(key): printable_all(held) for key, held in value.items()}

@@ -44,14 +44,14 @@ def check_name(param: typer.CallbackParam, value: str | None) -> str | None:
     return os.path.expanduser(value)
 
 
-def expanded(value: Any) -> Any:
+def expanded(value: object) -> object:
     """A path, or several, with ``~`` expanded, which shells leave as it is in ``--output=~/x``."""
     if isinstance(value, list | tuple):
         return [expanded(one) for one in value]
-    return value if value is None else type(value)(os.path.expanduser(value))
+    return type(value)(os.path.expanduser(value)) if isinstance(value, str | Path) else value
 
 
-def _checked(is_right: Callable[[Any], bool], expected: str) -> Callable[..., object]:
+def _checked(is_right: Callable[..., bool], expected: str) -> Callable[..., object]:
     """A callback that refuses values other than `expected`; None passes."""
 
     def check(param: typer.CallbackParam, value: object) -> object:
@@ -143,7 +143,7 @@ def taking(*groups: Iterable[inspect.Parameter], first: str = "") -> Callable[[C
     return decorated
 
 
-def options_for(owner: Any, *names: str) -> list[inspect.Parameter]:
+def options_for(owner: object, *names: str) -> list[inspect.Parameter]:
     """Options of the fields of a dataclass, or of these `names`, with its defaults; what is typed is
     checked at once. Those of a recipe, which checks itself, are None if not typed."""
     check, defaults = is_dataclass(owner), dict[str, object]()

@@ -61,7 +61,7 @@ def generate(
     torch.manual_seed(sampling.seed)
     started = monotonic()
     with model.register_forward_hook(_LogitsCheck()):
-        ids = _generated(model, inputs, _arguments(model, sampling, tokenizer, stream))[0]
+        ids = _generated(model, {**inputs, **_arguments(model, sampling, tokenizer, stream)})[0]
     text = str(tokenizer.decode(ids[length:], skip_special_tokens=True))
     if stream is not None and not _streams(model, sampling):
         stream.write(f"{tokenizer.decode(ids, skip_special_tokens=True)}\n")
@@ -78,11 +78,11 @@ def _text(prompt: str) -> str:
         raise UsageError(f"prompt {quote(prompt)}: found bytes that are no UTF-8; give text") from None
 
 
-def _generated(model: Any, inputs: dict[str, torch.Tensor], arguments: dict[str, Any]) -> torch.Tensor:
+def _generated(model: Any, arguments: dict[str, object]) -> torch.Tensor:
     """Token ids [1, T + new]. Raises InputError if the model's defaults ask for the impossible,
     CapabilityError for what the runtime refuses."""
     try:
-        return model.generate(**inputs, **arguments)
+        return model.generate(**arguments)
     except DecoderError as error:
         raise CapabilityError(str(error)) from error
     except Exception as error:  # transformers raises any kind for settings that do not fit together
@@ -199,7 +199,7 @@ def _arguments(
     # one sequence of tokens is the result, whatever else the model's defaults ask for
     plain = {"return_dict_in_generate": False, "num_return_sequences": 1}
     defaults = model.generation_config
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         **{name: value for name, value in plain.items() if getattr(defaults, name, None)},
         **({"tokenizer": tokenizer} if getattr(defaults, "stop_strings", None) else {}),
         **{"max_new_tokens": sampling.max_new_tokens, "do_sample": False},
@@ -208,8 +208,8 @@ def _arguments(
         chosen = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0}
         arguments |= {**chosen, "top_p": sampling.top_p or 1.0, "do_sample": True}
     if stream is not None and _streams(model, sampling):
-        arguments["streamer"] = _Streamer(tokenizer, skip_special_tokens=True)
-        arguments["streamer"].stream = stream
+        arguments["streamer"] = streamer = _Streamer(tokenizer, skip_special_tokens=True)
+        streamer.stream = stream
     return arguments
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from blr.compressor.base.errors import InputError, UsageError, VerifyError
 from blr.compressor.base.exhaustion import check_packages
@@ -35,18 +34,19 @@ def verify_signature(folder: Path, signature: Path, signer: Signer) -> None:
         if not path.is_file():
             raise InputError(f"{path}: no such file; expected the signature and the signer's public key")
     try:
-        _config(signer).verify(folder, signature)
+        _verify(folder, signature, signer)
     except Exception as error:  # its own, those of cryptography and of sigstore
         reason = first_line(error, 200)
         remedy = "take the folder and the signature from the same place again"
         raise VerifyError(f"{folder}: not as {signature} says ({reason}); {remedy}") from error
 
 
-def _config(signer: Signer) -> Any:
+def _verify(folder: Path, signature: Path, signer: Signer) -> None:
     from model_signing import verifying
 
     config = verifying.Config()
     if signer.key is not None:
-        return config.use_elliptic_key_verifier(public_key=signer.key)
+        return config.use_elliptic_key_verifier(public_key=signer.key).verify(folder, signature)
     assert signer.identity and signer.issuer  # as it makes sure without a key
-    return config.use_sigstore_verifier(identity=signer.identity, oidc_issuer=signer.issuer)
+    verifier = config.use_sigstore_verifier(identity=signer.identity, oidc_issuer=signer.issuer)
+    verifier.verify(folder, signature)

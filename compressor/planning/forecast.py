@@ -5,7 +5,6 @@ fitted to runs alone on an H200 (LOG, 2026-11-26; the test has them)."""
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
 
 from blr.compressor.base.process_environment import share_out
 from blr.compressor.base.progress import duration
@@ -261,7 +260,7 @@ class Fits:
 
 def planned(
     source: Source, plan: Plan, recipe: Recipe, gpu: Gpu, gpus: int, calibrated: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The forecast of compressing by `plan`, JSON-ready; `said` is one line for people."""
     found = forecast(Compression(source, plan, recipe, gpu, calibrated), gpus)
     return asdict(found) | {"seconds": found.seconds, "fits": found.fits, "said": words(found, gpu.name)}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
-from typing import Any
 
 from blr.compressor.base.device import Card, installed_card
 from blr.compressor.base.errors import UsageError
@@ -134,7 +133,7 @@ def _kronecker(spec: KroneckerSpec, n: int) -> Iterator[Kernel]:
         yield Kernel(n * a * c * d + a * b * c * d + n * a * b * d, n * a * b * c * d)
 
 
-KERNELS: dict[str, Callable[[Any, int], Iterator[Kernel]]] = {
+KERNELS: dict[str, Callable[..., Iterator[Kernel]]] = {
     **{"svd": _low_rank, "monarch": _blocked, "blast": _blocked},
     "ks": _kronecker,
 }

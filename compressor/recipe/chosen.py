@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from blr.compressor.base.errors import RecipeError, UsageError
 from blr.compressor.checkpoint.regular import read_text
@@ -96,16 +96,17 @@ def describe_recipe(path: Path) -> str:
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
-def merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
+def merge(parent: Mapping[str, object], child: Mapping[str, object]) -> dict[str, object]:
     """`child` over `parent`: mappings are merged, rules of the child come first, one size replaces
     another, and anything else is replaced."""
     replaced = SIZES if SIZES & child.keys() else set()
     merged = {key: value for key, value in parent.items() if key not in replaced}
     for key, value in child.items():
-        if isinstance(value, dict) and isinstance(merged.get(key), dict):
-            merged[key] = merge(merged[key], value)
-        else:
-            merged[key] = [*value, *merged.get(key, [])] if key == "rules" else value
+        before, merged[key] = merged.get(key), value
+        if isinstance(value, dict) and isinstance(before, dict):
+            merged[key] = merge(before, value)
+        elif key == "rules" and isinstance(value, list) and isinstance(before, list):
+            merged[key] = [*value, *before]
     return merged
 
 
@@ -119,7 +120,7 @@ def _resolved(path: Path, file: RecipeFile, seen: list[Path]) -> dict[str, objec
     checked(file, RecipeFields, file.data)
     data = dict(file.data)
     parent = data.pop("extends", None)
-    if parent is None:
+    if not isinstance(parent, str):
         return data
     above = _parent(path, file, parent)
     return merge(_resolved(above, read_recipe(above), [*seen, where]), data)

@@ -56,7 +56,7 @@ def options_of(owner: object) -> dict[str, Option]:
 
 def check_limits(settings: object) -> None:
     """Raise UsageError for a value that does not fit the annotation of its field."""
-    owner: Any = type(settings)
+    owner: type = type(settings)
     hints = get_type_hints(owner, include_extras=True)
     for name, option in options_of(owner).items():
         strict = option.kind in (bool, int, float, str)  # else paths may be text

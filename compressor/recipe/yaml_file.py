@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args
+from typing import NoReturn, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -39,7 +39,7 @@ class RecipeFile:
     """A parsed recipe: its plain `data`, and the line of every key path in it, counted from 1."""
 
     path: Path
-    data: dict[str, Any]
+    data: dict[str, object]
     lines: dict[KeyPath, int] = field(repr=False)
 
     def line(self, where: KeyPath) -> int:
@@ -55,7 +55,7 @@ def validate(path: Path, model: type[Model]) -> Model:
     return checked(recipe, model, recipe.data)
 
 
-def checked(recipe: RecipeFile, model: type[Model], data: dict[str, Any]) -> Model:
+def checked(recipe: RecipeFile, model: type[Model], data: dict[str, object]) -> Model:
     """`data`, which came from `recipe`, as a `model`. Raises RecipeError as `validate`."""
     try:
         return model.model_validate(data)
@@ -190,6 +190,7 @@ class _Reader:
             while not isinstance(item := self._next(), events.SequenceEndEvent):
                 items.append(self._value(item, (*where, len(items))))
             return items
+        assert isinstance(event, events.ScalarEvent)  # aliases are refused as they come
         return self._scalar(event)
 
     def _mapping(self, where: KeyPath) -> dict[str, object]:
@@ -211,7 +212,7 @@ class _Reader:
             self._refuse(f"{found} as a key", "text as a key", "put the key in quotes")
         return key
 
-    def _scalar(self, event: Any) -> object:
+    def _scalar(self, event: events.ScalarEvent) -> object:
         text = event.value
         if not is_text(text):
             self._refuse(f"half a character, {quote(text, 40)}", "whole ones", "write it as it is")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,15 +90,14 @@ class Binder:
         return part.order if self.triton and self.rows >= least else None
 
     def _stages(self, phase: Phase) -> Run:
-        segments = [self._segment(part) for part in phase.parts]
-        norm: dict[str, Any] = {"gain": phase.gain, "eps": phase.eps}
+        segments, gain, eps = [self._segment(part) for part in phase.parts], phase.gain, phase.eps
         if not self.triton:
             if phase.activation:
-                return partial(dual, *segments, activation=phase.activation, **norm)
+                return partial(dual, *segments, activation=phase.activation, gain=gain, eps=eps)
             if phase.add:
-                return lambda: [s.y.add_(s.product(phase.gain, phase.eps)) for s in segments]
-            return partial(grouped, segments, **norm)
-        how = How(phase.gain, phase.eps, phase.add, phase.activation, self.pdl)
+                return lambda: [s.y.add_(s.product(gain, eps)) for s in segments]
+            return partial(grouped, segments, gain=gain, eps=eps)
+        how = How(gain, eps, phase.add, phase.activation, self.pdl)
         targets = {part.target for part in phase.parts}
         self.ordered.difference_update(targets)
         from blr.kernels.decode.choice import kernels_for, stages
@@ -115,11 +113,12 @@ class Binder:
     ) -> Run | None:
         """Runs segments on tensor cores and records the order of targets; None if they cannot."""
         from blr.kernels.decode.skinny.bound import OnCores, stages
+        from blr.kernels.decode.skinny.launch import PartialSums
 
         dtype, order = self.state.kv.dtype, self._order(phase.parts[0])
         order = order if segments[0].y.dtype == dtype else None
         ordered = all(part.source in self.ordered for part in phase.parts)
-        given = OnCores(**vars(how), workspace=self.state.workspace, dtype=dtype, order=order,
+        given = OnCores(**vars(how), workspace=PartialSums(self.state.sums), dtype=dtype, order=order,
                         ordered=ordered, like=self.like)  # fmt: skip
         run = stages(segments, given)
         assert run is not None or not ordered, "inputs in an order that nothing reads"
@@ -186,8 +185,7 @@ class Binder:
         source, target, pos, start = (t[rows] for t in (*slots, state.pos, state.start))
         sequences = self.rows // self.tokens
         inputs = (source, *state.kv.layer(heads.layer, sequences), state.cos, state.sin, pos, start)
-        options: dict[str, Any] = {"scale": heads.scale, "q_gain": heads.q_gain, "k_gain": heads.k_gain}
-        options |= {"eps": heads.eps, "window": heads.window, "sinks": heads.sinks}
+        options = {name: value for name, value in vars(heads).items() if name not in ("layer", "width")}
         options |= {"scales": state.kv.scales(heads.layer, sequences)}
         if self.triton:
             from blr.kernels.decode.attention.launch import decode_attention

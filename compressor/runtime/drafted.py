@@ -103,7 +103,7 @@ class Rounds:
         """Take results until at most `ahead` rounds are on their way, none if those may be the last."""
         while self.waiting and (len(self.waiting) > ahead or self.collector.left <= self.possible):
             drafts, result = self.waiting.popleft()
-            *tokens, counts = result.rows()
+            *tokens, counts = result.wait().tolist()
             for row, count in enumerate(counts):
                 self.slots[row] += count
                 if self.collector.keep(row, [step[row] for step in tokens[:count]]):

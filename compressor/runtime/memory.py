@@ -1,7 +1,7 @@
 """Holds the memory of a decoder on one device: buffers, cache, rotary tables, tokens and positions."""
 
-from functools import cached_property, partial
-from typing import Any, cast
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -117,12 +117,12 @@ class StaticKV:
 
     def for_prefill(self, rows: int) -> Cache:
         """The same tensors as an empty cache that models of transformers append to."""
-        layers: list[Any] = []
+        layers: list[CacheLayerMixin] = []
         for index in range(len(self.data)):
             held, scales = self.layer(index, rows), self.scales(index, rows)
             packed = scales and PackedLayer(*held, scales, self.dtype)
             layers.append(packed or PrefillLayer(*held))
-        return Cache(layers=layers)
+        return Cache(layers=[*layers])
 
     def bytes_a_slot(self, rows: int) -> int:
         """The bytes that one layer's attention reads for each slot in use."""
@@ -142,7 +142,7 @@ class DecoderState:
         tokens: [batch] int64, the tokens that the next step feeds; it leaves the next ones there.
         pos: [batch] int64, the slot of those tokens. start: [batch] int64, first slot in use.
         cos, sin: [context, R] in float32, by the model's own rotary embedding.
-        kv: the cache. attention, choice, workspace: memory of kernels.
+        kv: the cache. attention, choice, sums: memory of kernels.
         operands: copies in the model's dtype of buffers that only products of several rows read.
     """
 
@@ -179,12 +179,7 @@ class DecoderState:
         values = zeros(batch, parts, dtype=torch.float32)
         indices = zeros(batch, parts, dtype=torch.int32)
         self.choice = values, indices, zeros(batch, dtype=torch.int32)  # the last counts
-
-    @cached_property
-    def workspace(self) -> Any:
-        from blr.kernels.decode.skinny.launch import PartialSums
-
-        return PartialSums()
+        self.sums: list[tuple[Tensor, Tensor]] = []  # of `PartialSums`
 
     def view(self, slot: Columns, rows: int, half: bool = False) -> Tensor:
         """The slot [rows, width] of a buffer. half: of its copy in the model's dtype, if it has one."""

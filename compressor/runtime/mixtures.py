@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,26 +11,24 @@ from transformers.modeling_utils import PreTrainedModel
 
 from blr.compressor.modeling.modeling_blr import Experts
 from blr.compressor.modeling.stages import LayerStage, blocked
-from blr.compressor.runtime.plan import Columns, Phase, StagePart, TokenPlan
+from blr.compressor.runtime.plan import Columns, Phase, StagePart
 from blr.kernels.decode.gemv.segments import Run
 from blr.kernels.layers.routing.launch import Routing, routed, routed_reference
 
 
 def add_experts(
-    plan: TokenPlan, prefix: str, mlp: Any, x: Columns, norm: nn.Module, add_modules: Callable[..., None]
+    mlp: nn.Module, x: Columns, norm: nn.Module, add: Callable[..., None], add_whole: Callable[..., None]
 ) -> None:
     """Add the router and the experts that it chooses, or a block that has more than these as a whole."""
-    children = dict(mlp.named_children())
-    router = children.get("gate", children.get("router"))
-    if router is None or len(children) > 2:
-        return add_modules({"experts": (mlp, x)}, x, norm, add=True)
+    router = getattr(mlp, "gate", getattr(mlp, "router", None))
+    if router is None or len([*mlp.children()]) > 2:
+        return add_whole({"experts": (mlp, x)}, x, norm, add=True)
     logits = Columns("router", len(router.weight))
     routing = Routing(router.top_k, getattr(router, "norm_topk_prob", True))
-    gain: dict[str, Any] = {"gain": norm.weight, "eps": norm.variance_epsilon}
     part = StagePart(LayerStage(blocked(router.weight), getattr(router, "bias", None)), x, logits)
-    plan.add(Phase(f"{prefix}router", "stages", (part,), **gain))
-    chosen: dict[str, Any] = {"source": logits, "target": x, "module": mlp.experts, "routing": routing}
-    plan.add(Phase(f"{prefix}experts", "experts", **chosen, **gain))
+    add(Phase("router", "stages", (part,)), norm)
+    experts = mlp.get_submodule("experts")
+    add(Phase("experts", "experts", source=logits, target=x, module=experts, routing=routing), norm)
 
 
 def bound(
@@ -43,7 +40,7 @@ def bound(
     assert experts is not None and routing is not None and gain is not None
     given = x, gain, phase.eps, logits, Routing(*routing), dtype
     route = partial(routed, *given, pdl) if triton else partial(routed_reference, *given)
-    adding: Any = getattr(experts, "adding", None) if triton else None  # of experts with kernels
+    adding = getattr(experts, "adding", None) if triton else None  # of experts with kernels
     add = None if adding is None else adding(x.to(dtype), routing[0])
     if add is None:
         return lambda: x.add_(experts(*route())), False

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,13 @@ def _heads(attention: Any, config: PreTrainedConfig, index: int) -> Heads:
     return Heads(index, attention.head_dim, attention.scaling, q_gain, k_gain, eps, window, sinks)
 
 
+class Norm(Protocol):
+    """An RMS norm of any family."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+
 @dataclass(frozen=True)
 class _Block:
     """Adds the phases of one decoder layer, or of the head, to a plan."""
@@ -99,8 +106,11 @@ class _Block:
     plan: TokenPlan
     prefix: str
 
-    def add(self, name: str, kind: str, parts: Sequence[StagePart] = (), **fields: Any) -> None:
-        self.plan.add(Phase(self.prefix + name, kind, tuple(parts), **fields))
+    def add(self, phase: Phase, norm: Norm | None = None) -> None:
+        """Add a phase, behind a norm of its input."""
+        if norm is not None:
+            phase = replace(phase, gain=norm.weight, eps=norm.variance_epsilon)
+        self.plan.add(replace(phase, name=self.prefix + phase.name))
 
     def attention(self, layer: Any, heads: Heads, x: Columns) -> None:
         """Add the norm, projections, attention and output projection."""
@@ -111,7 +121,7 @@ class _Block:
             at += module.out_features
         self.layers("qkv", targets, x, layer.input_layernorm)
         mixed = Columns("heads", own.o_proj.in_features)
-        self.add("attention", "attention", source=Columns("qkv", at), target=mixed, heads=heads)
+        self.add(Phase("attention", "attention", source=Columns("qkv", at), target=mixed, heads=heads))
         self.layers("o", {"o": (own.o_proj, x)}, mixed, add=True)
 
     def mlp(self, layer: Any, activation: str, x: Columns) -> None:
@@ -120,19 +130,19 @@ class _Block:
         if hasattr(mlp, "experts"):
             from blr.compressor.runtime.mixtures import add_experts
 
-            return add_experts(self.plan, self.prefix, mlp, x, norm, self.modules)
+            return add_experts(mlp, x, norm, self.add, self.modules)
         inner = Columns("inner", width := mlp.down_proj.in_features)
         modules = [getattr(mlp, name) for name in TOGETHER["mlp"]]
         gate, up = map(stages_of, modules)
         if gate is not None and up is not None and _pair(gate, up):
-            order, fields = _order([stages_of(mlp.down_proj)], 0), {"activation": activation}
-            self.stages("gate_up", "dual", [gate, up], x, [inner, inner], norm, order, **fields)
+            last, down = Phase("gate_up", "dual", activation=activation), stages_of(mlp.down_proj)
+            self.stages(last, [gate, up], x, [inner, inner], norm, _order([down], 0))
         else:
             slots = Columns("gate_up", width), Columns("gate_up", width, width)
             both = dict(zip(("gate", "up"), zip(modules, slots, strict=True), strict=True))
             self.layers("gate_up", both, x, norm)
             read = Columns("gate_up", 2 * width)
-            self.add("act", "gate", source=read, target=inner, activation=activation)
+            self.add(Phase("act", "gate", source=read, target=inner, activation=activation))
         self.layers("down", {"down": (mlp.down_proj, x)}, inner, add=True)
 
     def layers(
@@ -140,7 +150,7 @@ class _Block:
         name: str,
         targets: Targets,
         source: Columns,
-        norm: nn.Module | None = None,
+        norm: Norm | None = None,
         add: bool = False,
     ) -> None:
         """Add layers that share an input, in common launches if their numbers of stages agree."""
@@ -151,43 +161,41 @@ class _Block:
                 self.layers(key, {key: target}, source, norm, add)
         elif stages:
             slots = [slot for _, slot in targets.values()]
-            self.stages(name, "stages", stages, source, slots, norm, add=add)
+            self.stages(Phase(name, "stages", add=add), stages, source, slots, norm)
         else:
             self.modules(targets, source, norm, add)
 
-    def modules(self, targets: Targets, source: Columns, norm: nn.Module | None, add: bool) -> None:
+    def modules(self, targets: Targets, source: Columns, norm: Norm | None, add: bool) -> None:
         """Add layers that only their own forward computes, with their norm as a phase before."""
         if norm is not None:
             normed = Columns("normed", source.width)
-            self.add(f"{'+'.join(targets)}.norm", "norm", source=source, target=normed, **_gain(norm))
+            self.add(Phase(f"{'+'.join(targets)}.norm", "norm", source=source, target=normed), norm)
             source = normed
         for key, (module, slot) in targets.items():
-            self.add(key, "module", source=source, target=slot, module=module, add=add)
+            self.add(Phase(key, "module", source=source, target=slot, module=module, add=add))
 
     def stages(
         self,
-        name: str,
-        kind: str,
+        last: Phase,
         stages: Sequence[Sequence[LayerStage]],
         source: Columns,
         targets: Sequence[Columns],
-        norm: nn.Module | None,
+        norm: Norm | None,
         order: tuple[int, int] | None = None,
-        **fields: Any,
     ) -> None:
-        """Add the stages of layers that share `source`, a launch for each depth; the last one, of this
-        `kind` and `order`, into `targets`."""
-        inputs, last = [source] * len(stages), len(stages[0]) - 1
-        for depth in range(last):
+        """Add the stages of layers that share `source`, a launch for each depth; the `last` one, of this
+        `order`, into `targets`."""
+        inputs, deepest = [source] * len(stages), len(stages[0]) - 1
+        for depth in range(deepest):
             parts, at, read = [], 0, _order(stages, depth + 1)
             for given, chain in zip(inputs, stages, strict=True):
                 target = Columns(f"z{depth}", chain[depth].rows, at)
                 parts.append(StagePart(chain[depth], given, target, order=read))
                 at += -(-target.width // GROUP) * GROUP  # whole, should the next weights be packed
-            self.add(f"{name}.V", "stages", parts, **_gain(norm if depth == 0 else None))
+            self.add(Phase(f"{last.name}.V", "stages", tuple(parts)), norm if depth == 0 else None)
             inputs = [part.target for part in parts]
-        parts = _last(stages, inputs, targets, order)
-        self.add(name + ".U" * (last > 0), kind, parts, **_gain(None if last else norm), **fields)
+        name, parts = last.name + ".U" * (deepest > 0), _last(stages, inputs, targets, order)
+        self.add(replace(last, name=name, parts=tuple(parts)), None if deepest else norm)
 
 
 def _last(
@@ -232,7 +240,3 @@ def _pair(gate: Sequence[LayerStage], up: Sequence[LayerStage]) -> bool:
 
 def _number(stages: Sequence[LayerStage] | None) -> int:
     return 0 if stages is None else len(stages)
-
-
-def _gain(norm: nn.Module | None) -> dict[str, Any]:
-    return {} if norm is None else {"gain": norm.weight, "eps": norm.variance_epsilon}

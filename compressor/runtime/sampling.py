@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,11 +85,11 @@ class Arriving:
         if self._event is not None:
             self._event.record()
 
-    def rows(self) -> list[Any]:
-        """Wait for it; its rows."""
+    def wait(self) -> Tensor:
+        """The copy, once it is there."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host.tolist()
+        return self._host
 
 
 class Collector:
@@ -142,5 +141,5 @@ class Collector:
 
     def _take(self, left: int) -> None:
         while len(self._waiting) > left:
-            for row, token in enumerate(self._waiting.popleft().rows()):
+            for row, token in enumerate(self._waiting.popleft().wait().tolist()):
                 self.keep(row, [token])

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -94,12 +94,12 @@ def plan(
     return Launches(flat) if name in MOST and replays else flat
 
 
-class Plans(dict[Hashable, Any]):
+class Plans(dict[Hashable, Made]):
     """Plans by what they depend on; all of them go at `forget`, and where there are too many."""
 
     def __init__(self) -> None:
         super().__init__()
-        _PLANS.append(self)
+        _CLEARS.append(self.clear)
 
     def keep(self, key: Hashable, made: Made) -> Made:
         """`made`, known from now on."""
@@ -109,7 +109,7 @@ class Plans(dict[Hashable, Any]):
         return made
 
 
-_PLANS: list[Plans] = []
+_CLEARS: list[Callable[[], None]] = []  # of all plans
 
 
 def _dispatched(
@@ -152,8 +152,8 @@ def _tokens(shape: Shape, dtype: torch.dtype, device: str) -> int:
 def forget() -> None:
     """Read tables and BLR_KERNELS again at the next call."""
     _chosen.cache_clear()
-    for plans in _PLANS:
-        plans.clear()
+    for clear in _CLEARS:
+        clear()
     forget_tables()
 
 

@@ -26,10 +26,10 @@ FORMS = ("auto", "plain", "operator")
 # BLAST's plain form is the slower on the GPU). CUDA graphs call nothing.
 HOST_BOUND = {"monarch": 20_000_000, "blast": 10_000_000}
 FEW = 64  # tokens up to which an operator is one or two launches, as decoding asks for it
-_LOWERED: list[tuple[Operator, Callable[..., object]]] = []
+_LOWERED: list[tuple[Operator[Tensor], Callable[..., object]]] = []
 
 
-def inlined(operator: Operator, structure: str, shape: Callable[..., Shape]) -> Operator:
+def inlined(operator: Operator[Tensor], structure: str, shape: Callable[..., Shape]) -> Operator[Tensor]:
     """`operator`, which compilations may look into; `shape` gives its sizes by its factors."""
 
     def decompose(x: Tensor, *rest: object) -> object:
@@ -41,7 +41,7 @@ def inlined(operator: Operator, structure: str, shape: Callable[..., Shape]) -> 
     return operator
 
 
-def called(operator: Operator) -> Operator:
+def called(operator: Operator[Tensor]) -> Operator[Tensor]:
     """`operator`, which compilations call."""
     _LOWERED.append((operator, operator.bare))
     return operator

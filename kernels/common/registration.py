@@ -8,15 +8,16 @@ implementation itself: the dispatcher and autograd's Python cost 6 µs a call on
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from blr.kernels.common.watching import is_traced
 
 NAMESPACE = "blr"
-Call = Callable[..., Any]
+Call = Callable[..., object]
 T = TypeVar("T")
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library object
 
@@ -37,25 +38,25 @@ class ContextOf(Context, Protocol[T]):
 
 
 @dataclass(frozen=True)
-class Operator:
+class Operator(Generic[T]):
     """A registered operator, the Python function behind it and the same in plain torch, of one
     signature. bare: the operator without its gradients, which a compiled graph calls."""
 
-    run: Call
-    op: Call
-    plain: Call
-    bare: Call
+    run: Callable[..., T]
+    op: Callable[..., T]
+    plain: Callable[..., T]
+    bare: Callable[..., T]
 
 
 def register(
     name: str,
     schema: str,
-    run: Call,
+    run: Callable[..., T],
     fake: Call,
     setup: Callable[..., None] | None,
     backward: Callable[..., object] | None,
-    plain: Callable[..., object],
-) -> Operator:
+    plain: Callable[..., T],
+) -> Operator[T]:
     """Register ``blr::<name><schema>``.
 
     Several copies of this package may be in one process (the installed one, and those inside
@@ -92,17 +93,16 @@ def _implemented(library: torch.library.Library, name: str, schema: str, run: Ca
     return free
 
 
-def _found(name: str) -> Call:
-    found: Call = getattr(getattr(torch.ops, NAMESPACE), name).default
+def _found(name: str) -> OpOverload:
+    found: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     return found
 
 
-def apply(operator: Operator, x: Tensor, *arguments: object) -> Tensor:
+def apply(operator: Operator[T], x: Tensor, *arguments: object) -> T:
     """Call `operator` on x [n, i]; through the dispatcher only if somebody listens there."""
     unwatched = type(x) is Tensor and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
     run = operator.plain if is_traced() else operator.run if unwatched else operator.op
-    y: Tensor = run(x, *arguments)
-    return y
+    return run(x, *arguments)
 
 
 def rows(x: Tensor) -> Tensor:
@@ -110,14 +110,13 @@ def rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def autocast(tensors: Sequence[Any]) -> Sequence[Any]:
-    """`tensors` (None but for the first allowed) in the dtype that an active `torch.autocast` asks
-    for, else as they are.
+def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
+    """`x` and `others` in the dtype that an active `torch.autocast` asks for, else as they are.
 
     An operator is opaque to autocast, which would otherwise act on its inside only.
     """
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
-        return tensors
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x, *others
     dtype = torch.get_autocast_dtype(device)
-    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+    return x.to(dtype), *(None if tensor is None else tensor.to(dtype) for tensor in others)

@@ -7,7 +7,7 @@ of z is scaled before any of it is known, and the second product is a plain one:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,7 +122,7 @@ def product(
     return out
 
 
-def _box(t: Tensor, rows: int, cols: int) -> tuple[Any, int, int]:
+def _box(t: Tensor, rows: int, cols: int) -> tuple[object, int, int]:
     """The descriptor of [B, m, k], and the rows and columns from one batch to the next."""
     from blr.kernels.fp8.triton import TensorDescriptor
 

@@ -4,7 +4,7 @@ slower (scripts/log)."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from blr.kernels.fp8.reference import E4M3, Rows, Scales, room_for
 CAPABILITY = (8, 9)  # of devices with tensor cores for float8
 STRUCTURES = ("dense", "lowrank", "monarch", "blast")
 FROM = 1 << 21  # outputs of a product from which the library's is as fast, and quicker to start
-_PLANS = Plans()
-
 RowsPlan = Callable[..., tuple[Tensor, ...]]  # (x, other, gain) -> (q, numbers), and what was rounded
 ProductPlan = Callable[..., Tensor]  # (q, numbers, U, V, first, second, mix, bias) -> y
+_PLANS: Plans[RowsPlan] = Plans()
+_PRODUCTS: Plans[ProductPlan] = Plans()
 
 
 def fp8_device(device: torch.device) -> bool:
@@ -68,9 +68,8 @@ def fp8_product(
     """
     U, V = weights if len(weights) == 2 else (weights[0], None)
     plain = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    run: Any = _run_product if plain else _PRODUCT.op
-    y: Tensor = run(*rows, U, V, *scales, bias, structure, dtype)
-    return y
+    run = _run_product if plain else _PRODUCT.op
+    return run(*rows, U, V, *scales, bias, structure, dtype)
 
 
 def _run_rows(
@@ -80,8 +79,7 @@ def _run_rows(
     by = None if gain is None else gain.dtype
     key = (make, x.shape, x.dtype, x.device, beside, by, eps, keep)
     run = _PLANS.get(key) or _PLANS.keep(key, rows_plan(x, make, eps, keep))
-    found: tuple[Tensor, ...] = run(x, other, gain)
-    return found
+    return run(x, other, gain)
 
 
 class Operands(NamedTuple):
@@ -101,7 +99,7 @@ def _run_product(q: Tensor, numbers: Tensor, *rest: object) -> Tensor:
     w = Operands._make(given)
     inner, kind = None if w.V is None else w.V.shape, None if w.bias is None else w.bias.dtype
     key = (structure, q.shape, w.U.shape, inner, dtype, kind, q.device)
-    run = _PLANS.get(key) or _PLANS.keep(key, product_plan(structure, len(q), w.U, dtype))
+    run = _PRODUCTS.get(key) or _PRODUCTS.keep(key, product_plan(structure, len(q), w.U, dtype))
     return run(q, numbers, *w)
 
 

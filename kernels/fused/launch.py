@@ -29,8 +29,9 @@ OVER: dict[str, Callable[[Tensor], Tensor]] = {
     **{"gelu": torch.ops.aten.gelu_, "gelu_tanh": partial(torch.ops.aten.gelu_, approximate="tanh")},
     **{"silu": torch.ops.aten.silu_, "relu": torch.relu_},
 }
-_PLANS = Plans()
 Rotated = tuple[Tensor, Tensor]
+_PLANS: Plans[Callable[..., Tensor]] = Plans()
+_ROTATIONS: Plans[Callable[..., Rotated]] = Plans()
 
 
 def activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -46,8 +47,7 @@ def activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -
     lies = None if bias is None else bias.stride()
     key = (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, x.device, activation, lies)
     run = _PLANS.get(key) or _PLANS.keep(key, _activated_plan(x, weight, bias, activation))
-    y: Tensor = run(x, weight, bias)
-    return y
+    return run(x, weight, bias)
 
 
 def _activated_plan(
@@ -77,8 +77,7 @@ def gated(gate: Tensor, up: Tensor, make: str) -> Tensor:
     """
     key = (gate.shape, gate.stride(), gate.dtype, gate.device, up.stride(), up.dtype, up.device, make)
     run = _PLANS.get(key) or _PLANS.keep(key, _gated_plan(gate, up, make))
-    y: Tensor = run(gate, up)
-    return y
+    return run(gate, up)
 
 
 def _gated_plan(gate: Tensor, up: Tensor, make: str) -> Callable[..., Tensor]:
@@ -135,9 +134,8 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
         q: [B, H, T, D], k: [B, K, T, D], cos, sin: [B or 1, T, D], of one dtype and device.
     """
     key = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (q, k, cos, sin)])
-    run = _PLANS.get(key) or _PLANS.keep(key, _rotated_plan(q, k, cos, sin))
-    made: tuple[Tensor, Tensor] = run(q, k, cos, sin)
-    return made
+    run = _ROTATIONS.get(key) or _ROTATIONS.keep(key, _rotated_plan(q, k, cos, sin))
+    return run(q, k, cos, sin)
 
 
 def _rotated_plan(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Callable[..., Rotated]:

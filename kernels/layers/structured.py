@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any
 
 from torch import Tensor
 
-from blr.kernels.common.dispatch import Plans, Variant, plan
+from blr.kernels.common.dispatch import Plan, Plans, Variant, plan
 from blr.kernels.common.inlining import inlined
 from blr.kernels.common.registration import Context, apply, autocast, register, rows
 from blr.kernels.common.tables import Shape
@@ -33,8 +32,8 @@ class StructureOperator:
         on_cpu: Variant | None = None,
     ) -> None:
         self.structure, self.shape, self.variants = structure, shape, variants
-        self.number = factors.count("Tensor")
-        self.reference, self.on_cpu, self.plans = reference, on_cpu, Plans()
+        self.number, self.reference, self.on_cpu = factors.count("Tensor"), reference, on_cpu
+        self.plans: Plans[Plan] = Plans()
         schema = f"(Tensor x, {factors}, Tensor? bias) -> Tensor"
         made = (self.planned, _fake, _setup, backward, reference)
         self.operator = inlined(register(f"{structure}_linear", schema, *made), structure, shape)
@@ -49,17 +48,15 @@ class StructureOperator:
         key = (x.shape, x.dtype, x.device, *[None if t is None else (t.shape, t.dtype) for t in rest])
         run = self.plans.get(key)
         if run is None:
-            given: Any = (*rest[:-1],), rest[-1], self.on_cpu
-            shape = self.shape(*rest[:-1])
-            made = plan(self.structure, shape, self.variants, self.reference, x, *given)
+            factors, how = [t for t in rest[:-1] if t is not None], (self.variants, self.reference, x)
+            made = plan(self.structure, self.shape(*factors), *how, factors, rest[-1], self.on_cpu)
             run = self.plans.keep(key, made)
-        y: Tensor = run(x, *rest)
-        return y
+        return run(x, *rest)
 
     def watched(self, x: Tensor, *rest: Tensor | None) -> Tensor:
         """The same where somebody looks on: autograd, autocast or a trace."""
-        x, *given = autocast((x, *rest))
-        y: Tensor = apply(self.operator, rows(x), *given)
+        x, *given = autocast(x, *rest)
+        y = apply(self.operator, rows(x), *given)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 

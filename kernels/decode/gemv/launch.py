@@ -1,23 +1,29 @@
 """Launches of decoding stages with plain weights: shapes in, grid and tile sizes out."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from blr.kernels.common.available import interpreted
 from blr.kernels.common.launching import TritonKernel, run_kernel
-from blr.kernels.decode.gemv.segments import USUAL, AnySegment, How, Run, Segment
+from blr.kernels.decode.gemv.segments import USUAL, AnySegment, How, QuantizedSegment, Run, Segment
+
+if TYPE_CHECKING:
+    from blr.kernels.decode.quantized.launch import QuantizedStage, QuantizedTile
 
 FEW = 64  # rows of a stage that would leave most of the GPU idle
 TOKENS = 8  # of a launch at most
 HELD = 64  # sums of all tokens that a thread has in registers
 GATED = 512  # columns of a program of `gate`
 NO_CONFIG: Mapping[str, int] = {}
+Some = TypeVar("Some", Segment, QuantizedSegment, AnySegment)
 
 
 class Stage(NamedTuple):
@@ -154,8 +160,8 @@ def mix_strides(mix: Tensor | None) -> tuple[int, int, int]:
 
 
 def run_stages(
-    rows: TritonKernel, pair: TritonKernel, stages: list[Any], tiles: list[Any], how: How, warps: int,
-    registers: int = 0,
+    rows: TritonKernel, pair: TritonKernel, stages: Sequence[Stage | QuantizedStage],
+    tiles: Sequence[Tile | QuantizedTile], how: How, warps: int, registers: int = 0,
 ) -> None:  # fmt: skip
     """One to three stages by `rows`, a `grouped_kernel` of plain or of quantized weights, or gate and up
     by `pair`, a `dual_kernel`. registers: of a thread of `rows` at most, 0: as the compiler likes."""
@@ -189,7 +195,7 @@ def launch_options(pdl: bool) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
-def tokens_of(segments: Sequence[Any], most: int = 1) -> Iterator[list[Any]]:
+def tokens_of(segments: Sequence[Some], most: int = 1) -> Iterator[list[Some]]:
     """Segments of up to `most` tokens after others: what they are where no more are multiplied."""
     for token in range(0, len(segments[0].x), most):
         yield [s.of_tokens(slice(token, token + most)) for s in segments]

@@ -88,8 +88,8 @@ class PartialSums:
     It grows; what launches captured before hold stays as it is.
     """
 
-    def __init__(self) -> None:
-        self.held: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, held: list[tuple[Tensor, Tensor]] | None = None) -> None:
+        self.held = [] if held is None else held
 
     def take(self, sums: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """`sums` numbers of float32, and int32 `counters`: zeros, which launches leave as zeros."""

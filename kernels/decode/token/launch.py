@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class Token:
     def launch(self) -> None:
         from blr.kernels.decode.token.triton import token_kernel
 
-        options: dict[str, Any] = {"num_warps": 8, "launch_cooperative_grid": True}
+        options: dict[str, object] = {"num_warps": 8, "launch_cooperative_grid": True}
         grid = (self.sizes[1],)
         token_kernel[grid](*self.arguments, *self.sizes, *self.numbers, self.shape, **options)
 
@@ -104,7 +104,7 @@ class Token:
         return min(code for code in codes if code) - 1
 
 
-def describe(w: Tensor, rows: int) -> Any:
+def describe(w: Tensor, rows: int) -> object:
     """A descriptor of tiles, for so many rows twice as long as those of w from w on."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

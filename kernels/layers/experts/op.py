@@ -6,7 +6,7 @@ copied, and a launch that a CUDA graph holds serves whichever experts later toke
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,8 +98,7 @@ def expert_products(
     if gate and not stack.bits:
         left, right = apply(_PRODUCTS, x, chosen, *stack, "", early).chunk(2, -1)
         return gated(left, right, gate)
-    found: Tensor = apply(_PRODUCTS, x, chosen, *stack, GATES[gate] if gate else "", early)
-    return found
+    return apply(_PRODUCTS, x, chosen, *stack, GATES[gate] if gate else "", early)
 
 
 def expert_mixed(x: Tensor, chosen: Tensor, weights: Tensor, stack: Stack) -> Tensor:
@@ -187,8 +186,8 @@ def _mix(x: Tensor, chosen: Tensor, weights: Tensor, stack: Stack, y: Tensor, ad
     )
 
 
-def _run_mixed(x: Tensor, chosen: Tensor, weights: Tensor, *of: Any) -> Tensor:
-    stack = Stack(*of)
+def _run_mixed(x: Tensor, chosen: Tensor, weights: Tensor, *of: object) -> Tensor:
+    stack = Stack._make(of)
     y = torch.empty(len(weights), stack.rows, dtype=x.dtype, device=x.device)
     _mix(x, chosen, weights.contiguous(), stack, y, False)
     return y
@@ -268,8 +267,8 @@ def _run_weights(like: Tensor, ends: Tensor, addresses: Tensor, rows: int, K: in
 
 
 def _run_low_rank(x: Tensor, index: Tensor | None, ends: Tensor, base: Tensor | None,
-                  *of: Any) -> Tensor:  # fmt: skip
-    stack = Stack(*of)
+                  *of: object) -> Tensor:  # fmt: skip
+    stack = Stack._make(of)
     pairs, parts = len(x if index is None else index), stack.addresses.shape[1]
     ranks = _in_steps(stack.ranks)
     z = torch.empty(pairs, parts * ranks, dtype=x.dtype, device=x.device)

@@ -8,7 +8,7 @@ output side to the input side, g [n, a, b, d] the gradient of its output and x [
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor
 
@@ -23,8 +23,8 @@ from blr.kernels.layers.kronecker.reference import kronecker_linear as reference
 
 def kronecker_linear(x: Tensor, factors: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
     """`reference.kronecker_linear` by the fastest known way: with factors stored [a, d, b, c]."""
-    x, bias, *given = autocast((x, bias, *factors))
-    y = apply(_LINEAR, rows(x), given, bias)
+    x, *given = autocast(x, bias, *factors)
+    y = apply(_LINEAR, rows(x), given[1:], given[0])
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -61,11 +61,20 @@ def _fake(x: Tensor, factors: list[Tensor], bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], _outputs(factors))
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+class _Kept(Protocol):
+    """As `registration.Context`, of an operator that takes a list."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, list[bool], bool]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+def _setup(ctx: _Kept, inputs: tuple[Tensor, list[Tensor], Tensor | None], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0], *inputs[1])
 
 
-def _backward(ctx: Any, g: Tensor) -> tuple[object, ...]:
+def _backward(ctx: _Kept, g: Tensor) -> tuple[object, ...]:
     x, *factors = ctx.saved_tensors
     for_x, for_factors, for_bias = ctx.needs_input_grad
     dbias = g.sum(0) if for_bias else None

@@ -145,7 +145,7 @@ def product(
     given = (x, packed, scale, bias, u, v)
     lies = [None if t is None else (t.shape, t.stride(), t.dtype) for t in given]
     key = (bits, group, curved, x.device, x.data_ptr() % 16, *lies)
-    plan: Plan | None = _PLANS.get(key)
+    plan = _PLANS.get(key)
     if plan is None:
         name = kernels_for(x, packed, bits, group)
         way = {"rows": _one_token, "few": few_product}.get(name, fused_product)
@@ -156,7 +156,7 @@ def product(
 
 
 Plan = tuple[Launches[Tensor], int]  # what runs products of one shape, and the `zero_counters` it takes
-_PLANS = Plans()
+_PLANS: Plans[Plan] = Plans()
 
 
 def _one_token(
