@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blr.compressor import __version__
 from blr.compressor.base.device import moved, working_dtype
-from blr.compressor.base.errors import CapabilityError, NumericsError
+from blr.compressor.base.errors import CapabilityError, NumericsError, StorageError
 from blr.compressor.base.exhaustion import exhausted
 from blr.compressor.base.process_environment import share_out
 from blr.compressor.base.processes import Processes
@@ -156,7 +156,9 @@ def factorize_layers(work: Work, plan: Plan) -> dict[str, Result]:
     results = {}
     for key, job in jobs.items():
         done = work.journal.load(key)
-        assert done is not None
+        if done is None:
+            module = job.layer.module
+            raise StorageError(f"{module}: its fit was damaged on the disk; run the same command again")
         factors, record = done
         results[job.layer.module] = {n: factors[n] for n in job.planned.spec.stored()}, record
     return results

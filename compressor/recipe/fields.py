@@ -67,5 +67,7 @@ def said_of(error: ErrorDetails, found: str) -> str:
     value, message = quote(repr(error["input"]), 60)[1:-1], quote(error["msg"], 240)[1:-1]
     if message.startswith(INPUT):
         return f"{found} {value}, expected it to {message.removeprefix(INPUT)}{AGAIN}"
+    if error["type"] == "path_type":
+        return f"{found} {value}, expected a path{AGAIN}"
     said = message.removeprefix(OURS)
     return f"{found} {value}: {said}" if isinstance(error["input"], str) else said

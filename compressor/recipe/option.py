@@ -18,8 +18,14 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from blr.compressor.base.errors import UsageError
-from blr.compressor.recipe.fields import said_of
+from blr.compressor.recipe.fields import AGAIN, said_of
 
+ENDS = {
+    "ge": "of at least",
+    "gt": "over",
+    "le": "at most",
+    "lt": "below",
+}  # of ranges, by pydantic's names
 ENTRY = re.compile(r"(\w+)(?: \((-[\w, -]+)\))?: (.*?)(?: \[(.*)\])?")
 
 
@@ -60,15 +66,21 @@ def check_limits(settings: object) -> None:
     hints = get_type_hints(owner, include_extras=True)
     for name, option in options_of(owner).items():
         strict = option.kind in (bool, int, float, str)  # else paths may be text
-        check_value(option.names[0], getattr(settings, name), hints[name], strict)
+        check_value(option.names[0], getattr(settings, name), hints[name], strict, name)
 
 
-def check_value(name: str, value: object, hint: Any, strict: bool = True) -> None:
-    """Raise UsageError for a `value` of the option `name` that does not fit an annotation."""
+def check_value(option: str, value: Any, hint: Any, strict: bool = True, field: str = "") -> None:
+    """Raise UsageError for a `value` of an option that does not fit an annotation. field: its name in
+    Python, from where alone a value of another type can come."""
     try:
         TypeAdapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
-        raise UsageError(said_of(error.errors()[0], f"{name} is")) from None
+        found = error.errors()[0]
+        if found.get("ctx", {}).keys() & ENDS.keys():
+            ends = " and ".join(f"{ENDS[end]} {bound:g}" for end, bound in _bounds(hint).items())
+            raise UsageError(f"{option} is {value:g}, expected a number {ends}{AGAIN}") from None
+        name = field if field and found["type"].endswith("_type") else option
+        raise UsageError(said_of(found, f"{name} is")) from None
 
 
 def plain_type(hint: object) -> object:
@@ -90,12 +102,14 @@ def _entries(text: str) -> list[tuple[str, ...]]:
     return [match.groups() for line in lines if (match := ENTRY.fullmatch(line.strip()))]
 
 
-def _limits(hint: object) -> list[float | None]:
-    """The numbers from which to which an annotation allows them; none without a least one."""
+def _bounds(hint: object) -> dict[str, float]:
+    """The ends of the numbers that an annotation allows, by the names of `ENDS`."""
     parts = [part for kind in (hint, *get_args(hint)) for part in getattr(kind, "__metadata__", ())]
-    bounds = [bound for part in parts if isinstance(part, FieldInfo) for bound in part.metadata]
-    least, most = (
-        next((getattr(bound, name) for bound in bounds if hasattr(bound, name)), None)
-        for name in ("ge", "le")
-    )
-    return [] if least is None else [least, most]
+    found = [bound for part in parts if isinstance(part, FieldInfo) for bound in part.metadata]
+    return {end: getattr(bound, end) for end in ENDS for bound in found if hasattr(bound, end)}
+
+
+def _limits(hint: object) -> list[float | None]:
+    """The least and the largest number that an annotation allows; none where an end is not allowed."""
+    bounds = _bounds(hint)
+    return [] if "ge" not in bounds or "lt" in bounds else [bounds["ge"], bounds.get("le")]

@@ -254,7 +254,7 @@ class GenerateSettings(ModelSettings):
     max_new_tokens: Count = 64
     temperature: Annotated[float, Field(ge=0)] = 0.0
     top_k: Count | None = None
-    top_p: float | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int = 0
     profile: bool = False
     dtype: Computed | None = None

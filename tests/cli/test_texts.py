@@ -73,7 +73,7 @@ def test_plan_refuses_what_compress_would(tiny: Path, invoke: Invoke) -> None:
     for wrong, said in (
         (("--samples", 3), "--samples 3: nothing would use it, it belongs to --text"),
         (("--text", "self", "--mix", 0.5), "--mix 0.5 is beside a text of yours, not --text self"),
-        (("--heal", "-1"), "--heal is -1.0, expected it to be greater than 0"),
+        (("--heal", "-1"), "--heal is -1, expected a number over 0"),
     ):
         for command in ("plan", "compress"):
             code, _, err = invoke(command, tiny, *wrong)
