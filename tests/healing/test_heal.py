@@ -292,7 +292,7 @@ def given(**options: Any) -> Callable[..., tuple[Path, dict[str, Any]]]:
         (text_of("abc"), 4, "3 tokens, expected at least three windows"),
         (text_of('{"text": 1}\n', "bad.jsonl"), 4, "string field 'text'"),
         (given(steps=3, epochs=1.0), 2, "one of --minutes"),
-        (given(rate=-1.0), 2, "--lr is -1.0"),
+        (given(rate=-1.0), 2, "--lr is -1, expected a number over 0"),
         (given(train=("wings",)), 2, "--train is 'wings', expected it to be 'factors'"),
         (given(train=("head",)), 2, "the model has none of these"),
         (given(loss="mse"), 2, "--loss is 'mse'"),
