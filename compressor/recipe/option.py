@@ -20,19 +20,15 @@ from pydantic.fields import FieldInfo
 from blr.compressor.base.errors import UsageError
 from blr.compressor.recipe.fields import AGAIN, said_of
 
-ENDS = {
-    "ge": "of at least",
-    "gt": "over",
-    "le": "at most",
-    "lt": "below",
-}  # of ranges, by pydantic's names
+# The ends of a range in words, by pydantic's names.
+ENDS = {"ge": "of at least", "gt": "over", "le": "at most", "lt": "below"}
 ENTRY = re.compile(r"(\w+)(?: \((-[\w, -]+)\))?: (.*?)(?: \[(.*)\])?")
 
 
 @dataclass(frozen=True)
 class Option:
-    """A field as an option: `kind` is the type of its value, `default` the text shown as its default,
-    `least` and `most` the numbers that its annotation allows, where that has a least one."""
+    """A field as an option. `kind` is the type of its value, `default` the text shown as its default.
+    `least` and `most` are of `_limits`."""
 
     kind: Any
     help: str
@@ -110,6 +106,7 @@ def _bounds(hint: object) -> dict[str, float]:
 
 
 def _limits(hint: object) -> list[float | None]:
-    """The least and the largest number that an annotation allows; none where an end is not allowed."""
+    """The least and the largest number of an annotation, as the help shows them. None for a range whose
+    end is left out, which `check_value` tells."""
     bounds = _bounds(hint)
     return [] if "ge" not in bounds or "lt" in bounds else [bounds["ge"], bounds.get("le")]
